@@ -1,0 +1,53 @@
+"""The exceptions drivetrain raises: each says what is wrong, why it matters and how to fix it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DrivetrainError(Exception):
+    """Base of every error drivetrain raises on purpose.
+
+    Args:
+        what: what is wrong, with the offending value.
+        why: the reason it cannot be accepted.
+        fix: what to do about it.
+    """
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        # All three go to ``args``, so that the error survives pickling between processes.
+        super().__init__(what, why, fix)
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  Why: {self.why}")
+        if self.fix:
+            lines.append(f"  Fix: {self.fix}")
+        return "\n".join(lines)
+
+
+class ConfigurationError(DrivetrainError):
+    """What was asked for cannot be done, or contradicts itself."""
+
+
+class CheckpointError(DrivetrainError):
+    """A checkpoint could not be written, read or trusted."""
+
+
+class DistributedError(DrivetrainError):
+    """A rank failed, vanished or disagreed with the others."""
+
+
+class NonFiniteError(DrivetrainError):
+    """A loss, gradient or parameter became NaN or infinite."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
