@@ -1,0 +1,216 @@
+"""What a run changes in the process and does not own: remembered before it, put back after it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+_INDUCTOR_CONFIG = "torch._inductor.config"
+
+# Those that others inherit from stand before them, so that what came back by inheritance is not set again.
+_cudnn: Any = torch.backends.cudnn
+_BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
+    (_cudnn, "enabled"),
+    (_cudnn, "benchmark"),
+    (_cudnn, "benchmark_limit"),
+    (_cudnn, "deterministic"),
+    (_cudnn, "allow_tf32"),
+    (torch.backends, "fp32_precision"),
+    (_cudnn, "fp32_precision"),
+    (_cudnn.conv, "fp32_precision"),
+    (_cudnn.rnn, "fp32_precision"),
+    (torch.backends.cuda.matmul, "fp32_precision"),
+    (torch.backends.mkldnn, "fp32_precision"),
+    (torch.backends.mkldnn.matmul, "fp32_precision"),
+)
+
+
+class ProcessState:
+    """Remember the state of the process on entry, restore it on exit, also after an exception.
+
+    What is kept: environment variables; the default dtype; cudnn's and matmul's flags; deterministic algorithms with
+    ``CUBLAS_WORKSPACE_CONFIG``; grad mode, inference aside, anomaly detection; signal handlers (in the main thread,
+    the only one that may set them); ``sys.excepthook``, ``threading.excepthook`` (each ``init_process_group`` nests
+    another one); and, where asked for, the generators.
+
+    Args:
+        generators: keep the random generators too: Python's, NumPy's where it is imported, torch's on the CPU.
+        cuda_generators: with ``generators``, those of every CUDA device as well. Reading them initialises CUDA,
+            hence the separate switch; without it they are kept only if CUDA is already in use.
+    """
+
+    __slots__ = ("_cuda_generators", "_generators", "_restore")
+
+    def __init__(self, *, generators: bool = False, cuda_generators: bool = False) -> None:
+        self._generators = generators
+        self._cuda_generators = cuda_generators
+        self._restore: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        self.remember()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def remember(self) -> None:
+        """Take note of the state as it is now."""
+        self._restore = [
+            _keep_environment(),
+            _keep_default_dtype(),
+            _keep_backend_flags(),
+            _keep_deterministic(),
+            _keep_autograd(),
+            _keep_exception_hooks(),
+        ]
+        if threading.current_thread() is threading.main_thread():
+            self._restore.append(_keep_signal_handlers())
+        if self._generators:
+            self._restore.append(_keep_python_generator())
+            self._restore.append(_keep_torch_generators(self._cuda_generators))
+            if "numpy" in sys.modules:
+                self._restore.append(_keep_numpy_generator())
+
+    def restore(self) -> None:
+        """Put back what `remember` noted. A second call does nothing."""
+        restore, self._restore = self._restore, []
+        for put_back in restore:
+            put_back()
+
+
+def _keep_environment() -> Callable[[], None]:
+    before = dict(os.environ)
+
+    def put_back() -> None:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+    return put_back
+
+
+def _keep_default_dtype() -> Callable[[], None]:
+    before = torch.get_default_dtype()
+    return lambda: torch.set_default_dtype(before)
+
+
+def _keep_backend_flags() -> Callable[[], None]:
+    before = [(owner, name, _read(owner, name)) for owner, name in _BACKEND_FLAGS]
+    matmul = _matmul_precision()
+
+    def put_back() -> None:
+        if matmul is not None and _matmul_precision() != matmul:
+            torch.set_float32_matmul_precision(matmul)
+        for owner, name, value in before:
+            if value is not None and _read(owner, name) != value:
+                setattr(owner, name, value)
+
+    return put_back
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None  # as in `_read`
+
+
+def _read(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except RuntimeError:
+        # The older flags cannot be read where the newer ones they stand for were given different values.
+        return None
+
+
+def _keep_deterministic() -> Callable[[], None]:
+    # CUBLAS_WORKSPACE_CONFIG, which belongs to it, comes back with the environment.
+    mode = torch.get_deterministic_debug_mode()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    compiler = _inductor_deterministic()
+
+    def put_back() -> None:
+        # Not by use_deterministic_algorithms, which would import the compiler.
+        torch.set_deterministic_debug_mode(mode)
+        memory.fill_uninitialized_memory = fill
+        if _inductor_deterministic() not in (None, bool(compiler)):
+            sys.modules[_INDUCTOR_CONFIG].deterministic = bool(compiler)  # type: ignore[attr-defined]
+
+    return put_back
+
+
+def _inductor_deterministic() -> bool | None:
+    """The flag that `use_deterministic_algorithms` sets in the compiler; None where that was never imported."""
+    return getattr(sys.modules.get(_INDUCTOR_CONFIG), "deterministic", None)
+
+
+def _keep_autograd() -> Callable[[], None]:
+    grad = torch.is_grad_enabled()
+    anomaly, check_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+    def put_back() -> None:
+        torch.set_grad_enabled(grad)
+        torch.autograd.set_detect_anomaly(anomaly, check_nan)
+
+    return put_back
+
+
+def _keep_exception_hooks() -> Callable[[], None]:
+    main, threads = sys.excepthook, threading.excepthook
+
+    def put_back() -> None:
+        sys.excepthook, threading.excepthook = main, threads
+
+    return put_back
+
+
+def _keep_signal_handlers() -> Callable[[], None]:
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def put_back() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in before.items():
+            # None: set by C code, which Python can neither read nor put back.
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+    return put_back
+
+
+def _keep_python_generator() -> Callable[[], None]:
+    before = random.getstate()
+    return lambda: random.setstate(before)
+
+
+def _keep_numpy_generator() -> Callable[[], None]:
+    import numpy
+
+    before: Any = numpy.random.get_state()
+    return lambda: numpy.random.set_state(before)
+
+
+def _keep_torch_generators(cuda: bool) -> Callable[[], None]:
+    cpu = torch.get_rng_state()
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if cuda or in_use else []
+
+    def put_back() -> None:
+        torch.set_rng_state(cpu)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+    return put_back

@@ -1,0 +1,89 @@
+"""Seeds: one call for every generator of the process, and new seeds derived from several numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import operator
+import random
+
+import torch
+
+from drivetrain.errors import ConfigurationError
+
+_last_seed: int | None = None
+_seeds_workers = True
+
+
+def seed_everything(seed: int, workers: bool = True) -> int:
+    """Seed the generators of Python, NumPy (where it is installed) and torch, on every device.
+
+    A `Fit` without a seed of its own takes this one for the order of its samples.
+
+    Args:
+        seed: from 0 to 2**32 - 1, the range NumPy accepts.
+        workers: whether data-loading workers are seeded from it too.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ConfigurationError: the seed is not an integer, or out of range.
+    """
+    global _last_seed, _seeds_workers
+    value = checked_seed(seed)
+    random.seed(value)
+    if importlib.util.find_spec("numpy") is not None:
+        import numpy
+
+        numpy.random.seed(value)
+    torch.manual_seed(value)
+    _last_seed, _seeds_workers = value, workers
+    return value
+
+
+def last_seed() -> int | None:
+    """Return the seed of the latest `seed_everything` in this process, or None."""
+    return _last_seed
+
+
+def seeds_workers() -> bool:
+    """Tell whether the latest `seed_everything` asked for seeded data-loading workers."""
+    return _seeds_workers
+
+
+def checked_seed(seed: object) -> int:
+    """Return ``seed`` as an int.
+
+    Raises:
+        ConfigurationError: it is not an integer from 0 to 2**32 - 1.
+    """
+    try:
+        value = operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        value = -1
+    if isinstance(seed, bool) or not 0 <= value < 2**32:
+        raise ConfigurationError(
+            f"seed={seed!r} is not a seed",
+            "NumPy's generator takes integers from 0 to 2**32 - 1 and nothing else, and all generators get the same",
+            f"pass an integer, for example seed={value % 2**32 if value > 0 else 42}",
+        )
+    return value
+
+
+def derive_seed(*parts: int) -> int:
+    """Return a seed that is a pure function of ``parts``: the same in every process, on every machine.
+
+    Different parts, or the same in another order or number, give unrelated seeds; this is why the seed for
+    (seed, epoch, rank) is derived rather than added up, where (0, 1) and (1, 0) would meet.
+
+    Args:
+        parts: integers of any size and sign.
+
+    Returns:
+        An integer from 0 to 2**63 - 1, which `torch.Generator.manual_seed` accepts.
+    """
+    # Text keeps the boundaries between the parts and knows no width, so that no two tuples look alike.
+    text = ",".join(str(operator.index(part)) for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=b"drivetrain").digest()
+    return int.from_bytes(digest, "little") >> 1
