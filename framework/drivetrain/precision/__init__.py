@@ -1,0 +1,17 @@
+"""How exact: the dtypes of a run, autocast, loss scaling and gradient clipping, one file a plugin."""
+
+from drivetrain.precision.double import DoublePrecision
+from drivetrain.precision.full import FullPrecision
+from drivetrain.precision.half import HalfPrecision
+from drivetrain.precision.mixed import MixedPrecision
+from drivetrain.precision.precision import Precision
+from drivetrain.precision.resolve import resolve_precision
+
+__all__ = [
+    "DoublePrecision",
+    "FullPrecision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+    "resolve_precision",
+]

@@ -1,0 +1,95 @@
+"""Clipping by global norm or by value, over plain, sparse and sharded gradients together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.precision.gradients import by_mesh
+
+ALGORITHMS = ("norm", "value")
+
+
+@torch.no_grad()
+def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float, algorithm: str = "norm") -> Tensor:
+    """Clip the gradients of all ``optimizers`` together, in place.
+
+    Gives what `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` give on whole gradients, bit for bit where all
+    are plain, and serves what they fail on: plain and sharded gradients side by side, two device meshes, sparse
+    gradients. Nothing waits for the device, save that coalescing sparse gradients does on an accelerator, and that
+    the norms of gradients on several devices travel to one.
+
+    Args:
+        optimizers: whose parameters' gradients are clipped; the norm is over all of them.
+        max_norm: the largest norm, or with ``"value"`` the largest magnitude of one element.
+        algorithm: ``"norm"`` or ``"value"``.
+
+    Returns:
+        Tensor of shape (): the total norm before clipping, for ``"value"`` the largest magnitude; 0 without gradients.
+
+    Raises:
+        ConfigurationError: for another algorithm.
+    """
+    if algorithm not in ALGORITHMS:
+        raise ConfigurationError(
+            f"gradient_clip_algorithm={algorithm!r} does not exist.{nearest(str(algorithm), ALGORITHMS)}",
+            fix="Use 'norm' or 'value'.",
+        )
+    order = 2.0 if algorithm == "norm" else math.inf
+    plain, sharded = by_mesh(optimizers)
+    buckets = _buckets(plain)
+    norms: list[Tensor] = []
+    for bucket in buckets:
+        norms.extend(torch._foreach_norm(bucket, order))
+    for parameters in sharded.values():
+        norms.append(_sharded_norm(parameters, order))
+    if not norms:
+        return torch.tensor(0.0)
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), order)
+    if algorithm == "value":
+        for bucket in buckets:
+            torch._foreach_clamp_min_(bucket, -float(max_norm))
+            torch._foreach_clamp_max_(bucket, float(max_norm))
+        for parameters in sharded.values():
+            clip_grad_value_(parameters, max_norm)
+        return total
+    # As torch does it: multiplying always, by 1 where nothing is to clip, spares the device a question.
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for bucket in buckets:
+        torch._foreach_mul_(bucket, coefficient.to(bucket[0].device))
+    for parameters in sharded.values():
+        clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
+    """Dense gradients, and the values of coalesced sparse ones, in lists of one device and dtype."""
+    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = cast(Tensor, parameter.grad)
+        if gradient.is_sparse:
+            # Entries of one row may stand there several times: only their sum is the gradient.
+            parameter.grad = gradient = gradient.coalesce()
+            gradient = gradient._values()
+        key = (gradient.device, gradient.dtype)
+        bucket = buckets.get(key)
+        if bucket is None:
+            buckets[key] = [gradient]
+        else:
+            bucket.append(gradient)
+    return list(buckets.values())
+
+
+def _sharded_norm(parameters: list[Parameter], order: float) -> Tensor:
+    """The norm over all shards of DTensor gradients of one mesh, as a plain tensor of shape () on every rank."""
+    norm: Any = get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters], order)
+    return cast(Tensor, norm.full_tensor())

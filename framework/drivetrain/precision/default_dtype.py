@@ -1,0 +1,26 @@
+"""A context in which new floating-point tensors get a given dtype."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+
+class DefaultDtype:
+    """Sets torch's default dtype within the context and puts the former one back."""
+
+    __slots__ = ("_dtype", "_former")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._former = dtype
+
+    def __enter__(self) -> None:
+        self._former = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_default_dtype(self._former)

@@ -1,0 +1,34 @@
+"""Gradients sorted by the device mesh over which they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any, list[Parameter]]]:
+    """Sort the parameters that have a gradient.
+
+    One operation cannot take plain tensors and DTensors, or DTensors of two meshes, together.
+
+    Returns:
+        The parameters with plain gradients, and those with DTensor gradients by `DeviceMesh`.
+    """
+    plain: list[Parameter] = []
+    sharded: dict[Any, list[Parameter]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                # The attribute and not the class: importing DTensor takes long, and without it there is none.
+                if type(gradient) is Tensor or (mesh := getattr(gradient, "device_mesh", None)) is None:
+                    plain.append(parameter)
+                else:
+                    sharded.setdefault(mesh, []).append(parameter)
+    return plain, sharded

@@ -1,0 +1,161 @@
+"""bf16-mixed and 16-mixed: autocast over float32 parameters, and loss scaling for fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.precision.clipping import clip_gradients
+from drivetrain.precision.loss_scaler import LossScaler
+from drivetrain.precision.precision import Precision
+
+_DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class MixedPrecision(Precision):
+    """Matrix products in half precision under autocast; parameters, gradients and updates in float32.
+
+    With ``"16-mixed"`` the loss is scaled up before the backward, so that small gradients survive in fp16, and a step
+    whose gradients overflowed is skipped, for all optimizers alike: one that overflowed leaves the others' clipped
+    gradients without meaning.
+
+    Args:
+        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
+        device: the device, or its type, on which the run computes.
+        scaler: a scaler of your own for ``"16-mixed"``; default ``torch.amp.GradScaler(device)``.
+
+    Raises:
+        ConfigurationError: for any other name, a device type without autocast, or a scaler with ``"bf16-mixed"``.
+    """
+
+    has_forward_context = True
+
+    def __init__(
+        self,
+        precision: str = "bf16-mixed",
+        device: str | torch.device = "cuda",
+        scaler: GradScaler | None = None,
+    ) -> None:
+        if precision not in _DTYPES:
+            raise ConfigurationError(
+                f"MixedPrecision({precision!r}) does not exist.{nearest(str(precision), _DTYPES)}",
+                fix="Use 'bf16-mixed' or '16-mixed'.",
+            )
+        self.name = precision
+        self.device_type = torch.device(device).type
+        self.compute_dtype = self.output_dtype = _DTYPES[precision]
+        self.scales_loss = precision == "16-mixed"
+        if not torch.amp.is_autocast_available(self.device_type):
+            raise ConfigurationError(
+                f"precision={precision!r} cannot run on device type {self.device_type!r}.",
+                "PyTorch has no autocast for it.",
+                "Use precision='32-true' or 'bf16-true'.",
+            )
+        if scaler is not None and not self.scales_loss:
+            raise ConfigurationError(
+                f"MixedPrecision({precision!r}) got a scaler.",
+                "bfloat16 has the range of float32: its loss needs no scaling.",
+                "Leave the scaler out, or use '16-mixed'.",
+            )
+        self._own_scaler = scaler
+        self._scaler: LossScaler | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler in use with ``"16-mixed"``, None with ``"bf16-mixed"``."""
+        return (self._scaler or self._build()).scaler if self.scales_loss else None
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device of another type than autocast was set up for, and cuda where there is none.
+
+        Autocast and the scaler would switch themselves off there with no more than a warning.
+        """
+        if device.type != self.device_type:
+            raise ConfigurationError(
+                f"{self!r} is for device type {self.device_type!r}, but the run is on {device}.",
+                "Autocast would leave every operation of this run in float32.",
+                f"Build it with device={device.type!r}, or give precision={self.name!r} as a string.",
+            )
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError(
+                f"precision={self.name!r} on {device}, but no CUDA device is available.",
+                "Autocast and loss scaling would be switched off.",
+                "Run where torch.cuda.is_available() is true, or use accelerator='cpu'.",
+            )
+
+    def convert_module(self, module: Module) -> Module:
+        """Give trainable parameters in half precision float32 master weights; frozen ones stay as they are."""
+        for parameter in module.parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
+        return module
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A new autocast context."""
+        return torch.autocast(self.device_type, self.compute_dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of a loss of shape (), scaled with ``"16-mixed"``."""
+        if self.scales_loss:
+            loss = (self._scaler or self._build()).scaler.scale(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the scale, once a step, and note an overflow among them."""
+        if self.scales_loss:
+            (self._scaler or self._build()).unscale(optimizer)
+
+    def clip_gradients(
+        self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"
+    ) -> Tensor:
+        """Clip as `Precision.clip_gradients` does, after unscaling what is not unscaled yet."""
+        optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+        if self.scales_loss:
+            scaler = self._scaler or self._build()
+            for optimizer in optimizers:
+                scaler.unscale(optimizer)
+        return clip_gradients(optimizers, max_norm, algorithm)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step ``optimizer`` unless the gradients of any optimizer unscaled for this step overflowed.
+
+        Raises:
+            ConfigurationError: with ``"16-mixed"`` and a closure, whose every evaluation would need a scale of its own.
+        """
+        if not self.scales_loss:
+            optimizer.step(closure)
+            return True
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} steps with a closure, which precision='16-mixed' cannot serve.",
+                "The closure's gradients are scaled, and each of its evaluations may overflow by itself.",
+                "Use precision='bf16-mixed' or '32-true'.",
+            )
+        return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
+
+    def update(self) -> None:
+        """Halve the scale after an overflow, raise it after a long stretch without one."""
+        if self.scales_loss:
+            (self._scaler or self._build()).update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the count of steps since it last changed."""
+        return (self._scaler or self._build()).scaler.state_dict() if self.scales_loss else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back the scale; without one (a checkpoint of another precision) it starts afresh."""
+        if self.scales_loss and state_dict:
+            (self._scaler or self._build()).scaler.load_state_dict(dict(state_dict))
+
+    def _build(self) -> LossScaler:
+        # Built at first use: a scaler for cuda asks the driver, and building settings must not (A-01).
+        self._scaler = LossScaler(self._own_scaler or GradScaler(self.device_type))
+        return self._scaler

@@ -1,0 +1,142 @@
+"""The interface of a precision; used as it is, full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from drivetrain.precision.clipping import clip_gradients
+
+
+class Precision:
+    """How exact a run computes: its dtypes, autocast, loss scaling and gradient clipping.
+
+    This class is the interface and at the same time its plainest case, float32 throughout: a subclass overrides
+    what differs. A precision knows neither the module's hooks nor the engine, and works without either::
+
+        loss = step_under(precision.forward_context())
+        precision.backward(loss)
+        for optimizer in optimizers:
+            precision.unscale(optimizer)
+        norm = precision.clip_gradients(optimizers, max_norm=1.0)
+        for optimizer in optimizers:
+            precision.step(optimizer)
+        precision.update()
+
+    The class attributes tell the engine before the loop what it may leave out of it.
+    """
+
+    name: str = "32-true"
+    """Canonical name, as users write it."""
+
+    param_dtype: torch.dtype = torch.float32
+    """Dtype in which parameters are kept and updated."""
+
+    compute_dtype: torch.dtype = torch.float32
+    """Dtype of matrix products and convolutions."""
+
+    reduce_dtype: torch.dtype = torch.float32
+    """Dtype in which gradients are reduced over ranks."""
+
+    output_dtype: torch.dtype = torch.float32
+    """Dtype in which the module's outputs arrive."""
+
+    has_forward_context: bool = False
+    """Whether `forward_context` does anything."""
+
+    converts_batch: bool = False
+    """Whether `convert_batch` does anything."""
+
+    scales_loss: bool = False
+    """Whether `unscale` and `update` do anything, and `backward` more than ``loss.backward()``."""
+
+    found_inf_reducer: Callable[[Tensor], None] | None = None
+    """Makes a found overflow known to every rank, in place, on a float tensor of shape () that is above zero where one
+    was found. Replicated gradients and those of one device mesh do not need it: there an infinity spreads by itself."""
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that cannot do this precision. Touches no device.
+
+        Raises:
+            ConfigurationError: if ``device`` cannot compute in these dtypes.
+        """
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """The context in which modules are built, so that parameters are created in their final dtype."""
+        return nullcontext()
+
+    def convert_module(self, module: Module) -> Module:
+        """Bring ``module``'s parameters and buffers to this precision, in place; ties between parameters survive."""
+        return module
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Bring the floating-point tensors of a nested ``batch`` to this precision."""
+        return batch
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A new context for one forward pass."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients of a loss of shape ()."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Give the gradients of ``optimizer`` their true magnitude; a second call before `update` does nothing."""
+
+    def clip_gradients(
+        self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"
+    ) -> Tensor:
+        """Clip the gradients of all ``optimizers`` together, in place, without waiting for the device.
+
+        Args:
+            optimizers: one optimizer or several; the norm is over the gradients of all.
+            max_norm: the largest norm (``"norm"``) or magnitude of one element (``"value"``) that is left alone.
+            algorithm: ``"norm"`` or ``"value"``.
+
+        Returns:
+            Tensor of shape (): the norm over all parameters and shards before clipping; for ``"value"`` the
+            largest magnitude of one element before clipping.
+
+        Raises:
+            ConfigurationError: if ``algorithm`` is neither of the two.
+        """
+        return clip_gradients((optimizers,) if isinstance(optimizers, Optimizer) else optimizers, max_norm, algorithm)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step ``optimizer``; False where an overflow in the gradients skipped it."""
+        optimizer.step(closure)
+        return True
+
+    def update(self) -> None:
+        """Adapt the loss scale, once a step after all optimizers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this precision: JSON-able values."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned; an empty one, written under another precision, is accepted."""
+
+    def describe(self) -> str:
+        """The resolved dtypes on one line."""
+        dtypes = {
+            "parameters": self.param_dtype,
+            "compute": self.compute_dtype,
+            "gradient reduction": self.reduce_dtype,
+            "outputs": self.output_dtype,
+        }
+        return f"Precision {self.name}: " + ", ".join(f"{use} {_short(dtype)}" for use, dtype in dtypes.items())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

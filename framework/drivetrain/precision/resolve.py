@@ -1,0 +1,63 @@
+"""From what the user wrote to a precision for a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.precision.double import DoublePrecision
+from drivetrain.precision.full import FullPrecision
+from drivetrain.precision.half import HalfPrecision
+from drivetrain.precision.mixed import MixedPrecision
+from drivetrain.precision.precision import Precision
+
+_BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
+    "64-true": lambda device: DoublePrecision(),
+    "32-true": lambda device: FullPrecision(),
+    "bf16-mixed": lambda device: MixedPrecision("bf16-mixed", device),
+    "16-mixed": lambda device: MixedPrecision("16-mixed", device),
+    "bf16-true": lambda device: HalfPrecision("bf16-true"),
+    "16-true": lambda device: HalfPrecision("16-true"),
+}
+_SHORTHANDS = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+def canonical_name(setting: str | int) -> str:
+    """The canonical name of a precision given by name or shorthand.
+
+    Raises:
+        ConfigurationError: for an unknown name, with the nearest known one.
+    """
+    # A bool is an int, and True would read as "True" below; it means nothing here either way.
+    name = _SHORTHANDS.get(str(setting), str(setting))
+    if name not in _BUILDERS:
+        raise ConfigurationError(
+            f"precision={setting!r} does not exist.{nearest(str(setting), [*_BUILDERS, *_SHORTHANDS])}",
+            fix=f"Use one of {', '.join(map(repr, _BUILDERS))}, or 64, 32, 'bf16', '16' for short.",
+        )
+    return name
+
+
+def resolve_precision(setting: str | int | Precision, device: torch.device) -> Precision:
+    """Find the precision that ``setting`` asks for, for a run on ``device``. Touches no device.
+
+    Args:
+        setting: a name (``"bf16-mixed"``), a shorthand (``64``, ``32``, ``"bf16"``, ``"16"``) or a precision.
+        device: where the run computes.
+
+    Raises:
+        ConfigurationError: for an unknown name, or a precision that ``device`` cannot do.
+    """
+    if isinstance(setting, Precision):
+        precision = setting
+    elif isinstance(setting, str | int) and not isinstance(setting, bool):
+        precision = _BUILDERS[canonical_name(setting)](device)
+    else:
+        raise ConfigurationError(
+            f"precision={setting!r} is a {type(setting).__name__}.",
+            fix="Give a name such as 'bf16-mixed', or an instance of drivetrain.Precision.",
+        )
+    precision.check_device(device)
+    return precision
