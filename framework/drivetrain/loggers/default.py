@@ -1,0 +1,19 @@
+"""Which logger a run gets when the user names none."""
+
+from __future__ import annotations
+
+import os
+
+from drivetrain.loggers.csv_logger import CSVLogger
+from drivetrain.loggers.logger import Logger
+from drivetrain.loggers.tensorboard_logger import TensorBoardLogger, tensorboard_is_installed
+
+
+def default_logger(root_dir: str | os.PathLike[str] | None = None) -> Logger:
+    """Return a `TensorBoardLogger` where TensorBoard (or tensorboardX) is installed, else a `CSVLogger`.
+
+    Args:
+        root_dir: a local path or an fsspec URL; ``None`` for the working directory.
+    """
+    root = os.getcwd() if root_dir is None else root_dir
+    return TensorBoardLogger(root) if tensorboard_is_installed() else CSVLogger(root)

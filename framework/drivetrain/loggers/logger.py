@@ -1,0 +1,56 @@
+"""Logger: the interface between a run and whatever keeps its numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+class Logger(ABC):
+    """Base class of everything that keeps metrics and hyper-parameters.
+
+    Only rank 0 calls a logger. Building one touches no disk, network or other state (a `Fit` must be free to build):
+    directories, files and connections come with the first write.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The experiment's name."""
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """What tells this run from the others of the same name, ``"version_0"`` for one."""
+
+    @property
+    def log_dir(self) -> str | None:
+        """The directory or URL that holds this run's files, ``None`` where it keeps none."""
+        return None
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep ``metrics``, plain numbers by name, as of optimizer step ``step``."""
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Keep the run's hyper-parameters, JSON-able values by name."""
+        del params
+
+    def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
+        """Keep the module's graph, traced on ``example``, where the logger can show one."""
+        del module, example
+
+    def save(self) -> None:
+        """Write out whatever is still held back."""
+
+    def finalize(self, status: str) -> None:
+        """Write out everything and let go of files and connections.
+
+        Args:
+            status: how the run ended: "success", "failed" or "interrupted". The logger may be used again.
+        """
+        del status
+        self.save()
