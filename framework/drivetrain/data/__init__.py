@@ -1,0 +1,19 @@
+"""Data: the order of samples, how they are dealt to ranks, and how batches reach the device."""
+
+from __future__ import annotations
+
+from drivetrain.data.loaders import BatchSource, prepare_loader
+from drivetrain.data.order import KeyedPermutation, SequentialOrder, order
+from drivetrain.data.sharding import Share
+from drivetrain.data.transfer import first_dimension, move_to
+
+__all__ = [
+    "BatchSource",
+    "KeyedPermutation",
+    "SequentialOrder",
+    "Share",
+    "first_dimension",
+    "move_to",
+    "order",
+    "prepare_loader",
+]

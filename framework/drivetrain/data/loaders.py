@@ -1,0 +1,339 @@
+"""Preparing a user's loader: from whatever yields batches to a `BatchSource` of this rank's part."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    IterDataPipe,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from drivetrain.data.clone import LoaderClone
+from drivetrain.data.feeds import DealtFeed, Feed, StreamFeed, complete, sized
+from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
+from drivetrain.data.sharding import Deal, Share
+from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
+from drivetrain.data.transfer import first_tensor
+from drivetrain.data.workers import SeededDataset, SeededIterable, WorkerStart
+from drivetrain.errors import ConfigurationError
+
+
+class BatchSource(Protocol):
+    """What the loops read batches from.
+
+    Attributes:
+        length: micro-batches of an epoch, the same on every rank; None where it is not known.
+        static: the shares of all ranks, and when the epoch ends, are known without talking.
+    """
+
+    @property
+    def length(self) -> int | None: ...
+
+    @property
+    def static(self) -> bool: ...
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+        """Start an epoch at micro-batch ``start`` and return its batches with this rank's shares of them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of workers. The source can be started again."""
+        ...
+
+
+def prepare_loader(
+    loader: Any,
+    *,
+    training: bool,
+    predicting: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    seed: int = 0,
+    replace_sampler: bool = True,
+) -> BatchSource:
+    """Deal what ``loader`` yields to the ranks.
+
+    Args:
+        loader: a `DataLoader` or any iterable of batches. It is left as it is.
+        training: deal for training (a rank without a sample joins) rather than evaluation.
+        predicting: keep to the order of the data set, and drop nothing.
+        rank: this rank among those that get different data.
+        world_size: how many those are.
+        seed: the seed of the order, the same on every rank.
+        replace_sampler: False leaves the loader's sampler alone: each rank reads what its own loader gives.
+
+    Raises:
+        ConfigurationError: there is no batch in it, or it is not an iterable of batches.
+    """
+    plan = _Plan(training, predicting, rank, world_size, seed, replace_sampler)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        return plan.of_map_style(loader)
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"{type(loader).__name__} is no loader",
+            "batches come from a DataLoader or another iterable of batches",
+            "pass a torch.utils.data.DataLoader, a CombinedLoader, or an object with `__iter__`",
+        )
+    return IterableSource(loader, rank, world_size, seed)
+
+
+class MapSource:
+    """Batches of a map-style data set, dealt by index.
+
+    Args:
+        clone: the loader with ``feed`` in place of its sampler.
+        feed: says which samples to read.
+        static: see `BatchSource`.
+        items: the data set holds whole batches, whose sizes show only when they are there.
+        alone: how much other ranks hold is not known.
+        begins: called with the epoch as it begins.
+    """
+
+    def __init__(
+        self,
+        clone: LoaderClone,
+        feed: Feed,
+        static: bool,
+        items: bool,
+        alone: bool,
+        begins: Callable[[int], None],
+    ) -> None:
+        self._clone = clone
+        self._feed = feed
+        self._items = items
+        self._alone = alone
+        self._begins = begins
+        self.static = static
+
+    @property
+    def length(self) -> int | None:
+        return self._feed.length
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+        self._begins(epoch)
+        shares = self._feed.begin(epoch, start)
+        # Nothing of this is a Python call for each batch, but where batches have to be measured.
+        pairs = zip(self._clone.iterate(), shares, strict=False)
+        return chain(self._measured(pairs) if self._items else pairs, complete(shares))
+
+    def close(self) -> None:
+        self._clone.close()
+
+    def _measured(self, pairs: Iterator[tuple[Any, Share]]) -> Iterator[tuple[Any, Share]]:
+        for batch, share in pairs:
+            samples = 0 if share.joins else _count(batch)
+            yield batch, share._replace(samples=samples, total=None if self._alone else samples)
+
+
+class IterableSource:
+    """Batches of an iterable data set, or of any iterable: each rank's own part.
+
+    Args:
+        loader: a `DataLoader` over an iterable data set, or any iterable of batches.
+        rank: this rank.
+        world_size: how many there are.
+        seed: the seed of the workers' draws.
+    """
+
+    def __init__(self, loader: Any, rank: int, world_size: int, seed: int) -> None:
+        self._loader = loader
+        self._clone: LoaderClone | None = None
+        self._seeded: SeededIterable | None = None
+        self._single = world_size == 1
+        self.static = self._single
+        self.length = sized(loader)
+        if self.length == 0:
+            raise _empty(f"{type(loader).__name__} has length 0")
+        if isinstance(loader, DataLoader):
+            attributes: dict[str, Any] = {}
+            # A DataPipe is seeded and sharded by torch, which has to see its type.
+            if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
+                self._seeded = SeededIterable(loader.dataset, seed, rank)
+                attributes = {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
+            self._clone = LoaderClone(loader, **attributes)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+        _set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
+        if self._seeded is not None:
+            self._seeded.begin(epoch)
+        return self._shares(self._clone.iterate() if self._clone is not None else iter(self._loader), start)
+
+    def close(self) -> None:
+        if self._clone is not None:
+            self._clone.close()
+
+    def _shares(self, batches: Iterator[Any], start: int) -> Iterator[tuple[Any, Share]]:
+        position = 0
+        for batch in islice(batches, start):
+            position += _count(batch)
+        came = False
+        for batch in batches:
+            came = True
+            samples = _count(batch)
+            yield batch, Share(samples, samples if self._single else None, False, position)
+            position += samples
+        if not came and start == 0:
+            once = " (an iterator gives its batches once: pass what makes one)" if batches is self._loader else ""
+            raise _empty(f"{type(self._loader).__name__} gave no batch{once}")
+
+
+class _Plan:
+    """What `prepare_loader` was told, applied to a map-style `DataLoader`."""
+
+    def __init__(
+        self, training: bool, predicting: bool, rank: int, world_size: int, seed: int, replace_sampler: bool
+    ) -> None:
+        self._training = training
+        self._predicting = predicting
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._replace = replace_sampler
+
+    def of_map_style(self, loader: DataLoader[Any]) -> MapSource:
+        slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        sampler: Any = getattr(loader, slot)
+        # Without automatic batching an index is a whole batch, unless the sampler itself makes lists of them.
+        items = slot == "sampler" and not isinstance(sampler, BatchSampler)
+        keyed = loader.num_workers > 0
+        alone = self._world_size > 1 and (not self._replace or _is_rank_s_own(sampler, self._world_size))
+        feed = None if alone or not self._replace else self._dealt(sampler, items, keyed)
+        seen: tuple[Any, ...] = ()
+        if feed is None:
+            feed = self._streamed(sampler, items, keyed, alone)
+            seen = _samplers(sampler)
+        if feed.length == 0:
+            raise _empty(_why_empty(loader, self._world_size))
+        attributes: dict[str, Any] = {slot: feed, "in_order": True}
+        if keyed:
+            attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
+            attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+        unknown = self._world_size > 1 and (alone or items)
+        return MapSource(
+            LoaderClone(loader, **attributes), feed, not unknown, items, unknown, lambda epoch: _set_epoch(epoch, *seen)
+        )
+
+    def _dealt(self, sampler: Any, items: bool, keyed: bool) -> Feed | None:
+        """Return a feed of our own order, if the sampler does no more than shuffle or go through the data set."""
+        batch_size, drop_last, inner = 1, False, sampler
+        if not items:
+            if type(sampler) is not BatchSampler:
+                return None
+            batch_size, drop_last, inner = sampler.batch_size, sampler.drop_last, sampler.sampler
+        found = _plain(inner)
+        if found is None:
+            return None
+        samples, shuffles = found
+        order_of: Callable[[int], Order] = partial(KeyedPermutation, samples, self._seed)
+        if not shuffles or self._predicting:
+            order_of = lambda epoch: SequentialOrder(samples)  # noqa: E731
+        drop_last = drop_last and not self._predicting
+        deal = Deal(samples, batch_size, self._rank, self._world_size, drop_last, self._training)
+        return DealtFeed(deal, order_of, items, keyed)
+
+    def _streamed(self, sampler: Any, items: bool, keyed: bool, alone: bool) -> StreamFeed:
+        """Return a feed that keeps the sampler's order; ``alone``, all of it is this rank's."""
+        ours = self._replace and not alone
+        world_size, rank = (self._world_size, self._rank) if not alone else (1, 0)
+        length = sized(sampler)
+        drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and ours)
+        start: Callable[[], Iterator[Group]]
+        if items:
+            start = lambda: groups_of_indices(sampler, 1, world_size, False)  # noqa: E731
+            length = _divided(length, world_size, False)
+        elif type(sampler) is BatchSampler and ours:
+            start = lambda: groups_of_indices(sampler.sampler, sampler.batch_size, world_size, drop_last)  # noqa: E731
+            length = _divided(sized(sampler.sampler), world_size * sampler.batch_size, drop_last)
+        else:
+            start = lambda: groups_of_batches(sampler, world_size, drop_last)  # noqa: E731
+            length = _divided(length, world_size, drop_last)
+
+        def groups_of(epoch: int) -> Iterator[Group]:
+            return start() if self._training or not ours else without_joiners(start(), world_size)
+
+        generators = [
+            part.generator
+            for part in _samplers(sampler)
+            if isinstance(getattr(part, "generator", None), torch.Generator)
+        ]
+        draws_of = (lambda epoch: SamplerDraws(self._seed, epoch, generators)) if ours else None
+        return StreamFeed(groups_of, draws_of, rank, alone, length, items, keyed)
+
+
+def _plain(sampler: Any) -> tuple[int, bool] | None:
+    """Return how many samples a plain sampler of torch's goes through and whether it shuffles; None for any other."""
+    if type(sampler) is SequentialSampler:
+        return len(sampler), False
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return len(sampler), True
+    if type(sampler) is DistributedSampler:
+        return len(sampler.dataset), sampler.shuffle  # type: ignore[arg-type]
+    return None
+
+
+def _is_rank_s_own(sampler: Any, world_size: int) -> bool:
+    """Tell whether a sampler already yields one rank's part only, by the attributes such samplers have."""
+    return any(
+        type(part) is not DistributedSampler
+        and hasattr(part, "rank")
+        and getattr(part, "num_replicas", 0) == world_size
+        for part in _samplers(sampler)
+    )
+
+
+def _samplers(sampler: Any) -> tuple[Any, ...]:
+    """Return a sampler and those within it."""
+    parts: list[Any] = []
+    while sampler is not None and len(parts) < 8:
+        parts.append(sampler)
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+    return tuple(parts)
+
+
+def _divided(length: int | None, by: int, drop_last: bool) -> int | None:
+    if length is None:
+        return None
+    return length // by if drop_last else -(-length // by)
+
+
+def _set_epoch(epoch: int, *parts: Any) -> None:
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def _count(batch: Any) -> int:
+    tensor = first_tensor(batch)
+    if tensor is None:
+        warnings.warn(
+            f"a batch of type {type(batch).__name__} holds no tensor: it counts as one sample. Override "
+            "`batch_weight(batch)` in the module to say what it weighs.",
+            stacklevel=2,
+        )
+        return 1
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _why_empty(loader: DataLoader[Any], world_size: int) -> str:
+    sizes = f"{sized(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
+    return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"
+
+
+def _empty(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        what,
+        "an epoch without a batch trains and measures nothing",
+        "check the data set; with drop_last=True it must hold at least batch_size * world_size samples",
+    )
