@@ -17,6 +17,7 @@ _INDUCTOR_CONFIG = "torch._inductor.config"
 
 # Those that others inherit from stand before them, so that what came back by inheritance is not set again.
 _cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
 _BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
     (_cudnn, "enabled"),
     (_cudnn, "benchmark"),
@@ -28,8 +29,8 @@ _BACKEND_FLAGS: tuple[tuple[Any, str], ...] = (
     (_cudnn.conv, "fp32_precision"),
     (_cudnn.rnn, "fp32_precision"),
     (torch.backends.cuda.matmul, "fp32_precision"),
-    (torch.backends.mkldnn, "fp32_precision"),
-    (torch.backends.mkldnn.matmul, "fp32_precision"),
+    (_mkldnn, "fp32_precision"),
+    (_mkldnn.matmul, "fp32_precision"),
 )
 
 

@@ -3,5 +3,23 @@
 from __future__ import annotations
 
 from drivetrain.testing.distributed import run_distributed
+from drivetrain.testing.marks import (
+    requires_command,
+    requires_cuda,
+    requires_linux,
+    requires_mps,
+    requires_package,
+)
+from drivetrain.testing.parity import assert_close_states, assert_close_traces, assert_equal_ranks
 
-__all__ = ["run_distributed"]
+__all__ = [
+    "assert_close_states",
+    "assert_close_traces",
+    "assert_equal_ranks",
+    "requires_command",
+    "requires_cuda",
+    "requires_linux",
+    "requires_mps",
+    "requires_package",
+    "run_distributed",
+]

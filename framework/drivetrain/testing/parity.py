@@ -1,0 +1,122 @@
+"""Assertions that two runs did the same: they name the step, the parameter or the rank that differs first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def assert_close_states(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], *, atol: float = 1e-5, rtol: float = 1e-5
+) -> None:
+    """Assert that two states hold the same names, and close values of the same shape.
+
+    Args:
+        actual: a ``state_dict()`` of a module or an optimizer: nested mappings and sequences of tensors and plain
+            values. Sharded tensors are gathered, which every rank then has to do.
+        expected: the reference.
+        atol: the absolute tolerance.
+        rtol: the relative tolerance. Dtypes may differ: values are compared in the wider one.
+
+    Raises:
+        AssertionError: lists every name that is missing, unexpected or different, the largest difference first.
+    """
+    ours, theirs = dict(_leaves(actual)), dict(_leaves(expected))
+    problems = [f"missing: {name}" for name in theirs if name not in ours]
+    problems += [f"unexpected: {name}" for name in ours if name not in theirs]
+    differences = []
+    for name in ours.keys() & theirs.keys():
+        problem = _difference(ours[name], theirs[name], atol, rtol)
+        if problem is not None:
+            differences.append((problem[0], f"{name}: {problem[1]}"))
+    problems += [text for _, text in sorted(differences, reverse=True)]
+    if problems:
+        raise AssertionError(f"states differ in {len(problems)} of {len(theirs)} entries:\n  " + "\n  ".join(problems))
+
+
+def assert_close_traces(
+    actual: Sequence[float | Tensor], expected: Sequence[float | Tensor], *, atol: float = 1e-5, rtol: float = 1e-5
+) -> None:
+    """Assert that two series of numbers, one a step, are close: losses, gradient norms, learning rates.
+
+    Raises:
+        AssertionError: names the first step that differs, or the two lengths.
+    """
+    if len(actual) != len(expected):
+        raise AssertionError(f"{len(actual)} steps, {len(expected)} expected")
+    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        problem = _difference(torch.as_tensor(ours), torch.as_tensor(theirs), atol, rtol)
+        if problem is not None:
+            raise AssertionError(f"step {step} of {len(expected)} is the first that differs: {problem[1]}")
+
+
+def assert_equal_ranks(states: Sequence[Mapping[str, Any]]) -> None:
+    """Assert that every rank's state is, bit for bit, that of rank 0.
+
+    Args:
+        states: one a rank, as `run_distributed` returns them.
+
+    Raises:
+        AssertionError: names the ranks and the entries.
+    """
+    for rank, state in enumerate(states[1:], start=1):
+        try:
+            assert_close_states(state, states[0], atol=0.0, rtol=0.0)
+        except AssertionError as error:
+            raise AssertionError(f"rank {rank} is not what rank 0 is: {error}") from None
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, list | tuple):
+        children = [(str(index), child) for index, child in enumerate(value)]
+    else:
+        yield name, value
+        return
+    for key, child in children:
+        yield from _leaves(child, f"{name}.{key}" if name else key)
+
+
+def _difference(actual: Any, expected: Any, atol: float, rtol: float) -> tuple[float, str] | None:
+    """Return how much two values differ and a text that says so, or None where they agree."""
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        same = type(actual) is type(expected) and (actual == expected or _close_numbers(actual, expected, atol, rtol))
+        return None if same else (float("inf"), f"{actual!r} instead of {expected!r}")
+    actual, expected = _whole(actual), _whole(expected)
+    if actual.shape != expected.shape:
+        return float("inf"), f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if actual.numel() == 0:
+        return None
+    wide = torch.promote_types(actual.dtype, expected.dtype)
+    actual, expected = actual.to(wide), expected.to(wide)
+    if not wide.is_floating_point and not wide.is_complex:
+        close = actual == expected
+    else:
+        close = torch.isclose(actual, expected, atol=atol, rtol=rtol, equal_nan=True)
+    if bool(close.all()):
+        return None
+    gap = (actual - expected if wide.is_complex else actual.double() - expected.double()).abs()
+    gap = gap.nan_to_num(nan=float("inf")).masked_fill(close, 0.0)
+    worst = int(gap.argmax())
+    found, wanted = actual.flatten()[worst].item(), expected.flatten()[worst].item()
+    place = tuple(int(index) for index in torch.unravel_index(torch.tensor(worst), actual.shape))
+    text = f"largest difference {gap.max().item():.3g} at {place}: {found:.9g} instead of {wanted:.9g}"
+    return gap.max().item(), text + f" (atol {atol:g}, rtol {rtol:g})"
+
+
+def _close_numbers(actual: Any, expected: Any, atol: float, rtol: float) -> bool:
+    if not isinstance(actual, float):
+        return False
+    both_nan = math.isnan(actual) and math.isnan(expected)
+    return both_nan or bool(abs(actual - expected) <= atol + rtol * abs(expected))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    whole: Tensor = tensor if full is None else full()
+    return whole.detach().cpu()

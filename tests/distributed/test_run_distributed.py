@@ -1,0 +1,144 @@
+"""`run_distributed` itself: every other distributed test stands on it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.launchers.failure import RankFailedError
+from drivetrain.testing import run_distributed
+
+
+def _sum(value: float) -> tuple[int, torch.Tensor, int, bool]:
+    tensor = torch.full((2,), value * (dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return dist.get_rank(), tensor, torch.get_num_threads(), "torch._dynamo" in sys.modules
+
+
+def test_returns_every_ranks_value_by_rank() -> None:
+    results = run_distributed(_sum, 3, 2.0)
+    assert [rank for rank, *_ in results] == [0, 1, 2]
+    for _, tensor, threads, has_dynamo in results:
+        assert tensor.tolist() == [12.0, 12.0]
+        assert threads == 1
+        assert has_dynamo  # a later import of it would keep the group's threads alive
+
+
+def _own_group() -> tuple[dict[str, str], float]:
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    tensor = torch.ones(())
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+    return {name: os.environ[name] for name in names}, tensor.item()
+
+
+def test_without_a_group_workers_get_what_torchrun_sets() -> None:
+    before = dict(os.environ)
+    results = run_distributed(_own_group, 2, process_group=None)
+    assert [variables["RANK"] for variables, _ in results] == ["0", "1"]
+    assert [variables["LOCAL_RANK"] for variables, _ in results] == ["0", "1"]
+    for variables, total in results:
+        assert total == 2.0
+        assert variables["WORLD_SIZE"] == variables["LOCAL_WORLD_SIZE"] == "2"
+        assert variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    assert dict(os.environ) == before
+
+
+def _environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_workers_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_TEST_CALL", "first")
+    assert run_distributed(_environment, 1, "DRIVETRAIN_TEST_CALL") == ["first"]
+    monkeypatch.setenv("DRIVETRAIN_TEST_CALL", "second")
+    assert run_distributed(_environment, 1, "DRIVETRAIN_TEST_CALL") == ["second"]
+    monkeypatch.delenv("DRIVETRAIN_TEST_CALL")
+    assert run_distributed(_environment, 1, "DRIVETRAIN_TEST_CALL") == [None]
+    assert run_distributed(_environment, 1, "DRIVETRAIN_TEST_CALL", env={"DRIVETRAIN_TEST_CALL": "x"}) == ["x"]
+
+
+def _raise_on_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("from rank one")
+    dist.barrier()
+
+
+def test_the_failing_ranks_traceback_is_raised() -> None:
+    with pytest.raises(RankFailedError, match="Rank 1 failed with ValueError: from rank one") as caught:
+        run_distributed(_raise_on_one, 2)
+    assert "in _raise_on_one" in str(caught.value)
+    assert caught.value.failure.rank == 1
+
+
+def _die_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_killed_rank_is_named_and_not_its_peer_that_lost_the_connection() -> None:
+    with pytest.raises(RankFailedError, match="Rank 1 was killed by SIGKILL"):
+        run_distributed(_die_on_one, 2)
+
+
+def _wait_on_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+def test_a_hang_ends_with_the_stack_of_every_rank() -> None:
+    start = time.monotonic()
+    with pytest.raises(DistributedError, match=r"(?s)Rank 0, 1 of 2 did not return within 1 s.*_wait_on_one"):
+        run_distributed(_wait_on_one, 2, timeout=1)
+    assert time.monotonic() - start < 10
+
+
+def _pid_then_hang(folder: str) -> None:
+    with open(os.path.join(folder, str(dist.get_rank())), "w") as file:
+        file.write(str(os.getpid()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        raise ValueError("gone")
+    time.sleep(60)
+
+
+def test_no_process_is_left_after_a_failure(tmp_path: os.PathLike[str]) -> None:
+    with pytest.raises(RankFailedError, match="gone"):
+        run_distributed(_pid_then_hang, 2, str(tmp_path))
+    for rank in ("0", "1"):
+        with open(os.path.join(tmp_path, rank)) as file, pytest.raises(ProcessLookupError):
+            os.kill(int(file.read()), 0)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)cannot send.*Fix: use a function at the top level"):
+        run_distributed(lambda: None, 2)
+
+
+def _unpicklable() -> object:
+    return lambda: None
+
+
+def test_a_value_that_cannot_come_back_names_the_rank() -> None:
+    with pytest.raises(RankFailedError, match=r"Rank 0 failed with .*pickle"):
+        run_distributed(_unpicklable, 1)
+
+
+def _exit() -> None:
+    sys.exit(3)
+
+
+def test_an_exit_is_a_failure() -> None:
+    with pytest.raises(RankFailedError, match="Rank 0 failed with SystemExit: 3"):
+        run_distributed(_exit, 1)
