@@ -30,11 +30,12 @@ def canonical_name(setting: str | int) -> str:
     Raises:
         ConfigurationError: for an unknown name, with the nearest known one.
     """
-    # A bool is an int, and True would read as "True" below; it means nothing here either way.
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
+        # As others write them: fp16, float32, bfloat16. The nearest spelling of "fp16" would be "bf16".
+        plain = str(setting).lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
         raise ConfigurationError(
-            f"precision={setting!r} does not exist.{nearest(str(setting), [*_BUILDERS, *_SHORTHANDS])}",
+            f"precision={setting!r} does not exist.{nearest(plain, [*_BUILDERS, *_SHORTHANDS])}",
             fix=f"Use one of {', '.join(map(repr, _BUILDERS))}, or 64, 32, 'bf16', '16' for short.",
         )
     return name
@@ -50,10 +51,11 @@ def resolve_precision(setting: str | int | Precision, device: torch.device) -> P
     Raises:
         ConfigurationError: for an unknown name, or a precision that ``device`` cannot do.
     """
-    if isinstance(setting, Precision):
-        precision = setting
-    elif isinstance(setting, str | int) and not isinstance(setting, bool):
-        precision = _BUILDERS[canonical_name(setting)](device)
+    given: object = setting
+    if isinstance(given, Precision):
+        precision = given
+    elif isinstance(given, str | int) and not isinstance(given, bool):
+        precision = _BUILDERS[canonical_name(given)](device)
     else:
         raise ConfigurationError(
             f"precision={setting!r} is a {type(setting).__name__}.",

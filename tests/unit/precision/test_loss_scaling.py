@@ -1,0 +1,275 @@
+"""fp16: overflows, several optimizers, one decision a step, and the scale in a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import MixedPrecision
+from drivetrain.testing import requires_cuda
+
+DEVICES = ["cpu", pytest.param("cuda", marks=requires_cuda())]
+X = torch.arange(12.0).reshape(4, 3) / 12
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for the device: a tensor's value taken over to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+class Two(nn.Module):
+    """Two linear layers side by side, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.left = nn.Linear(3, 2)
+        self.right = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, left: float = 1.0, right: float = 1.0) -> Tensor:
+        return left * self.left(x).float().pow(2).mean() + right * self.right(x).float().pow(2).mean()
+
+
+def precision_for(device: str, **options: Any) -> MixedPrecision:
+    return MixedPrecision("16-mixed", device, scaler=torch.amp.GradScaler(device, init_scale=1024.0, **options))
+
+
+def adam(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, **options)
+
+
+def gradients(precision: MixedPrecision, module: Two, device: str, **factors: float) -> None:
+    module.zero_grad()
+    with precision.forward_context():
+        loss = module(X.to(device), **factors)
+    precision.backward(loss)
+
+
+def snapshot(module: nn.Module, *optimizers: torch.optim.Optimizer) -> list[Tensor]:
+    states = [v for o in optimizers for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return [t.detach().clone() for t in (*module.parameters(), *states)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_skips_the_step_and_halves_the_scale(device: str, options: dict[str, Any], bad: float) -> None:
+    # B-06 (one process)
+    module = Two().to(device)
+    optimizer = adam(module, **options)
+    precision = precision_for(device)
+    gradients(precision, module, device)
+    assert precision.step(optimizer) is True
+    precision.update()
+    before = snapshot(module, optimizer)
+    gradients(precision, module, device, left=bad)
+    precision.unscale(optimizer)
+    precision.clip_gradients([optimizer], 1.0)
+    assert precision.step(optimizer) is False
+    precision.update()
+    for now, then in zip(snapshot(module, optimizer), before, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0)
+    assert precision.state_dict()["scale"] == 512.0
+    gradients(precision, module, device)
+    assert precision.step(optimizer) is True
+    precision.update()
+    assert precision.state_dict()["scale"] == 512.0
+    assert any(not torch.equal(now, then) for now, then in zip(snapshot(module, optimizer), before, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("unscaled_by", ["engine", "clipping", "step"])
+def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) -> None:
+    # B-15
+    module = Two().to(device)
+    optimizers = [adam(module.left), torch.optim.SGD(module.right.parameters(), lr=0.1)]
+    seen: list[Tensor] = []
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(
+            lambda o, *_: seen.extend(p.grad.clone() for g in o.param_groups for p in g["params"])
+        )
+    module(X.to(device)).backward()
+    expected = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    precision = precision_for(device)
+    gradients(precision, module, device)
+    if unscaled_by == "engine":
+        for optimizer in optimizers:
+            precision.unscale(optimizer)
+            precision.unscale(optimizer)  # a hook of the user's may have done so before
+    elif unscaled_by == "clipping":
+        precision.clip_gradients(optimizers, 1e6)
+    assert [precision.step(optimizer) for optimizer in optimizers] == [True, True]
+    precision.update()
+    assert len(seen) == 4
+    for actual, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=5e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_overflow_in_one_optimizer_skips_all_and_counts_once(device: str, side: str) -> None:
+    # B-06, B-15: after clipping over all of them the others' gradients are zero or NaN
+    module = Two().to(device)
+    optimizers = [adam(module.left), adam(module.right)]
+    precision = precision_for(device)
+    before = snapshot(module)
+    gradients(precision, module, device, **{side: float("nan")})
+    for optimizer in optimizers:
+        precision.unscale(optimizer)
+    precision.clip_gradients(optimizers, 0.1)
+    assert [precision.step(optimizer) for optimizer in optimizers] == [False, False]
+    precision.update()
+    for now, then in zip(snapshot(module), before, strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0)
+    assert precision.state_dict()["scale"] == 512.0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_host_waits_once_a_step(count: int) -> None:
+    # B-15, H-01: the scaler's own question, asked once however many optimizers there are
+    module = Two()
+    optimizers = [adam(module)] if count == 1 else [adam(module.left), adam(module.right)]
+    precision = precision_for("cpu")
+    for optimizer in optimizers:  # AdamW reads its own step counts on the CPU
+        optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    with Waits() as waits:
+        gradients(precision, module, "cpu")
+        for optimizer in optimizers:
+            precision.unscale(optimizer)
+        precision.clip_gradients(optimizers, 0.1)
+        assert waits.count == 0
+        for optimizer in optimizers:
+            precision.step(optimizer)
+        precision.update()
+    assert waits.count == 1
+
+
+def test_optimizers_that_take_turns() -> None:
+    # B-13: manual optimization, one update at the end of the step
+    module = Two()
+    left, right = adam(module.left), adam(module.right)
+    precision = precision_for("cpu")
+    before = snapshot(module)
+    gradients(precision, module, "cpu", right=0.0)
+    assert precision.step(left) is True
+    gradients(precision, module, "cpu", left=0.0)
+    assert precision.step(right) is True
+    precision.update()
+    assert all(not torch.equal(now, then) for now, then in zip(snapshot(module), before, strict=True))
+    assert precision.state_dict()["_growth_tracker"] == 1
+
+
+def test_without_any_gradient_nothing_is_found_and_nothing_fails() -> None:
+    module = Two()
+    optimizer = adam(module)
+    precision = precision_for("cpu")
+    precision.unscale(optimizer)  # before the first loss there is no scale yet
+    assert precision.step(optimizer) is True
+    precision.update()
+    gradients(precision, module, "cpu")
+    module.zero_grad()
+    assert precision.step(optimizer) is True
+    precision.update()
+    assert precision.state_dict()["scale"] == 1024.0
+    gradients(precision, module, "cpu")
+    assert precision.step(optimizer) is True
+    precision.update()
+
+
+@pytest.mark.parametrize(("elsewhere", "stepped", "scale"), [(1.0, False, 512.0), (0.0, True, 1024.0)])
+@pytest.mark.parametrize("any_gradient", [True, False])
+def test_an_overflow_on_another_rank_counts_here(
+    elsewhere: float, stepped: bool, scale: float, any_gradient: bool
+) -> None:
+    # B-06: the reducer stands for the other rank's answer
+    module = Two()
+    optimizer = adam(module)
+    precision = precision_for("cpu")
+    asked: list[Tensor] = []
+
+    def reduce(found: Tensor) -> None:
+        asked.append(found)
+        found.fill_(max(found.item(), elsewhere))
+
+    precision.found_inf_reducer = reduce
+    gradients(precision, module, "cpu")
+    if not any_gradient:
+        module.zero_grad()
+    assert precision.step(optimizer) is stepped
+    precision.update()
+    assert len(asked) == 1
+    assert precision.state_dict()["scale"] == scale
+
+
+def test_the_scale_survives_a_checkpoint() -> None:
+    # F-12: through JSON, and the run goes on as the undisturbed one does
+    def train(precision: MixedPrecision, module: Two, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            gradients(precision, module, "cpu")
+            precision.step(optimizer)
+            precision.update()
+
+    def make() -> MixedPrecision:
+        return precision_for("cpu", growth_interval=3)
+
+    module = Two()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    first = make()
+    train(first, module, optimizer, 5)
+    saved = json.loads(json.dumps(first.state_dict()))
+    assert saved == first.state_dict()
+    assert saved["scale"] == 2048.0
+    assert saved["_growth_tracker"] == 2
+    train(first, module, optimizer, 1)
+    second = MixedPrecision("16-mixed", "cpu")
+    second.load_state_dict(saved)
+    assert second.state_dict() == saved
+    train(second, module, optimizer, 1)
+    assert second.state_dict() == first.state_dict()
+    assert second.state_dict()["scale"] == 4096.0
+
+
+def test_a_checkpoint_of_another_precision_is_taken() -> None:
+    # F-12: the scale starts afresh, and a scale is of no use elsewhere
+    fresh = MixedPrecision("16-mixed", "cpu")
+    fresh.load_state_dict({})
+    assert fresh.state_dict()["scale"] == 65536.0
+    bf16 = MixedPrecision("bf16-mixed", "cpu")
+    bf16.load_state_dict(fresh.state_dict())
+    assert bf16.state_dict() == {}
+
+
+def closure_of(module: Two, precision: MixedPrecision) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        module.zero_grad()
+        loss: Tensor = module(X)
+        precision.backward(loss)
+        return loss
+
+    return closure
+
+
+def test_closures_are_refused_with_fp16_only() -> None:
+    module = Two()
+    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=2)
+    fp16 = MixedPrecision("16-mixed", "cpu")
+    with pytest.raises(ConfigurationError, match="LBFGS steps with a closure"):
+        fp16.step(optimizer, closure_of(module, fp16))
+    bf16 = MixedPrecision("bf16-mixed", "cpu")
+    before = module(X).item()
+    assert bf16.step(optimizer, closure_of(module, bf16)) is True
+    assert module(X).item() < before

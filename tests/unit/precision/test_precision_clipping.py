@@ -1,0 +1,150 @@
+"""Clipping over gradients of every kind that one process can hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import FullPrecision
+from drivetrain.testing import requires_cuda
+
+DEVICES = ["cpu", pytest.param("cuda", marks=requires_cuda())]
+
+
+def parameters(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for index, shape in enumerate([(3, 4), (5,), (), (2, 2, 2)]):
+        dtype = dtypes[index % len(dtypes)]
+        parameter = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+        parameter.grad = torch.randn(shape, generator=generator).to(device, dtype)
+        made.append(parameter)
+    return [*made, nn.Parameter(torch.zeros(2, device=device))]  # the last one got no gradient
+
+
+def optimizers(made: list[nn.Parameter], count: int) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(made[index::count], lr=1.0) for index in range(count)]
+
+
+def grads(made: list[nn.Parameter]) -> list[Tensor]:
+    return [p.grad.to_dense() for p in made if p.grad is not None]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.bfloat16)], ids=["one", "two"])
+@pytest.mark.parametrize("max_norm", [0.5, 1e6], ids=["active", "idle"])
+def test_norm_equals_torch(device: str, count: int, dtypes: tuple[torch.dtype, ...], max_norm: float) -> None:
+    # B-05
+    ours, theirs = parameters(device, dtypes), parameters(device, dtypes)
+    norm = FullPrecision().clip_gradients(optimizers(ours, count), max_norm)
+    expected = nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norm.shape == ()
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for actual, wanted in zip(grads(ours), grads(theirs), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=0)
+    assert ours[-1].grad is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("limit", [0.3, 1e6], ids=["active", "idle"])
+def test_value_equals_torch(device: str, limit: float) -> None:
+    # B-05
+    ours, theirs = parameters(device), parameters(device)
+    largest = max(grad.abs().max() for grad in grads(theirs))
+    returned = FullPrecision().clip_gradients(optimizers(ours, 2), limit, "value")
+    nn.utils.clip_grad_value_(theirs, limit)
+    torch.testing.assert_close(returned, largest, rtol=0, atol=0)
+    for actual, wanted in zip(grads(ours), grads(theirs), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_sparse_gradients_count_as_what_they_sum_to(algorithm: str) -> None:
+    # B-05, B-20: rows looked up several times stand several times in a sparse gradient
+    def gradients_of(sparse: bool) -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        table, head = nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 1)
+        (head(table(torch.tensor([1, 3, 1, 1, 7]))).sum() * 3).backward()
+        return [*table.parameters(), *head.parameters()]
+
+    sparse, dense = gradients_of(True), gradients_of(False)
+    assert sparse[0].grad is not None
+    assert sparse[0].grad.is_sparse
+    norm = FullPrecision().clip_gradients(torch.optim.SGD(sparse, lr=1.0), 0.7, algorithm)
+    expected = FullPrecision().clip_gradients(torch.optim.SGD(dense, lr=1.0), 0.7, algorithm)
+    torch.testing.assert_close(norm, expected)
+    assert norm > 0.7
+    assert sparse[0].grad.is_sparse
+    for actual, wanted in zip(grads(sparse), grads(dense), strict=True):
+        torch.testing.assert_close(actual, wanted)
+    torch.optim.SGD(sparse, lr=1.0).step()
+    torch.optim.SGD(dense, lr=1.0).step()
+    torch.testing.assert_close(sparse[0], dense[0])
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_returned_as_it_is(bad: float) -> None:
+    made = parameters()
+    assert made[0].grad is not None
+    made[0].grad[0, 0] = bad
+    norm = FullPrecision().clip_gradients(optimizers(made, 1), 1.0)
+    assert not norm.isfinite()
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    made = parameters()
+    for parameter in made:
+        parameter.grad = None
+    for algorithm in ("norm", "value"):
+        assert FullPrecision().clip_gradients(optimizers(made, 2), 1.0, algorithm).item() == 0.0
+
+
+def test_gradients_with_a_graph_of_their_own() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    (weight**2).sum().backward(create_graph=True)
+    norm = FullPrecision().clip_gradients(torch.optim.SGD([weight], lr=1.0), 1.0)
+    torch.testing.assert_close(norm, torch.tensor(10.0))
+    assert not norm.requires_grad
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match="'nrm' does not exist. Did you mean 'norm'"):
+        FullPrecision().clip_gradients(optimizers(parameters(), 1), 1.0, "nrm")
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_never_waits_for_the_device(algorithm: str) -> None:
+    # B-05, H-01: no value of a tensor crosses over to Python
+    class NoWaiting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+            return func(*args, **(kwargs or {}))
+
+    made = parameters()
+    with NoWaiting():
+        norm = FullPrecision().clip_gradients(optimizers(made, 2), 0.1, algorithm)
+        with pytest.raises(AssertionError):
+            norm.item()
+
+
+@requires_cuda()
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_never_waits_for_a_gpu(algorithm: str) -> None:
+    # B-05, H-01
+    made = parameters("cuda")
+    clip = FullPrecision().clip_gradients
+    clip(optimizers(made, 2), 0.1, algorithm)  # kernels load at their first use
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = clip(optimizers(made, 2), 0.01, algorithm)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            norm.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,149 @@
+"""From name to precision: shorthands, refusals, the line of dtypes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import (
+    DoublePrecision,
+    FullPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    resolve_precision,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "kind"),
+    [
+        ("64-true", "64-true", DoublePrecision),
+        ("32-true", "32-true", FullPrecision),
+        ("bf16-mixed", "bf16-mixed", MixedPrecision),
+        ("16-mixed", "16-mixed", MixedPrecision),
+        ("bf16-true", "bf16-true", HalfPrecision),
+        ("16-true", "16-true", HalfPrecision),
+        (64, "64-true", DoublePrecision),
+        ("64", "64-true", DoublePrecision),
+        (32, "32-true", FullPrecision),
+        ("32", "32-true", FullPrecision),
+        ("bf16", "bf16-mixed", MixedPrecision),
+        ("16", "16-mixed", MixedPrecision),
+        (16, "16-mixed", MixedPrecision),
+    ],
+)
+def test_every_name_and_shorthand(setting: str | int, name: str, kind: type[Precision]) -> None:
+    precision = resolve_precision(setting, CPU)
+    assert type(precision) is kind
+    assert precision.name == name
+
+
+def test_an_instance_is_taken_as_it_is() -> None:
+    precision = MixedPrecision("16-mixed", "cpu")
+    assert resolve_precision(precision, CPU) is precision
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ("bf16-mix", "Did you mean 'bf16-mixed'"),
+        ("fp16-mixed", "Did you mean '16-mixed'"),
+        (8, "precision=8 does not exist"),
+        (True, "is a bool"),
+        (None, "is a NoneType"),
+        (torch.float16, "is a dtype"),
+    ],
+)
+def test_an_unknown_precision_is_refused(setting: object, match: str) -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match=match):
+        resolve_precision(setting, CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "match"),
+    [
+        (64, "mps", "no float64"),
+        (DoublePrecision(), "mps", "no float64"),
+        (MixedPrecision("bf16-mixed", "cuda"), "cpu", "is for device type 'cuda', but the run is on cpu"),
+        ("bf16-mixed", "meta", "PyTorch has no autocast"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(setting: int | str | Precision, device: str, match: str) -> None:
+    # A-06
+    with pytest.raises(ConfigurationError, match=match):
+        resolve_precision(setting, torch.device(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("setting", ["bf16-mixed", "16-mixed"])
+def test_autocast_never_switches_itself_off(setting: str) -> None:
+    # A-06: torch would warn and run in float32
+    with pytest.raises(ConfigurationError, match="no CUDA device is available"):
+        resolve_precision(setting, torch.device("cuda"))
+
+
+def test_constructors_refuse_what_is_not_theirs() -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match="Did you mean 'bf16-true'"):
+        HalfPrecision("bf16")
+    with pytest.raises(ConfigurationError, match=r"MixedPrecision\('32-true'\)"):
+        MixedPrecision("32-true", "cpu")
+    with pytest.raises(ConfigurationError, match="needs no scaling"):
+        MixedPrecision("bf16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        (32, "Precision 32-true: parameters float32, compute float32, gradient reduction float32, outputs float32"),
+        (
+            "bf16",
+            "Precision bf16-mixed: parameters float32, compute bfloat16, gradient reduction float32, outputs bfloat16",
+        ),
+        (
+            "16-true",
+            "Precision 16-true: parameters float16, compute float16, gradient reduction float16, outputs float16",
+        ),
+    ],
+)
+def test_one_line_tells_the_dtypes(setting: int | str, line: str) -> None:
+    assert resolve_precision(setting, CPU).describe() == line
+
+
+@pytest.mark.parametrize("name", ["64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"])
+def test_the_line_tells_the_truth(name: str) -> None:
+    precision = resolve_precision(name, CPU)
+    with precision.module_init_context():
+        module = precision.convert_module(torch.nn.Linear(3, 2))
+    with precision.forward_context():
+        output = module(precision.convert_batch(torch.ones(1, 3)))
+    assert module.weight.dtype is precision.param_dtype
+    assert output.dtype is precision.output_dtype
+    precision.backward(output.float().sum())
+    assert module.weight.grad is not None
+    assert module.weight.grad.dtype is precision.reduce_dtype
+    assert precision.has_forward_context is (type(precision.forward_context()).__name__ != "nullcontext")
+
+
+def test_importing_and_building_touches_no_device_and_loads_little() -> None:
+    # A-01, A-05, H-02
+    code = (
+        "import sys, torch; before = set(sys.modules); import drivetrain.precision as p\n"
+        "for name in ('64', '32', 'bf16', '16', 'bf16-true', '16-true'): p.resolve_precision(name, torch.device('cpu'))\n"
+        "p.MixedPrecision('16-mixed', 'cuda')\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print([m for m in set(sys.modules) - before if m.split('.')[0] != 'drivetrain' and not m.startswith('torch.')\n"
+        "       and m.split('.')[0] not in sys.stdlib_module_names])\n"
+        "print([m for m in ('torch._dynamo', 'torch.distributed.tensor') if m in set(sys.modules) - before])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert run.stdout.split("\n")[:2] == ["[]", "[]"]
+    assert "warn" not in run.stderr.lower()
