@@ -32,7 +32,11 @@ class LoaderClone:
             self._stop()
         iterator = iter(self._loader)
         # Weakly, so that an epoch that the loop leaves early lets go of its workers then and there.
-        self._running = weakref.ref(iterator)
+        try:
+            self._running = weakref.ref(iterator)
+        except TypeError:
+            # A subclass's `__iter__` may return a `map` or `zip`, which take no weak references.
+            self._running = None
         return iterator
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from drivetrain.data.clone import LoaderClone
+from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.feeds import DealtFeed, Feed, StreamFeed, complete, sized
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.data.sharding import Deal, Share
@@ -27,6 +28,7 @@ from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, grou
 from drivetrain.data.transfer import first_tensor
 from drivetrain.data.workers import SeededDataset, SeededIterable, WorkerStart
 from drivetrain.errors import ConfigurationError
+from drivetrain.seed import derive_seed
 
 
 class BatchSource(Protocol):
@@ -65,7 +67,8 @@ def prepare_loader(
     """Deal what ``loader`` yields to the ranks.
 
     Args:
-        loader: a `DataLoader` or any iterable of batches. It is left as it is.
+        loader: a `DataLoader`, any iterable of batches, a `CombinedLoader`, or a dict or list of loaders (for training
+            ``"max_size_cycle"``, else ``"sequential"``). It is left as it is.
         training: deal for training (a rank without a sample joins) rather than evaluation.
         predicting: keep to the order of the data set, and drop nothing.
         rank: this rank among those that get different data.
@@ -76,6 +79,23 @@ def prepare_loader(
     Raises:
         ConfigurationError: there is no batch in it, or it is not an iterable of batches.
     """
+    if is_collection(loader):
+        loader = CombinedLoader(loader, "max_size_cycle" if training else "sequential")
+    if isinstance(loader, CombinedLoader):
+        sources = [
+            prepare_loader(
+                part,
+                training=training,
+                predicting=predicting,
+                rank=rank,
+                world_size=world_size,
+                # Two loaders of one length are not to be shuffled alike.
+                seed=derive_seed(seed, index) if index else seed,
+                replace_sampler=replace_sampler,
+            )
+            for index, part in enumerate(loader.flattened)
+        ]
+        return CombinedSource(loader, sources)
     plan = _Plan(training, predicting, rank, world_size, seed, replace_sampler)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return plan.of_map_style(loader)

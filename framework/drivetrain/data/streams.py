@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain.data.sharding import Share, halves, share_of, splits
+from drivetrain.data.sharding import halves, share_of, splits
 from drivetrain.data.workers import seed_generators
 from drivetrain.seed import derive_seed
 
@@ -23,17 +23,6 @@ class Group(NamedTuple):
     indices: list[Any]
     bounds: list[int]
     whole: bool
-
-    def share(self, rank: int, start: int) -> Share:
-        """Return rank's share, where the group's first sample has position ``start`` in the epoch."""
-        low, high = self.bounds[rank], self.bounds[rank + 1]
-        if low == high:
-            return Share(0, len(self.indices), True, start)
-        return Share(high - low, len(self.indices), False, start + low)
-
-    def of(self, rank: int) -> list[Any]:
-        """Return rank's indices; the group's first where there is none for it."""
-        return self.indices[self.bounds[rank] : self.bounds[rank + 1]] or self.indices[:1]
 
 
 def evenly(indices: list[Any], world_size: int) -> Group:
@@ -56,7 +45,11 @@ def groups_of_indices(stream: Iterable[Any], batch_size: int, world_size: int, d
 def groups_of_batches(stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool) -> Iterator[Group]:
     """Deal a stream of batches of indices, of any size each."""
     # A batch of nothing is no batch: it would make a joiner of a rank for no reason.
-    batches = (batch for batch in map(list, stream) if batch)
+    batches = filter(None, map(list, stream))
+    if world_size == 1:
+        for batch in batches:
+            yield Group(batch, [0, len(batch)], whole=True)
+        return
     while len(taken := list(islice(batches, world_size))) == world_size:
         yield Group(_flat(taken), _bounds([len(batch) for batch in taken]), whole=True)
     if taken and not drop_last:

@@ -1,4 +1,4 @@
-"""Batches on their way to the device: moving nested collections, counting samples, and copying ahead on CUDA."""
+"""Batches on their way to the device: moving nested collections and counting samples."""
 
 from __future__ import annotations
 

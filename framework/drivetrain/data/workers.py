@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import get_worker_info
 
 from drivetrain.seed import derive_seed
 
@@ -106,7 +107,7 @@ class SeededIterable:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        worker = torch.utils.data.get_worker_info()
+        worker = get_worker_info()
         number = worker.id if worker is not None else 0
         seed_generators(derive_seed(_WORKER_DRAWS, self._seed, self._epoch, self._rank, number, 0))
         # A persistent worker keeps this object and asks it for one iterator an epoch.
@@ -136,7 +137,7 @@ class WorkerStart:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
-        worker = torch.utils.data.get_worker_info()
+        worker = get_worker_info()
         if worker is not None and isinstance(worker.dataset, SeededDataset | SeededIterable):
             # `WorkerInfo` refuses assignment; users reach through it to open files or split the data.
             object.__setattr__(worker, "dataset", worker.dataset.dataset)
