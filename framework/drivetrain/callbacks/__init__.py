@@ -6,19 +6,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from drivetrain.callbacks.accumulation_scheduler import (
+        GradientAccumulationScheduler as GradientAccumulationScheduler,
+    )
+    from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
+    from drivetrain.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
     from drivetrain.callbacks.progress_default import default_progress_bar as default_progress_bar
+    from drivetrain.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+    from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from drivetrain.callbacks.timer import Timer as Timer
 
 _HOME = {
+    "EarlyStopping": "early_stopping",
+    "GradientAccumulationScheduler": "accumulation_scheduler",
+    "LambdaCallback": "lambda_callback",
+    "LearningRateMonitor": "lr_monitor",
     "ModelSummary": "model_summary",
+    "NonFiniteGuard": "non_finite_guard",
     "ProgressBar": "progress_bar",
+    "ReplicaCheck": "replica_check",
     "RichProgressBar": "rich_progress_bar",
+    "ThroughputMonitor": "throughput_monitor",
+    "Timer": "timer",
     "default_progress_bar": "progress_default",
 }
 
-__all__ = ["ModelSummary", "ProgressBar", "RichProgressBar", "default_progress_bar"]
+__all__ = [
+    "EarlyStopping",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelSummary",
+    "NonFiniteGuard",
+    "ProgressBar",
+    "ReplicaCheck",
+    "RichProgressBar",
+    "ThroughputMonitor",
+    "Timer",
+    "default_progress_bar",
+]
 
 
 def __getattr__(name: str) -> Any:

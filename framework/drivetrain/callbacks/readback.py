@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from drivetrain.metrics.packing import to_host
+
 
 class Readback:
     """Brings values to the host for showing; on CUDA they arrive one request late instead of stalling the run.
@@ -27,6 +29,7 @@ class Readback:
             wait: wait for ``values`` themselves; for the end of an epoch.
         """
         at_hand: dict[str, float] = {}
+        here: dict[str, Tensor] = {}
         far: dict[str, Tensor] = {}
         for name, value in values.items():
             if not isinstance(value, Tensor):
@@ -34,7 +37,8 @@ class Readback:
             elif value.device.type == "cuda" and not wait:
                 far[name] = value
             else:
-                at_hand[name] = value.item()
+                here[name] = value
+        at_hand |= zip(here, to_host(list(here.values())), strict=True)
         if self._on_the_way is not None:
             names, numbers, event = self._on_the_way
             if event.query():  # type: ignore[no-untyped-call]

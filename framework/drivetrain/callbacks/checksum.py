@@ -1,0 +1,52 @@
+"""A checksum of a tensor's bits, computed where the tensor is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_CHUNK = 1 << 22  # elements at a time: bounds what the widening to int64 takes
+_MIX = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number: spreads positions over all bits
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of the tensor's bit patterns, each times an odd number of its position's, modulo 2**64.
+
+    Integer sums do not depend on the order of additions, so that the result is the same on every device; the factors
+    make values that changed places show. One changed bit always changes the result, since an odd factor loses nothing.
+
+    Args:
+        tensor: of any shape, dtype and layout; one on the meta device counts as empty.
+
+    Returns:
+        An int64 tensor of shape () on the tensor's device, not waited for.
+    """
+    if tensor.is_meta:
+        return torch.zeros((), dtype=torch.int64)
+    if tensor.is_quantized:
+        tensor = tensor.int_repr()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        part = bits[start : start + _CHUNK].to(torch.int64)
+        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
+        total += (part * ((positions * _MIX) | 1)).sum()
+    return total
+
+
+def checksums(tensors: list[Tensor]) -> Tensor:
+    """Return the checksums of several tensors, brought over together: int64 of shape (len(tensors),) on the CPU."""
+    result = torch.zeros(len(tensors), dtype=torch.int64)
+    by_device: dict[torch.device, list[int]] = {}
+    sums = [checksum(tensor) for tensor in tensors]
+    for index, value in enumerate(sums):
+        by_device.setdefault(value.device, []).append(index)
+    for indices in by_device.values():
+        result[indices] = torch.stack([sums[index] for index in indices]).cpu()
+    return result

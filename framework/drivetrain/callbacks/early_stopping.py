@@ -1,0 +1,204 @@
+"""EarlyStopping: end training once a monitored value has stopped improving."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callback import Callback
+from drivetrain.callbacks.monitored import monitored_value
+from drivetrain.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+    from drivetrain.module import TrainModule
+
+_MODES = ("min", "max")
+
+
+class EarlyStopping(Callback):
+    """Stops training when ``monitor`` has not improved for ``patience`` checks.
+
+    Every rank decides from the same number: a value that is local to a rank (a step's value, ``sync_dist=False``) is
+    averaged over the ranks that have it.
+
+    Args:
+        monitor: the key of a logged value.
+        min_delta: a change counts as an improvement only beyond this (its sign does not matter).
+        patience: how many checks without an improvement are borne; a check is an epoch or a validation.
+        verbose: print each improvement and the reason for stopping.
+        mode: "min" where less is better, "max" where more is.
+        strict: refuse a missing key; else it is skipped with one warning.
+        check_finite: stop at a NaN or an infinity.
+        stopping_threshold: stop as soon as the value is better than this.
+        divergence_threshold: stop as soon as the value is worse than this.
+        check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). ``None``
+            takes the epoch's end where validation runs once an epoch or not at all, else the validation's end.
+
+    Attributes:
+        wait_count: checks since the last improvement.
+        best_score: the best value so far.
+        stopped_epoch: the epoch in which it stopped, 0 if it did not.
+        stopping_reason: why it stopped, ``None`` if it did not.
+
+    Raises:
+        ConfigurationError: a bad ``mode`` or ``patience``; during the run, a ``monitor`` that nobody logged.
+    """
+
+    priority = -10  # sees what the module logged in its own hook, before checkpoints and the progress bar do
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+    ) -> None:
+        if mode not in _MODES:
+            raise ConfigurationError(
+                f"EarlyStopping(mode={mode!r}).{nearest(str(mode), _MODES)}",
+                "it says which direction is better",
+                "give 'min' or 'max'",
+            )
+        if patience < 0:
+            raise ConfigurationError(
+                f"EarlyStopping(patience={patience!r})",
+                "it is a number of checks without improvement",
+                "give 0 or more",
+            )
+        self.monitor = monitor
+        self.min_delta = abs(min_delta)
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.wait_count = 0
+        self.best_score = math.inf if mode == "min" else -math.inf
+        self.stopped_epoch = 0
+        self.stopping_reason: str | None = None
+        self._at_epoch_end = True
+        self._fitting = False
+        self._warned = False
+
+    @property
+    def state_key(self) -> str:
+        """The class and everything that tells two of them apart."""
+        settings = {
+            name: getattr(self, name)
+            for name in (
+                "monitor",
+                "mode",
+                "min_delta",
+                "patience",
+                "stopping_threshold",
+                "divergence_threshold",
+                "check_on_train_epoch_end",
+            )
+        }
+        return f"{type(self).__qualname__}{settings!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters and the best value."""
+        return {
+            "wait_count": self.wait_count,
+            "best_score": self.best_score,
+            "stopped_epoch": self.stopped_epoch,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.wait_count = state_dict["wait_count"]
+        self.best_score = float(state_dict["best_score"])
+        self.stopped_epoch = state_dict["stopped_epoch"]
+
+    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+        """Evaluation outside a `fit` is none of our business."""
+        self._fitting = stage == "fit"
+
+    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Settle when to check."""
+        if self.check_on_train_epoch_end is not None:
+            self._at_epoch_end = self.check_on_train_epoch_end
+        else:
+            once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+            self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
+
+    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Check, where the end of an epoch is the moment."""
+        if self._at_epoch_end:
+            self._check(trainer)
+
+    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Check, where the end of a validation is the moment."""
+        if self._fitting and not self._at_epoch_end and not trainer.sanity_checking:
+            self._check(trainer)
+
+    def _check(self, trainer: Fit) -> None:
+        value = monitored_value(trainer, self.monitor)
+        if value is None:
+            self._missing(trainer)
+            return
+        reason = self._judge(value)
+        if reason is not None:
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason = reason
+            if self.verbose:
+                trainer.print(f"EarlyStopping: {reason}")
+        elif self.verbose and self.wait_count == 0:
+            trainer.print(f"EarlyStopping: {self.monitor} improved to {value:.6g}")
+
+    def _judge(self, value: float) -> str | None:
+        """Take one value in; return why to stop, or None."""
+        if self.check_finite and not math.isfinite(value):
+            return f"{self.monitor} is {value}, which is not finite"
+        if self.stopping_threshold is not None and self._better(value, self.stopping_threshold):
+            return f"{self.monitor} = {value:.6g} is better than the stopping threshold {self.stopping_threshold:.6g}"
+        if self.divergence_threshold is not None and self._better(-value, -self.divergence_threshold):
+            return (
+                f"{self.monitor} = {value:.6g} is worse than the divergence threshold {self.divergence_threshold:.6g}"
+            )
+        if self._better(value, self.best_score, self.min_delta):
+            self.best_score = value
+            self.wait_count = 0
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return (
+            f"{self.monitor} did not improve on {self.best_score:.6g} by more than {self.min_delta:.6g} "
+            f"in the last {self.wait_count} checks"
+        )
+
+    def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
+        return value + margin < other if self.mode == "min" else value - margin > other
+
+    def _missing(self, trainer: Fit) -> None:
+        known = sorted(trainer.callback_metrics)
+        what = (
+            f"EarlyStopping(monitor={self.monitor!r}): nothing of that name was logged.{nearest(self.monitor, known)}"
+        )
+        listed = f"logged so far: {', '.join(known)}" if known else "nothing was logged so far"
+        if self.strict:
+            raise ConfigurationError(
+                what,
+                f"{listed}, at the end of a {'training epoch' if self._at_epoch_end else 'validation'}",
+                f"self.log({self.monitor!r}, ...) in a step or hook, monitor another key, "
+                "set check_on_train_epoch_end to the moment that has it, or pass strict=False to skip it",
+            )
+        if not self._warned:
+            self._warned = True
+            if trainer.is_global_zero:
+                warnings.warn(f"{what} {listed}; skipped, because of strict=False", RuntimeWarning, stacklevel=2)

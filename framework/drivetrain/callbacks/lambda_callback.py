@@ -1,0 +1,48 @@
+"""LambdaCallback: a callback made of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from drivetrain.callback import Callback
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.hooks import HOOKS
+
+
+class LambdaCallback(Callback):
+    """A callback whose hooks are functions, for a few lines that deserve no class.
+
+    ``LambdaCallback(on_train_epoch_end=lambda trainer, module: print(trainer.current_epoch))``
+
+    Args:
+        priority: as `Callback.priority`.
+        hooks: functions by hook name, with the arguments of the `Callback` method of that name. A hook that is not
+            given is absent from the loop.
+
+    Raises:
+        ConfigurationError: there is no hook of a name, or what was given cannot be called.
+    """
+
+    def __init__(self, *, priority: int = 0, **hooks: Callable[..., Any]) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise ConfigurationError(
+                    f"LambdaCallback({name}=...): there is no hook of that name.{nearest(name, HOOKS)}",
+                    "it would never be called",
+                    f"use one of {', '.join(HOOKS)}",
+                )
+            if not callable(function):
+                raise ConfigurationError(
+                    f"LambdaCallback({name}={function!r}): this is not a function",
+                    "the hook calls it",
+                    f"give a function with the arguments of Callback.{name}",
+                )
+            setattr(self, name, function)
+        self.priority = priority
+        self._names = tuple(sorted(hooks))
+
+    @property
+    def state_key(self) -> str:
+        """The class and the names of its hooks."""
+        return f"{type(self).__qualname__}{self._names!r}"

@@ -1,0 +1,112 @@
+"""LearningRateMonitor: what the optimizers were told, beside the loss it led to."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from drivetrain.callback import Callback
+from drivetrain.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+    from drivetrain.module import TrainModule
+
+_INTERVALS = ("step", "epoch")
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate of every parameter group, on rank 0.
+
+    Keys are ``lr-AdamW`` (``lr-AdamW/pg1``, ``/pg2``, ... with several groups or a group's ``"name"``; ``lr-AdamW-1``
+    for a second optimizer of the class), or the ``"name"`` of the optimizer's scheduler instead of ``lr-AdamW``. The
+    value at step n is the rate that step n was made with.
+
+    Args:
+        logging_interval: "step": with every ``log_every_n_steps``-th step; "epoch": at each epoch's start; ``None``:
+            as often as the schedulers step.
+        log_momentum: also log momentum, or Adam's first beta, as ``<key>-momentum``.
+        log_weight_decay: also log weight decay, as ``<key>-weight_decay``.
+
+    Raises:
+        ConfigurationError: an unknown ``logging_interval``.
+    """
+
+    def __init__(
+        self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False
+    ) -> None:
+        if logging_interval is not None and logging_interval not in _INTERVALS:
+            raise ConfigurationError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}).{nearest(logging_interval, _INTERVALS)}",
+                "rates are logged with steps or with epochs",
+                "give 'step', 'epoch' or None",
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self._every = 0  # 0: nothing to do
+        self._by_step = self._by_epoch = False
+        self._last = -1
+
+    @property
+    def state_key(self) -> str:
+        """The class and its settings."""
+        settings = {
+            "logging_interval": self.logging_interval,
+            "log_momentum": self.log_momentum,
+            "log_weight_decay": self.log_weight_decay,
+        }
+        return f"{type(self).__qualname__}{settings!r}"
+
+    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Settle when to log."""
+        if not trainer.loggers:
+            self._by_step = self._by_epoch = False
+            if trainer.is_global_zero:
+                warnings.warn("LearningRateMonitor has nowhere to log to: the run has no logger", stacklevel=2)
+            return
+        intervals = {config.interval for config in trainer.scheduler_configs} or {"epoch"}
+        self._by_step = self.logging_interval == "step" or (self.logging_interval is None and "step" in intervals)
+        self._by_epoch = not self._by_step
+        self._last = -1
+
+    def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Log the rate of the coming epoch."""
+        if self._by_epoch:
+            trainer.log_metrics(self.rates(trainer), step=trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Fit, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        """Log the rate of the coming step, once a step however many micro-batches it has."""
+        if not self._by_step:
+            return
+        step = trainer.global_step + 1
+        if step % trainer.log_every_n_steps == 0 and step != self._last:
+            self._last = step
+            trainer.log_metrics(self.rates(trainer), step=step)
+
+    def rates(self, trainer: Fit) -> dict[str, float]:
+        """The values as of now, by key."""
+        names = {id(config.scheduler.optimizer): config.name for config in trainer.scheduler_configs if config.name}
+        values: dict[str, float] = {}
+        seen: dict[str, int] = {}
+        for optimizer in trainer.optimizers:
+            key = names.get(id(optimizer)) or f"lr-{type(optimizer).__name__}"
+            again = seen.get(key, 0)
+            seen[key] = again + 1
+            values |= self._of_optimizer(optimizer, f"{key}-{again}" if again else key)
+        return values
+
+    def _of_optimizer(self, optimizer: Optimizer, key: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        groups = optimizer.param_groups
+        for index, group in enumerate(groups, start=1):
+            name = f"{key}/{group['name']}" if "name" in group else f"{key}/pg{index}" if len(groups) > 1 else key
+            values[name] = float(group["lr"])
+            if self.log_momentum:
+                betas = group.get("betas")
+                values[f"{name}-momentum"] = float(betas[0] if betas is not None else group.get("momentum", 0.0))
+            if self.log_weight_decay:
+                values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values

@@ -1,0 +1,49 @@
+"""What devices can compute at most, for the share of it that a run uses."""
+
+from __future__ import annotations
+
+import torch
+
+# Dense peak in FLOP/s by dtype: (16 bit, TF32, float32), from the vendors' data sheets. First match wins.
+_PEAKS: tuple[tuple[str, tuple[float, float, float]], ...] = (
+    ("B200", (2250e12, 1100e12, 75e12)),
+    ("H200", (989e12, 494e12, 67e12)),
+    ("H100 PCIe", (756e12, 378e12, 51e12)),
+    ("H100 NVL", (835e12, 417e12, 60e12)),
+    ("H100", (989e12, 494e12, 67e12)),
+    ("A100", (312e12, 156e12, 19.5e12)),
+    ("A10", (125e12, 62.5e12, 31.2e12)),
+    ("L40S", (362e12, 183e12, 91.6e12)),
+    ("L40", (181e12, 90.5e12, 90.5e12)),
+    ("L4", (121e12, 60e12, 30.3e12)),
+    ("V100", (125e12, 15.7e12, 15.7e12)),
+    ("T4", (65e12, 8.1e12, 8.1e12)),
+    ("RTX 4090", (165e12, 82.6e12, 82.6e12)),
+    ("RTX 3090", (71e12, 35.6e12, 35.6e12)),
+)
+
+
+def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of one device for matrix products in ``dtype``, ``None`` where it is not known.
+
+    Args:
+        device: where the module computes.
+        dtype: of matrix products; float32 counts as TF32 where torch is told to use that.
+    """
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device), dtype, torch.get_float32_matmul_precision() != "highest")
+
+
+def peak_of(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:
+    """Return the peak FLOP/s of a device by the name its driver gives it, ``None`` where it is not known."""
+    peaks = next((peaks for name, peaks in _PEAKS if _names(device_name, name)), None)
+    if peaks is None or dtype == torch.float64:
+        return None
+    return peaks[0] if dtype.itemsize == 2 else peaks[1] if tf32 else peaks[2]
+
+
+def _names(device_name: str, name: str) -> bool:
+    # Whole words: an A100 is no A10, and an L40S no L40 or L4.
+    words, wanted = device_name.replace("-", " ").split(), name.split()
+    return any(words[start : start + len(wanted)] == wanted for start in range(len(words) - len(wanted) + 1))

@@ -1,0 +1,195 @@
+"""ReplicaCheck: are all copies of the module still the same, to the bit?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.callback import Callback
+from drivetrain.callbacks.checksum import checksums
+from drivetrain.control import ControlPlane, spread
+from drivetrain.errors import ConfigurationError, DistributedError
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+    from drivetrain.module import TrainModule
+
+# Between two forwards their statistics are each rank's own: DDP hands out rank 0's as the next forward begins.
+_LOCAL_STATISTICS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+class ReplicaCheck(Callback):
+    """Compares checksums of all parameters and buffers between ranks, and stops a run whose replicas have drifted.
+
+    Replicas that start alike and apply the same gradients stay alike to the bit. Where they do not, every rank has its
+    own model and nothing says so: the loss goes on falling. The check runs as training starts, after every
+    ``every_n_steps``-th step and as training ends; it is one pass over the weights and one small collective.
+
+    Sharded parameters are compared between the ranks that hold the same shard. Running statistics of batch
+    normalisation are left out: they follow each rank's own data until the strategy hands out rank 0's.
+
+    Args:
+        every_n_steps: optimizer steps between two checks.
+        buffers: compare buffers too.
+        ignore: names of parameters and buffers that may differ, with ``*`` as a wildcard.
+
+    Raises:
+        ConfigurationError: ``every_n_steps`` is below 1.
+        DistributedError: on every rank, naming the first parameter or buffer that differs and the ranks.
+    """
+
+    priority = 90  # before anything is saved or decided from drifted weights
+
+    def __init__(self, every_n_steps: int = 100, buffers: bool = True, ignore: Sequence[str] = ()) -> None:
+        if every_n_steps < 1:
+            raise ConfigurationError(
+                f"ReplicaCheck(every_n_steps={every_n_steps!r})",
+                "it is a number of optimizer steps between two checks",
+                "give 1 or more",
+            )
+        self.every_n_steps = every_n_steps
+        self.buffers = buffers
+        self.ignore = tuple(ignore)
+        self._last = -1
+
+    @property
+    def state_key(self) -> str:
+        """The class and its settings."""
+        settings = {"every_n_steps": self.every_n_steps, "buffers": self.buffers, "ignore": self.ignore}
+        return f"{type(self).__qualname__}{settings!r}"
+
+    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Check that all ranks start alike."""
+        self._check(trainer, module)
+
+    def on_train_batch_end(
+        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        """Check after every ``every_n_steps``-th step."""
+        step = trainer.global_step
+        if step % self.every_n_steps == 0 and step != self._last:
+            self._check(trainer, module)
+
+    def on_train_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Check what training leaves behind."""
+        if trainer.global_step != self._last:
+            self._check(trainer, module)
+
+    def _check(self, trainer: Fit, module: TrainModule) -> None:
+        self._last = trainer.global_step
+        control = trainer.strategy.control
+        if control.world_size > 1:
+            compare_replicas(control, self._watched(module), f"after step {trainer.global_step}")
+
+    def _watched(self, module: nn.Module) -> dict[str, Tensor]:
+        watched: dict[str, tuple[str, Tensor]] = {f"parameter {n!r}": (n, p) for n, p in module.named_parameters()}
+        if self.buffers:
+            local = {
+                f"{prefix}.{name}" if prefix else name
+                for prefix, child in module.named_modules()
+                if isinstance(child, _LOCAL_STATISTICS)
+                for name, _ in child.named_buffers(recurse=False)
+            }
+            watched |= {f"buffer {n!r}": (n, tensor) for n, tensor in module.named_buffers() if n not in local}
+        return {
+            label: tensor
+            for label, (name, tensor) in watched.items()
+            if not any(fnmatchcase(name, pattern) for pattern in self.ignore)
+        }
+
+
+def compare_replicas(control: ControlPlane, tensors: dict[str, Tensor], when: str) -> None:
+    """Compare ``tensors`` between all ranks, bit by bit. Collective.
+
+    Args:
+        control: the way to the other ranks.
+        tensors: by the label that an error names them with. DTensors are compared between holders of the same shard.
+        when: for the error, such as "after step 3".
+
+    Raises:
+        DistributedError: on every rank: something differs, or the ranks came with different labels.
+    """
+    labels = list(tensors)
+    _compare_labels(control, labels, when)
+    parts = [_local_part(tensor) for tensor in tensors.values()]
+    mine = torch.cat([checksums([part for part, _ in parts]), torch.tensor([shard for _, shard in parts])])
+    everyone = control.all_gather(mine)
+    sums, shards = everyone[:, : len(labels)], everyone[:, len(labels) :]
+    if not shards.any() and bool((sums == sums[0]).all()):
+        return
+    differing = [
+        index
+        for index in range(len(labels))
+        if any(len(by_sum) > 1 for by_sum in _holders(sums[:, index], shards[:, index]))
+    ]
+    if differing:
+        first = differing[0]
+        groups = next(by_sum for by_sum in _holders(sums[:, first], shards[:, first]) if len(by_sum) > 1)
+        raise DistributedError(
+            f"The replicas differ {when}: {labels[first]} is not the same on {_in_words(groups)}"
+            + (f" (the first of {len(differing)} that differ)" if len(differing) > 1 else ""),
+            "replicas that start alike and apply the same gradients stay alike to the bit; something changed it on one "
+            "rank and not, or otherwise, on another: nn.Embedding(max_norm=...), a module checkpointed twice with "
+            "use_reentrant=True under plain DDP, a graph that changed under static_graph=True, or code that writes to "
+            "it depending on the rank or its data",
+            "find what writes to it; ReplicaCheck(every_n_steps=1) tells the step at which it begins. What is meant to "
+            "differ between ranks goes into ReplicaCheck(ignore=[...])",
+        )
+
+
+def _compare_labels(control: ControlPlane, labels: list[str], when: str) -> None:
+    """Refuse different labels, which would make the collective after this one hang or compare apples with pears."""
+    digest = hashlib.blake2b("\n".join(labels).encode(), digest_size=8).digest()
+    mine = torch.tensor([int.from_bytes(digest, "big", signed=True)])
+    if not bool((control.all_gather(mine) == mine).all()):
+        everywhere = control.gather_objects(labels)
+        common = set.intersection(*map(set, everywhere))
+        odd = next((label for found in everywhere for label in found if label not in common), "their order")
+        ranks = [rank for rank, found in enumerate(everywhere) if odd in found]
+        raise DistributedError(
+            f"The ranks hold different parameters or buffers {when}: {odd} is on rank(s) {ranks} only",
+            "replicas are compared name by name",
+            "register the same parameters and buffers on every rank",
+        )
+
+
+def _local_part(tensor: Tensor) -> tuple[Tensor, int]:
+    """This rank's piece, and a number that is the same on all ranks that should hold the same piece."""
+    # The attribute and not the class: importing DTensor takes long, and without it there is none.
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return tensor, 0
+    sharded: Any = tensor
+    coordinate, shard = mesh.get_coordinate(), 0
+    for dimension, placement in enumerate(sharded.placements):
+        if not placement.is_replicate():
+            shard = shard * mesh.size(dimension) + coordinate[dimension]
+    return sharded.to_local(), shard
+
+
+def _holders(sums: Tensor, shards: Tensor) -> list[dict[int, list[int]]]:
+    """For each shard: the ranks that hold it, by the checksum they have of it."""
+    by_shard = spread(shards.tolist())
+    values = sums.tolist()
+    return [
+        {value: [ranks[i] for i in places] for value, places in spread([values[rank] for rank in ranks]).items()}
+        for ranks in by_shard.values()
+    ]
+
+
+def _in_words(groups: dict[int, list[int]]) -> str:
+    # The most common value first: the others are the odd ones out.
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    return " and on ".join(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for ranks in ordered)

@@ -1,0 +1,209 @@
+"""Timer: how long the stages took, and an end to training when its time is up."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callback import Callback
+from drivetrain.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+    from drivetrain.module import TrainModule
+
+_INTERVALS = ("step", "epoch")
+_STAGES = ("train", "validate", "test")
+_DURATION = re.compile(r"(\d+):(\d\d?):(\d\d?):(\d\d?)")
+
+
+class Timer(Callback):
+    """Measures the time spent in training, validation and test, and stops training after ``duration``.
+
+    The time of a resumed run counts. When a rank's time is up it asks for a stop, on which the ranks agree.
+
+    Args:
+        duration: a `timedelta`, the keywords of one as a dict, a string ``"DD:HH:MM:SS"``, or ``None`` to measure only.
+        interval: look at the clock after each "step", or at the end of each "epoch".
+        verbose: print when the time is up.
+
+    Raises:
+        ConfigurationError: a duration that cannot be read, or an unknown ``interval``.
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | Mapping[str, float] | None = None,
+        interval: str = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in _INTERVALS:
+            raise ConfigurationError(
+                f"Timer(interval={interval!r}).{nearest(str(interval), _INTERVALS)}",
+                "the clock is looked at after steps or after epochs",
+                "give 'step' or 'epoch'",
+            )
+        self.duration = read_duration(duration)
+        self.interval = interval
+        self.verbose = verbose
+        self._limit = self.duration.total_seconds() if self.duration is not None else float("inf")
+        self._spent = dict.fromkeys(_STAGES, 0.0)
+        self._since: dict[str, float] = {}
+        self._started: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._deadline = float("inf")
+        self._fitting = False
+
+    @property
+    def state_key(self) -> str:
+        """The class, the duration and the interval."""
+        settings = {"duration": None if self.duration is None else self._limit, "interval": self.interval}
+        return f"{type(self).__qualname__}{settings!r}"
+
+    # What users read
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds spent in "train", "validate" or "test", earlier runs that this one resumes included."""
+        self._known(stage)
+        since = self._since.get(stage)
+        return self._spent[stage] + (time.monotonic() - since if since is not None else 0.0)
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds left, ``None`` without a duration."""
+        return None if self.duration is None else self._limit - self.time_elapsed(stage)
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When the stage started, in seconds of `time.time`; ``None`` where it has not."""
+        self._known(stage)
+        return self._started.get(stage)
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When the stage ended, in seconds of `time.time`; ``None`` where it has not."""
+        self._known(stage)
+        return self._ended.get(stage)
+
+    # The run
+
+    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+        """A validation within `fit` is part of training's time."""
+        self._fitting = stage == "fit"
+
+    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+        """Stop what a failure left running."""
+        for running in list(self._since):
+            self._stop(running)
+
+    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Start the clock; a resumed run may have no time left."""
+        self._start("train")
+        self._deadline = self._since["train"] + self._limit - self._spent["train"]
+        self._check(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the clock."""
+        if self.interval == "step" and time.monotonic() >= self._deadline:
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Look at the clock."""
+        self._check(trainer)
+
+    def on_train_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Stop the clock."""
+        self._stop("train")
+
+    def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Start validation's clock."""
+        if not trainer.sanity_checking:
+            self._start("validate")
+
+    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Stop validation's clock."""
+        self._stop("validate")
+
+    def on_test_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Start the test's clock."""
+        self._start("test")
+
+    def on_test_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Stop the test's clock."""
+        self._stop("test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Seconds spent by stage."""
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Count the time of the run that is resumed."""
+        self._spent |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
+
+    def _check(self, trainer: Fit) -> None:
+        if time.monotonic() < self._deadline or trainer.should_stop:
+            return
+        trainer.should_stop = True
+        if self.verbose:
+            trainer.print(
+                f"Timer: the time of {self.duration} is up after {timedelta(seconds=int(self.time_elapsed()))}"
+            )
+
+    def _start(self, stage: str) -> None:
+        self._started.setdefault(stage, time.time())
+        self._since[stage] = time.monotonic()
+        self._ended.pop(stage, None)
+
+    def _stop(self, stage: str) -> None:
+        if stage in self._since:
+            self._spent[stage] = self.time_elapsed(stage)
+            del self._since[stage]
+            self._ended[stage] = time.time()
+
+    def _known(self, stage: str) -> None:
+        if stage not in _STAGES:
+            raise ConfigurationError(
+                f"Timer knows no stage {stage!r}.{nearest(stage, _STAGES)}",
+                f"it measures {', '.join(_STAGES)}",
+                "ask for one of those",
+            )
+
+
+def read_duration(duration: str | timedelta | Mapping[str, float] | None) -> timedelta | None:
+    """Return ``duration`` as a `timedelta`.
+
+    Args:
+        duration: a `timedelta`, the keywords of one, ``"DD:HH:MM:SS"``, or ``None``.
+
+    Raises:
+        ConfigurationError: it cannot be read, or is negative.
+    """
+    read: timedelta | None = None
+    if duration is None or isinstance(duration, timedelta):
+        read = duration
+    elif isinstance(duration, str):
+        match = _DURATION.fullmatch(duration.strip())
+        if match is None:
+            raise ConfigurationError(
+                f"duration={duration!r} cannot be read",
+                "as a string it is days, hours, minutes and seconds, DD:HH:MM:SS",
+                "write '00:12:00:00' for twelve hours, or give timedelta(hours=12)",
+            )
+        days, hours, minutes, seconds = map(int, match.groups())
+        read = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    else:
+        try:
+            read = timedelta(**duration)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"duration={dict(duration)!r} cannot be read: {error}",
+                "a dict holds the keywords of datetime.timedelta",
+                "write {'hours': 12}, or give timedelta(hours=12)",
+            ) from error
+    if read is not None and read < timedelta(0):
+        raise ConfigurationError(
+            f"duration={duration!r} is negative", "training cannot end before it begins", "give 0 or more"
+        )
+    return read
