@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -49,8 +50,8 @@ def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float, algorithm: 
     norms: list[Tensor] = []
     for bucket in buckets:
         norms.extend(torch._foreach_norm(bucket, order))
-    for parameters in sharded.values():
-        norms.append(_sharded_norm(parameters, order))
+    for mesh, parameters in sharded.items():
+        norms.append(_norm_over_shards(parameters) if algorithm == "norm" else _largest_over_shards(parameters, mesh))
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -80,6 +81,8 @@ def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
             # Entries of one row may stand there several times: only their sum is the gradient.
             parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
+        if gradient.numel() == 0:  # its largest element would be asked for
+            continue
         key = (gradient.device, gradient.dtype)
         bucket = buckets.get(key)
         if bucket is None:
@@ -89,7 +92,22 @@ def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
     return list(buckets.values())
 
 
-def _sharded_norm(parameters: list[Parameter], order: float) -> Tensor:
-    """The norm over all shards of DTensor gradients of one mesh, as a plain tensor of shape () on every rank."""
-    norm: Any = get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters], order)
+def _norm_over_shards(parameters: list[Parameter]) -> Tensor:
+    """The 2-norm over all shards of DTensor gradients of one mesh, as a plain tensor of shape () on every rank."""
+    norm: Any = get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
     return cast(Tensor, norm.full_tensor())
+
+
+def _largest_over_shards(parameters: list[Parameter], mesh: Any) -> Tensor:
+    """The largest magnitude over all shards of DTensor gradients of one mesh, likewise.
+
+    By hand: torch's infinity norm refuses the empty shard that a rank gets of a parameter with fewer rows than ranks.
+    """
+    shards = [cast(Any, parameter.grad).to_local() for parameter in parameters]
+    filled = [shard for shard in shards if shard.numel() > 0]
+    largest = torch.stack(torch._foreach_norm(filled, math.inf)).max() if filled else shards[0].new_zeros(())
+    # The maximum of NaN and a number depends on their order: as infinity it is the same on every rank.
+    largest = torch.nan_to_num(largest, nan=math.inf, posinf=math.inf)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dimension))
+    return largest

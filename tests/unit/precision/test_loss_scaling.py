@@ -145,7 +145,7 @@ def test_the_host_waits_once_a_step(count: int) -> None:
     optimizers = [adam(module)] if count == 1 else [adam(module.left), adam(module.right)]
     precision = precision_for("cpu")
     for optimizer in optimizers:  # AdamW reads its own step counts on the CPU
-        optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+        optimizer.step = lambda closure=None: None  # type: ignore[assignment]
     with Waits() as waits:
         gradients(precision, module, "cpu")
         for optimizer in optimizers:

@@ -115,7 +115,7 @@ def test_gradients_with_a_graph_of_their_own() -> None:
 
 def test_an_unknown_algorithm_is_refused() -> None:
     # G-06
-    with pytest.raises(ConfigurationError, match="'nrm' does not exist. Did you mean 'norm'"):
+    with pytest.raises(ConfigurationError, match=r"'nrm' does not exist. Did you mean 'norm'"):
         FullPrecision().clip_gradients(optimizers(parameters(), 1), 1.0, "nrm")
 
 

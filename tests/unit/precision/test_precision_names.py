@@ -55,6 +55,8 @@ def test_an_instance_is_taken_as_it_is() -> None:
     [
         ("bf16-mix", "Did you mean 'bf16-mixed'"),
         ("fp16-mixed", "Did you mean '16-mixed'"),
+        ("fp16", "Did you mean '16'"),
+        ("bfloat16", "Did you mean 'bf16'"),
         (8, "precision=8 does not exist"),
         (True, "is a bool"),
         (None, "is a NoneType"),
@@ -137,11 +139,11 @@ def test_importing_and_building_touches_no_device_and_loads_little() -> None:
     # H-02
     code = (
         "import sys, torch; before = set(sys.modules); import drivetrain.precision as p\n"
-        "for name in ('64', '32', 'bf16', '16', 'bf16-true', '16-true'): p.resolve_precision(name, torch.device('cpu'))\n"
+        "for name in (64, 32, 'bf16', '16', '16-true'): p.resolve_precision(name, torch.device('cpu'))\n"
         "p.MixedPrecision('16-mixed', 'cuda')\n"
         "assert not torch.cuda.is_initialized()\n"
-        "print([m for m in set(sys.modules) - before if m.split('.')[0] != 'drivetrain' and not m.startswith('torch.')\n"
-        "       and m.split('.')[0] not in sys.stdlib_module_names])\n"
+        "loaded = {m.split('.')[0] for m in set(sys.modules) - before}\n"
+        "print(sorted(loaded - sys.stdlib_module_names - {'drivetrain', 'torch'}))\n"
         "print([m for m in ('torch._dynamo', 'torch.distributed.tensor') if m in set(sys.modules) - before])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -1,0 +1,257 @@
+"""Clipping and loss scaling over gradients that are spread over real processes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from drivetrain.precision import FullPrecision, MixedPrecision, Precision
+from drivetrain.testing import run_distributed
+
+# Nothing here divides by the number of ranks, and one parameter has fewer rows than there are ranks.
+SHAPES = {"a": (7, 6), "b": (5,), "c": (3, 4), "d": (6, 3), "e": (2, 2)}
+
+
+class Case(NamedTuple):
+    """How many ranks, and how each parameter is spread: None for plain, else mesh name and placements by dimension.
+
+    A letter and a digit is a shard of that dimension, "r" a replica.
+    """
+
+    ranks: int
+    spread: dict[str, tuple[str, str] | None]
+
+
+CASES = {
+    "plain": Case(2, dict.fromkeys(SHAPES)),
+    "sharded": Case(2, dict.fromkeys(SHAPES, ("all", "0"))),
+    "plain and sharded": Case(2, {"a": ("all", "0"), "b": None, "c": ("all", "1"), "d": None, "e": ("all", "0")}),
+    "sharded and replicated": Case(2, {"a": ("all", "0"), "b": ("all", "r"), "c": ("all", "0"), "d": None, "e": None}),
+    "hybrid": Case(4, dict.fromkeys(SHAPES, ("both", "r0"))),
+    "two meshes": Case(
+        4, {"a": ("both", "01"), "b": ("outer", "0"), "c": ("outer", "0"), "d": ("both", "10"), "e": ("outer", "0")}
+    ),
+    "two meshes and plain": Case(
+        4, {"a": ("both", "01"), "b": None, "c": ("outer", "0"), "d": ("inner", "1"), "e": ("all", "0")}
+    ),
+}
+
+
+def whole_gradients() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def spread_parameters(case: Case) -> dict[str, nn.Parameter]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    meshes: dict[str, Any] = {"all": init_device_mesh("cpu", (case.ranks,))}
+    if case.ranks == 4:
+        meshes["both"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        meshes |= {name: meshes["both"][name] for name in ("outer", "inner")}
+    parameters: dict[str, nn.Parameter] = {}
+    for name, gradient in whole_gradients().items():
+        how = case.spread[name]
+        if how is not None:
+            places: list[Placement] = [Replicate() if letter == "r" else Shard(int(letter)) for letter in how[1]]
+            gradient = distribute_tensor(gradient, meshes[how[0]], places)
+        parameters[name] = nn.Parameter(torch.zeros_like(gradient))
+        parameters[name].grad = gradient
+    return parameters
+
+
+def split_optimizers(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
+    values = list(parameters.values())
+    return [torch.optim.SGD(values[:2], lr=1.0), torch.optim.SGD(values[2:], lr=1.0)]
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def clip_on_a_rank(case: Case, limit: float, algorithm: str) -> tuple[Tensor, dict[str, Tensor]]:
+    parameters = spread_parameters(case)
+    norm = FullPrecision().clip_gradients(split_optimizers(parameters), limit, algorithm)
+    assert type(norm) is Tensor
+    assert norm.shape == ()
+    return norm, {name: whole(parameter.grad) for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("case", CASES)
+def test_clipping_equals_that_of_whole_gradients(case: str, algorithm: str) -> None:
+    # B-05: over two optimizers, clipping active, the global norm on every rank
+    limit = 0.4
+    reference = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
+    for parameter, gradient in zip(reference, whole_gradients().values(), strict=True):
+        parameter.grad = gradient
+    if algorithm == "norm":
+        expected = nn.utils.clip_grad_norm_(reference, limit)
+    else:
+        expected = torch.stack([gradient.abs().max() for gradient in whole_gradients().values()]).max()
+        nn.utils.clip_grad_value_(reference, limit)
+    assert expected > limit
+    for norm, gradients in run_distributed(clip_on_a_rank, CASES[case].ranks, CASES[case], limit, algorithm):
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        for parameter, gradient in zip(reference, gradients.values(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-8)
+
+
+def overflow_on_a_rank(case: Case, bad: str | None) -> dict[str, Any]:
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    parameters = spread_parameters(case)
+    optimizers = split_optimizers(parameters)
+    # One scaled loss, as any run has: it brings the scale into being.
+    precision.backward(nn.Parameter(torch.ones(())) * 1.0)
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None
+        parameter.grad.mul_(1024.0)
+        local: Tensor = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        # One shard of all; where there are replicas, in each of them, as the reduction over them leaves it.
+        poisoned = dist.get_rank() % 2 == 1 if case == CASES["hybrid"] else dist.get_rank() == dist.get_world_size() - 1
+        if name == bad and poisoned:
+            local.view(-1)[-1] = float("inf")
+    for optimizer in optimizers:
+        precision.unscale(optimizer)
+    norm = precision.clip_gradients(optimizers, 1e6)
+    stepped = [precision.step(optimizer) for optimizer in optimizers]
+    precision.update()
+    weights = {name: whole(parameter.detach()) for name, parameter in parameters.items()}
+    return {"norm": norm, "stepped": stepped, "scale": precision.state_dict()["scale"], "weights": weights}
+
+
+@pytest.mark.parametrize("bad", [None, "a", "d"], ids=["finite", "first optimizer", "second optimizer"])
+@pytest.mark.parametrize("case", ["sharded", "plain and sharded", "hybrid", "two meshes"])
+def test_an_overflow_in_one_shard_skips_every_rank(case: str, bad: str | None) -> None:
+    # B-06, B-15. In "plain and sharded" the infinity sits in "a" and not in "d", whose plain gradient would be alike on
+    # all ranks in a real run.
+    if case == "plain and sharded" and bad == "d":
+        bad = "c"
+    for result in run_distributed(overflow_on_a_rank, CASES[case].ranks, CASES[case], bad):
+        assert result["stepped"] == ([True, True] if bad is None else [False, False])
+        assert result["scale"] == (1024.0 if bad is None else 512.0)
+        for name, gradient in whole_gradients().items():
+            expected = torch.zeros_like(gradient) if bad else -gradient
+            torch.testing.assert_close(result["weights"][name], expected, rtol=1e-6, atol=0)
+        assert bool(result["norm"].isfinite()) is (bad is None)
+
+
+def overflow_of_one_ranks_own(reduces: bool) -> tuple[bool, float]:
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    if reduces:
+        precision.found_inf_reducer = lambda found: dist.all_reduce(found, dist.ReduceOp.MAX)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    precision.backward((weight * (float("inf") if dist.get_rank() == 1 else 1.0)).sum())
+    stepped = precision.step(optimizer)
+    precision.update()
+    return stepped, precision.state_dict()["scale"]
+
+
+def test_the_reducer_makes_an_overflow_known() -> None:
+    # B-06: gradients that no wrapper averages
+    assert run_distributed(overflow_of_one_ranks_own, 2, True) == [(False, 512.0), (False, 512.0)]
+    assert run_distributed(overflow_of_one_ranks_own, 2, False) == [(True, 1024.0), (False, 512.0)]
+
+
+def ddp_run(poisoned: int | None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    module = nn.parallel.DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    x = torch.randn(8, 4).chunk(dist.get_world_size())[dist.get_rank()]
+    stepped, norms = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        with precision.forward_context():
+            loss = module(x).float().pow(2).mean()
+        if step == poisoned and dist.get_rank() == 1:
+            loss = loss * float("nan")
+        precision.backward(loss)
+        precision.unscale(optimizer)
+        norms.append(precision.clip_gradients([optimizer], 0.1))
+        stepped.append(precision.step(optimizer))
+        precision.update()
+    weights = [p.detach().clone() for p in plain.parameters()]
+    return {"stepped": stepped, "norms": norms, "scale": precision.state_dict()["scale"], "weights": weights}
+
+
+def test_ddp_skips_on_every_rank_what_overflowed_on_one() -> None:
+    # B-06: fp16 under DDP, where averaging carries the infinity to all
+    first, second = run_distributed(ddp_run, 2, 1)
+    assert first["stepped"] == second["stepped"] == [True, False, True]
+    assert first["scale"] == second["scale"] == 512.0
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    assert run_distributed(ddp_run, 2, None)[0]["stepped"] == [True, True, True]
+
+
+def fsdp_run(precision: Precision) -> tuple[list[Tensor], list[Tensor]]:
+    module, x, y = model_and_data()
+    if dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        ignored = {module.embedding.weight}  # a plain gradient beside the shards, averaged by hand
+        fully_shard(module.body)
+        fully_shard(module, ignored_params=ignored)
+        for unit in (module.body, module):
+            unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM (D-06)
+        x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, y))
+    # One optimizer for the shards and one for the rest: fused updates take either kind, not both.
+    embedding = [module.embedding.weight]
+    rest = [p for p in module.parameters() if p is not module.embedding.weight]
+    optimizers = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), torch.optim.SGD(embedding, lr=0.1, momentum=0.9)]
+    norms = []
+    for _ in range(5):
+        module.zero_grad()
+        with precision.forward_context():
+            loss = nn.functional.mse_loss(module(x).float(), y)
+        precision.backward(loss)
+        if dist.is_initialized():
+            dist.all_reduce(whole(embedding[0].grad))
+            whole(embedding[0].grad).div_(dist.get_world_size())
+        for optimizer in optimizers:
+            precision.unscale(optimizer)
+        norms.append(precision.clip_gradients(optimizers, 0.5))
+        for optimizer in optimizers:
+            assert precision.step(optimizer)
+        precision.update()
+    return norms, [whole(p.detach()) for p in module.parameters()]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.Tanh())
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(self.embedding(x)))
+        return out
+
+
+def model_and_data() -> tuple[Net, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return Net(), torch.randint(11, (8,)), 5 * torch.randn(8, 3)
+
+
+def fp16() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("32-true", 1e-5), ("16-mixed", 5e-3)])
+def test_a_sharded_run_with_clipping_equals_the_run_of_one_process(name: str, tolerance: float) -> None:
+    # B-01, B-05, B-06: fully_shard with a parameter that stays plain, two optimizers, clipping active in every step
+    precision = FullPrecision() if name == "32-true" else fp16()
+    norms, weights = fsdp_run(precision)
+    assert all(norm > 0.5 for norm in norms)
+    for rank_norms, rank_weights in run_distributed(fsdp_run, 2, FullPrecision() if name == "32-true" else fp16()):
+        torch.testing.assert_close(rank_norms, norms, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(rank_weights, weights, rtol=tolerance, atol=tolerance)
