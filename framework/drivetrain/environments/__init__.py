@@ -1,0 +1,26 @@
+"""Who am I among how many: torchrun, SLURM, MPI, LSF, Kubeflow, or nobody but the user started this process."""
+
+from __future__ import annotations
+
+from drivetrain.environments.detection import detect_environment, environment_by_name
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.kubeflow import KubeflowEnvironment
+from drivetrain.environments.lsf import LSFEnvironment
+from drivetrain.environments.mpi import MPIEnvironment
+from drivetrain.environments.placement import Placement
+from drivetrain.environments.plain import PlainEnvironment
+from drivetrain.environments.slurm import SlurmEnvironment
+from drivetrain.environments.torchrun import TorchrunEnvironment
+
+__all__ = [
+    "Environment",
+    "KubeflowEnvironment",
+    "LSFEnvironment",
+    "MPIEnvironment",
+    "Placement",
+    "PlainEnvironment",
+    "SlurmEnvironment",
+    "TorchrunEnvironment",
+    "detect_environment",
+    "environment_by_name",
+]

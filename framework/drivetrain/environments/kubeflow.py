@@ -1,0 +1,28 @@
+"""Kubeflow's PyTorchJob: one process a pod."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.placement import Placement
+
+_REQUIRED = ("KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+_TORCHRUN = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+class KubeflowEnvironment(Environment):
+    """Pods of a PyTorchJob whose container starts the script itself. Where it starts torchrun, torchrun's count."""
+
+    name: ClassVar[str] = "kubeflow"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        """The operator's variables are there, and none of those that only torchrun sets."""
+        return all(variables.get(name) for name in _REQUIRED) and not any(name in variables for name in _TORCHRUN)
+
+    def placement(self) -> Placement:
+        """Return who this process is: every pod is a node of one process."""
+        rank, world_size = self.variables.integer("RANK"), self.variables.integer("WORLD_SIZE")
+        return Placement(rank=rank, world_size=world_size, node_rank=rank, num_nodes=world_size)

@@ -1,0 +1,62 @@
+"""IBM's LSF, whose jsrun starts the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.nodes import place
+from drivetrain.environments.placement import Placement
+from drivetrain.environments.variables import job_port
+from drivetrain.errors import ConfigurationError
+
+
+class LSFEnvironment(Environment):
+    """Processes that `jsrun` started in an LSF job."""
+
+    name: ClassVar[str] = "lsf"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        """A job, and jsrun's own variables: a process that the job script starts without jsrun is on its own."""
+        return all(variables.get(name) for name in ("LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"))
+
+    def placement(self) -> Placement:
+        """Return who this process is."""
+        read = self.variables
+        return place(
+            read.integer("JSM_NAMESPACE_RANK"),
+            read.integer("JSM_NAMESPACE_SIZE"),
+            read.integer("JSM_NAMESPACE_LOCAL_RANK"),
+            read.integer("JSM_NAMESPACE_LOCAL_SIZE"),
+        )
+
+    def _default_address(self) -> str:
+        num_nodes = self.placement().num_nodes
+        if num_nodes == 1:
+            return super()._default_address()
+        hosts = self._hosts()
+        # On machines with launch nodes the first host only runs the job script.
+        return hosts[1] if len(hosts) > num_nodes else hosts[0]
+
+    def _default_port(self) -> int:
+        job = self.variables.text("LSB_JOBID") or ""
+        return job_port("lsf", job, self.variables.text("JSM_NAMESPACE_ID", "PMIX_NAMESPACE") or "")
+
+    def _hosts(self) -> list[str]:
+        """The job's hosts, each once, in order."""
+        file = self.variables.text("LSB_DJOB_RANKFILE")
+        counts = self.variables.text("LSB_MCPU_HOSTS")
+        if file is not None and Path(file).is_file():
+            hosts = Path(file).read_text().split()
+        elif counts is not None:
+            hosts = counts.split()[::2]  # "host0 42 host1 42"
+        else:
+            raise ConfigurationError(
+                "neither LSB_DJOB_RANKFILE nor LSB_MCPU_HOSTS tells the hosts of this job",
+                "the processes meet on the first of them",
+                "set MASTER_ADDR to the host of rank 0",
+            )
+        return list(dict.fromkeys(hosts))

@@ -1,0 +1,62 @@
+"""mpirun and mpiexec: Open MPI, MPICH, Intel MPI, MVAPICH."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.nodes import place
+from drivetrain.environments.placement import Placement
+from drivetrain.environments.variables import job_port
+from drivetrain.errors import ConfigurationError
+
+# Rank, size, local rank, local size; each launcher sets one row.
+_FAMILIES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "PMI_JOBID")
+
+
+class MPIEnvironment(Environment):
+    """Processes that `mpirun` or `mpiexec` started. MPI itself is neither needed nor initialised.
+
+    MPI tells processes nothing about where to meet: on several nodes ``MASTER_ADDR`` has to be passed
+    (``mpirun -x MASTER_ADDR=host0``), and ``MASTER_PORT`` where the job has no name to derive one from.
+    """
+
+    name: ClassVar[str] = "mpi"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        """One family's rank and size are there. `srun` sets PMI's too, and is SLURM's."""
+        in_slurm_step = "SLURM_STEP_ID" in variables
+        return any(
+            bool(variables.get(rank) and variables.get(size)) and not (rank == "PMI_RANK" and in_slurm_step)
+            for rank, size, *_ in _FAMILIES
+        )
+
+    def placement(self) -> Placement:
+        """Return who this process is."""
+        read = self.variables
+        ranks, sizes, local_ranks, local_sizes = zip(*_FAMILIES, strict=True)
+        world_size = read.integer(*sizes)
+        if world_size == 1:
+            return Placement(rank=read.integer(*ranks))
+        return place(read.integer(*ranks), world_size, read.integer(*local_ranks), read.integer(*local_sizes))
+
+    def _default_address(self) -> str:
+        num_nodes = self.placement().num_nodes
+        if num_nodes > 1:
+            raise ConfigurationError(
+                f"MASTER_ADDR is not set, and the {num_nodes} nodes of this MPI job have to meet somewhere",
+                "MPI does not tell its processes the name of the first node",
+                "pass it: mpirun -x MASTER_ADDR=<host of rank 0> (Open MPI) or mpiexec -genv MASTER_ADDR <host>",
+            )
+        return super()._default_address()
+
+    def _default_port(self) -> int:
+        job = self.variables.text(*_JOB)
+        return job_port("mpi", job) if job else super()._default_port()

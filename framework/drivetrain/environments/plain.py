@@ -1,0 +1,58 @@
+"""Nobody started us but the user: one process, or one a node that starts the node's others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.placement import Placement
+from drivetrain.errors import ConfigurationError
+
+
+class PlainEnvironment(Environment):
+    """A process that the user started.
+
+    On several nodes the script is started once a node, with ``MASTER_ADDR`` and ``MASTER_PORT`` (a host and a free port
+    on the first node) and ``NODE_RANK``; the processes of each node are then started from there.
+    """
+
+    name: ClassVar[str] = "plain"
+    started_us: ClassVar[bool] = False
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        """Any process is in it that is in no other."""
+        return True
+
+    def placement(self) -> Placement:
+        """Return that of the only process. `first_on_node` gives that of the first of several."""
+        return Placement()
+
+    def first_on_node(self, num_nodes: int, local_world_size: int) -> Placement:
+        """Return the placement of this process as the first one on its node.
+
+        Raises:
+            ConfigurationError: on several nodes, a variable is missing or contradicts ``num_nodes``.
+        """
+        if num_nodes == 1:
+            return Placement(world_size=local_world_size, local_world_size=local_world_size)
+        for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+            if self.variables.text(name) is None:
+                raise ConfigurationError(
+                    f"num_nodes={num_nodes}, and {name} is not set",
+                    "processes on several nodes have to know where to meet, and which node they are on",
+                    "set MASTER_ADDR, MASTER_PORT and NODE_RANK on every node, or start the nodes by torchrun or srun",
+                )
+        node_rank = self.variables.integer("NODE_RANK")
+        if node_rank >= num_nodes:
+            raise self.variables.refuse(
+                ["NODE_RANK"], f"nodes are counted from 0 and num_nodes={num_nodes}", "correct NODE_RANK or num_nodes"
+            )
+        return Placement(
+            rank=node_rank * local_world_size,
+            world_size=num_nodes * local_world_size,
+            local_world_size=local_world_size,
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+        )

@@ -1,0 +1,113 @@
+"""SLURM, whose srun starts the processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.placement import Placement
+from drivetrain.environments.variables import job_port
+
+_INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h: the shell that salloc opens
+_SHELLS = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", "ipython", "jupyter"})
+
+
+class SlurmEnvironment(Environment):
+    """Processes that `srun` started.
+
+    A process that a job script or an interactive shell starts without srun is on its own, whatever the job's
+    number of tasks: the other tasks do not exist, and waiting for them would hang.
+    """
+
+    name: ClassVar[str] = "slurm"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        """Only srun sets a step's id; the shells that it starts for people are left out."""
+        step = variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID")
+        if not step or not variables.get("SLURM_PROCID") or step == _INTERACTIVE_STEP:
+            return False
+        tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS")
+        if tasks is None:
+            return False
+        if variables.get("SLURM_JOB_NAME") not in _SHELLS:
+            return True
+        # `salloc`, then `srun -n 4 python train.py` in its shell: the name is the shell's, and these are four tasks of
+        # one run. `srun --pty bash`, and the script in it: one process, which may well start others.
+        is_the_shell = step == "0" and "SLURM_PTY_PORT" in variables
+        return tasks != "1" and not is_the_shell
+
+    def placement(self) -> Placement:
+        """Return who this process is. What is said of the step comes before what is said of the whole job."""
+        read = self.variables
+        node_rank = read.integer("SLURM_NODEID")
+        world_size = read.integer("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        num_nodes = read.integer("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+        per_node = self._tasks_per_node(num_nodes, world_size)
+        if len(per_node) != num_nodes or sum(per_node) != world_size:
+            raise read.refuse(
+                [
+                    "SLURM_STEP_TASKS_PER_NODE",
+                    "SLURM_TASKS_PER_NODE",
+                    "SLURM_STEP_NUM_TASKS",
+                    "SLURM_NTASKS",
+                    "SLURM_STEP_NUM_NODES",
+                    "SLURM_NNODES",
+                ],
+                f"tasks a node are {per_node}, which are not {world_size} tasks on {num_nodes} node(s)",
+                "start the processes with srun, and do not set SLURM's variables by hand",
+            )
+        if node_rank >= num_nodes:
+            raise read.refuse(
+                ["SLURM_NODEID"], f"the step has {num_nodes} node(s)", "do not set SLURM's variables by hand"
+            )
+        return Placement(
+            rank=read.integer("SLURM_PROCID"),
+            world_size=world_size,
+            local_rank=read.integer("SLURM_LOCALID"),
+            local_world_size=per_node[node_rank],
+            node_rank=node_rank,
+            num_nodes=num_nodes,
+        )
+
+    @property
+    def restart_count(self) -> int:
+        """How often the job was requeued."""
+        return self.variables.integer_or(0, "SLURM_RESTART_COUNT")
+
+    def _default_address(self) -> str:
+        nodes = self.variables.text("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+        return super()._default_address() if nodes is None else first_node(nodes)
+
+    def _default_port(self) -> int:
+        job = self.variables.text("SLURM_JOB_ID", "SLURM_JOBID") or ""
+        # Two steps of one job may run side by side on one node.
+        return job_port("slurm", job, self.variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "")
+
+    def _tasks_per_node(self, num_nodes: int, world_size: int) -> list[int]:
+        text = self.variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+        if text is None:
+            return [world_size // num_nodes] * num_nodes if num_nodes else []
+        return parse_tasks_per_node(text)
+
+
+def parse_tasks_per_node(text: str) -> list[int]:
+    """Return the numbers of tasks, node by node, of SLURM's short form: ``"2(x3),1"`` is ``[2, 2, 2, 1]``.
+
+    A text that is not in that form gives an empty list.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def first_node(nodes: str) -> str:
+    """Return the first host of SLURM's short form: that of ``"rack[1-2]n[03-05,9],gpu7"`` is ``"rack1n03"``."""
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0] if first else nodes)

@@ -1,0 +1,45 @@
+"""torchrun, and whoever sets the same variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from drivetrain.environments.environment import Environment
+from drivetrain.environments.placement import Placement
+
+
+class TorchrunEnvironment(Environment):
+    """Processes that `torchrun` started, or that have ``RANK`` and ``WORLD_SIZE`` as it sets them.
+
+    ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` are needed beside them: without, nobody knows which device is whose.
+    """
+
+    name: ClassVar[str] = "torchrun"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        """``RANK`` and ``WORLD_SIZE`` alone count too: two processes must not become two runs of one."""
+        return bool(variables.get("RANK") and variables.get("WORLD_SIZE"))
+
+    def placement(self) -> Placement:
+        """Return who this process is."""
+        read = self.variables
+        rank, world_size = read.integer("RANK"), read.integer("WORLD_SIZE")
+        if world_size == 1:
+            return Placement(rank=rank)
+        local_world_size = read.integer("LOCAL_WORLD_SIZE")
+        num_nodes = read.integer_or(max(1, world_size // max(1, local_world_size)), "GROUP_WORLD_SIZE")
+        return Placement(
+            rank=rank,
+            world_size=world_size,
+            local_rank=read.integer("LOCAL_RANK"),
+            local_world_size=local_world_size,
+            node_rank=read.integer_or(rank // max(1, local_world_size), "GROUP_RANK"),
+            num_nodes=num_nodes,
+        )
+
+    @property
+    def agent_store(self) -> bool:
+        """Whether torchrun's agent hosts the store."""
+        return self.variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
