@@ -203,7 +203,7 @@ def fsdp_run(precision: Precision) -> tuple[list[Tensor], list[Tensor]]:
         for unit in (module.body, module):
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM (D-06)
         x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, y))
-    # One optimizer for the shards and one for the rest: fused updates take either kind, not both.
+    # One optimizer for the shards and one for the rest: foreach and fused updates take either kind, not both.
     embedding = [module.embedding.weight]
     rest = [p for p in module.parameters() if p is not module.embedding.weight]
     optimizers = [torch.optim.SGD(rest, lr=0.1, momentum=0.9), torch.optim.SGD(embedding, lr=0.1, momentum=0.9)]

@@ -111,7 +111,8 @@ def test_no_optimizer_ever_sees_scaled_gradients(device: str, unscaled_by: str) 
             precision.unscale(optimizer)
             precision.unscale(optimizer)  # a hook of the user's may have done so before
     elif unscaled_by == "clipping":
-        precision.clip_gradients(optimizers, 1e6)
+        norm = precision.clip_gradients(optimizers, 1e6)
+        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm(expected), rtol=5e-3, atol=1e-3)
     assert [precision.step(optimizer) for optimizer in optimizers] == [True, True]
     precision.update()
     assert len(seen) == 4
