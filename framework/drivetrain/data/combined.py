@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -103,17 +103,20 @@ class CombinedSource:
             source.close()
 
     def _one_by_one(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
-        for source in self._sources:
-            if source.length is not None:
-                if start < source.length:
-                    yield from source.epoch(epoch, start)
-                start = max(0, start - source.length)
-                continue
-            for pair in source.epoch(epoch):
-                if start > 0:
-                    start -= 1
-                else:
-                    yield pair
+        left = list(self._sources)
+        while len(left) > 1 and left[0].length is not None and start >= left[0].length:
+            start -= left.pop(0).length or 0
+        if left[0].length is not None:
+            # Started here and not with the first batch, as other sources are.
+            first, start = left.pop(0).epoch(epoch, start), 0
+        else:
+            first = left.pop(0).epoch(epoch)
+        return islice(chain(first, self._rest(left, epoch)), start, None)
+
+    @staticmethod
+    def _rest(sources: Sequence[BatchSource], epoch: int) -> Iterator[tuple[Any, Share]]:
+        for source in sources:
+            yield from source.epoch(epoch)
 
     def _together(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
         parts = []
@@ -123,7 +126,10 @@ class CombinedSource:
                 known = source.length is not None and self.length is not None
                 passes = -(-self.length // source.length) if known else _MANY_PASSES  # type: ignore[operator]
             parts.append(_Part(source.length, _source_opener(source, epoch * passes)))
-        for row in _rows(parts, self._loader.mode, start):
+        return self._batches(_rows(parts, self._loader.mode, start))
+
+    def _batches(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, Share]]:
+        for row in rows:
             share = next(pair[1] for pair in row if pair is not None)
             batches = iter([None if pair is None else pair[0] for pair in row])
             yield _filled(self._loader.iterables, batches), share
@@ -147,7 +153,7 @@ def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
 
 
 def _rows(parts: Sequence[_Part], mode: str, start: int) -> Iterator[list[Any]]:
-    """Yield what every part gives in each step from ``start`` on."""
+    """Start every part, and return what they give in each step from ``start`` on."""
     cycles = mode == "max_size_cycle"
     steps = combined_length([part.length for part in parts], mode)
     passes, ended, running = [0] * len(parts), [False] * len(parts), []
@@ -160,10 +166,16 @@ def _rows(parts: Sequence[_Part], mode: str, start: int) -> Iterator[list[Any]]:
             if cycles:
                 passes[index], offset = divmod(start, part.length)
         running.append(iter(()) if ended[index] and not cycles else part.open(passes[index], offset))
-    # Where a length is unknown there is no telling where a later step stands in each part.
-    skipped = start if steps is None else 0
-    left = None if steps is None else steps - start
-    while left is None or left > 0:
+    if steps is None:
+        # Where a length is unknown there is no telling where a later step stands in each part.
+        return islice(_stepped(parts, mode, running, passes, ended), start, None)
+    return islice(_stepped(parts, mode, running, passes, ended), max(0, steps - start))
+
+
+def _stepped(
+    parts: Sequence[_Part], mode: str, running: list[Iterator[Any]], passes: list[int], ended: list[bool]
+) -> Iterator[list[Any]]:
+    while True:
         row = []
         for index, part in enumerate(parts):
             try:
@@ -174,16 +186,11 @@ def _rows(parts: Sequence[_Part], mode: str, start: int) -> Iterator[list[Any]]:
             if mode == "min_size" or all(ended):
                 return
             running[index] = iter(())
-            if cycles:
+            if mode == "max_size_cycle":
                 passes[index] += 1
                 running[index] = part.open(passes[index], 0)
             row.append(next(running[index], None))
-        if left is not None:
-            left -= 1
-        if skipped > 0:
-            skipped -= 1
-        else:
-            yield row
+        yield row
 
 
 def _opener(loader: Any) -> Callable[[int, int], Iterator[Any]]:

@@ -79,6 +79,12 @@ def prepare_loader(
     Raises:
         ConfigurationError: there is no batch in it, or it is not an iterable of batches.
     """
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"rank={rank} is none of the {world_size} ranks that share the data",
+            f"ranks go from 0 to {world_size - 1}",
+            "check the strategy's `data_rank` and `data_world_size`",
+        )
     if is_collection(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if training else "sequential")
     if isinstance(loader, CombinedLoader):
@@ -235,6 +241,7 @@ class _Plan:
             seen = _samplers(sampler)
         if feed.length == 0:
             raise _empty(_why_empty(loader, self._world_size))
+        # In order, or the shares would not be those of the batches they come with.
         attributes: dict[str, Any] = {slot: feed, "in_order": True}
         if keyed:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)

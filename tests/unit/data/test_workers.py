@@ -46,7 +46,12 @@ def plain(batch: Any) -> list[Any]:
 
 
 def drawn(
-    data: Dataset[Any], workers: int, persistent: bool = False, rank: int = 0, epochs: tuple[int, ...] = (0, 1), start: int = 0
+    data: Dataset[Any],
+    workers: int,
+    persistent: bool = False,
+    rank: int = 0,
+    epochs: tuple[int, ...] = (0, 1),
+    start: int = 0,
 ) -> list[list[Any]]:
     loader = DataLoader(data, 4, shuffle=True, num_workers=workers, persistent_workers=persistent)
     source = prepare_loader(loader, training=True, rank=rank, world_size=2, seed=3)

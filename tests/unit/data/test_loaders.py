@@ -1,0 +1,246 @@
+"""Preparing loaders: iterables, subclasses, what is refused, and what a batch costs."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from drivetrain.data import Share, prepare_loader
+from drivetrain.errors import ConfigurationError
+
+
+def numbers(length: int) -> TensorDataset:
+    return TensorDataset(torch.arange(length, dtype=torch.float32))
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(self.length))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+# Iterables
+
+
+def test_an_iterable_data_set_is_each_rank_s_own_part() -> None:
+    stream = Stream(10)
+    source = prepare_loader(DataLoader(stream, 4), training=True, rank=1, world_size=2)
+    assert (source.length, source.static) == (None, False)
+    pairs = [(batch.tolist(), share) for batch, share in source.epoch(3)]
+    assert pairs == [
+        ([0, 1, 2, 3], Share(4, None, False, 0)),
+        ([4, 5, 6, 7], Share(4, None, False, 4)),
+        ([8, 9], Share(2, None, False, 8)),
+    ]
+    assert stream.epochs == [3]
+    assert [(batch.tolist(), share) for batch, share in source.epoch(4, 2)] == pairs[2:]
+
+
+def test_on_one_process_nothing_is_left_to_ask() -> None:
+    source = prepare_loader(DataLoader(SizedStream(10), 4), training=True)
+    assert (source.length, source.static) == (3, True)
+    assert [share for _, share in source.epoch(0)][-1] == Share(2, 2, False, 8)
+
+
+def test_any_iterable_of_batches_will_do() -> None:
+    batches = [{"x": torch.zeros(3, 2)}, {"x": torch.zeros(1, 2)}]
+    source = prepare_loader(batches, training=True)
+    assert source.length == 2
+    assert [share.samples for _, share in source.epoch(0)] == [3, 1]
+    assert [share.samples for _, share in source.epoch(1, 1)] == [1]
+
+
+def test_a_batch_without_tensors_counts_as_one_and_says_so() -> None:
+    source = prepare_loader([["some text", "more"]], training=True)
+    with pytest.warns(UserWarning, match="batch_weight"):
+        assert next(source.epoch(0))[1].samples == 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(numbers(0), 4),
+        DataLoader(numbers(3), 4, drop_last=True),
+        DataLoader(SizedStream(0), 4),
+        DataLoader(numbers(3), batch_sampler=[]),
+        [],
+        {"a": []},
+    ],
+)
+def test_an_empty_loader_is_refused(loader: Any) -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match=r"no batch|length 0"):
+        prepare_loader(loader, training=True)
+
+
+def test_a_global_batch_that_drop_last_leaves_no_sample_for_is_refused() -> None:
+    # G-06: 7 samples make a batch of 4 for one rank, and none for two.
+    loader = DataLoader(numbers(7), 4, drop_last=True)
+    assert prepare_loader(loader, training=True).length == 1
+    with pytest.raises(ConfigurationError, match=r"7 samples, batch_size=4, drop_last=True, 2 ranks"):
+        prepare_loader(loader, training=True, world_size=2)
+
+
+def test_an_iterable_that_turns_out_empty_is_refused() -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match="gave no batch"):
+        list(prepare_loader(DataLoader(Stream(0), 4), training=True).epoch(0))
+
+
+def test_an_iterator_lasts_for_one_epoch() -> None:
+    source = prepare_loader(iter([torch.zeros(2)]), training=True)
+    assert len(list(source.epoch(0))) == 1
+    with pytest.raises(ConfigurationError, match="an iterator gives its batches once"):
+        list(source.epoch(1))
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match="int is no loader"):
+        prepare_loader(3, training=True)
+    with pytest.raises(ConfigurationError, match="rank=2"):
+        prepare_loader([torch.zeros(1)], training=True, rank=2, world_size=2)
+
+
+# The user's own loader
+
+
+class Doubling(DataLoader[Any]):
+    """A subclass whose constructor takes something else, and whose batches are not what its samples were."""
+
+    def __init__(self, length: int, *, secret: str) -> None:
+        super().__init__(numbers(length), batch_size=4, shuffle=True)
+        self.secret = secret
+
+    def __iter__(self) -> Any:
+        # A `map` takes no weak reference.
+        return map(self.doubled, super().__iter__())
+
+    def doubled(self, batch: Any) -> Any:
+        return batch[0] * 2, self.secret
+
+
+def test_a_subclass_goes_on_working() -> None:
+    loader = Doubling(10, secret="hm")
+    found = []
+    for rank in (0, 1):
+        for (batch, secret), _ in prepare_loader(loader, training=True, rank=rank, world_size=2).epoch(0):
+            assert secret == "hm"
+            found += batch.tolist()
+    assert sorted(found) == [2.0 * index for index in range(10)]
+
+
+def test_the_user_s_loader_stays_as_it_is() -> None:
+    loader = DataLoader(numbers(10), 4, shuffle=True, num_workers=1, persistent_workers=True)
+    before = dict(vars(loader))
+    source = prepare_loader(loader, training=True, world_size=2)
+    list(source.epoch(0))
+    source.close()
+    assert vars(loader) == before
+    assert len(list(loader)) == 3
+    loader._iterator = None  # lets its workers go
+
+
+class Losing(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return itertools.islice(super().__iter__(), 2)
+
+
+class Doubled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        batches = list(super().__iter__())
+        return iter(batches + batches)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("kind", "message"), [(Losing, "ended early"), (Doubled, "more batches than its sampler")])
+def test_a_loader_that_does_not_keep_its_word_is_refused(kind: type, message: str, shuffled: bool) -> None:
+    # G-04
+    sampler = WeightedRandomSampler([1.0] * 10, 10) if shuffled else None
+    with pytest.raises(ConfigurationError, match=message):
+        list(prepare_loader(kind(numbers(10), 2, sampler=sampler), training=True).epoch(0))
+
+
+def test_an_epoch_may_be_left_early_and_begun_again() -> None:
+    source = prepare_loader(DataLoader(numbers(10), 2, shuffle=True), training=True)
+    first = source.epoch(0)
+    taken = next(first)[0][0].tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert next(source.epoch(0))[0][0].tolist() == taken
+        assert len(list(first)) == 4
+
+
+# H-01: what a batch costs
+
+
+def python_calls(batches: Iterator[Any], count: int = 300) -> float:
+    calls = 0
+
+    def on_event(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for _ in range(3):
+        next(batches)
+    sys.setprofile(on_event)
+    try:
+        for _ in itertools.islice(batches, count):
+            pass
+    finally:
+        sys.setprofile(None)
+    return calls / count
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"shuffle": True}, 0),
+        ({"shuffle": False}, 0),
+        ({"sampler": WeightedRandomSampler([1.0] * 3200, 3200)}, 5),
+        ({"batch_sampler": [list(range(start, start + 8)) for start in range(0, 3200, 8)]}, 8),
+    ],
+)
+def test_a_batch_costs_next_to_nothing_above_the_raw_loader(options: dict[str, Any], allowed: int) -> None:
+    # H-01
+    def loader() -> DataLoader[Any]:
+        batch_size = {} if "batch_sampler" in options else {"batch_size": 8}
+        return DataLoader(numbers(3200), **batch_size, **options)
+
+    raw = python_calls(iter(loader()))
+    assert python_calls(prepare_loader(loader(), training=True).epoch(0)) - raw <= allowed
+
+
+def test_nor_does_it_on_several_ranks() -> None:
+    # H-01
+    raw = python_calls(iter(DataLoader(numbers(3200), 8, shuffle=True)), 150)
+    source = prepare_loader(DataLoader(numbers(3200), 8, shuffle=True), training=True, rank=1, world_size=2)
+    assert python_calls(source.epoch(0), 150) <= raw
+
+
+def test_a_batch_of_an_iterable_data_set_costs_five_calls() -> None:
+    # H-01
+    raw = python_calls(iter(DataLoader(Stream(3200), 8)))
+    assert python_calls(prepare_loader(DataLoader(Stream(3200), 8), training=True).epoch(0)) - raw <= 5
