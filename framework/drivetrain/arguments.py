@@ -1,0 +1,133 @@
+"""What `Fit` accepts: each argument refused, with its reason, as the object is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from drivetrain.errors import ConfigurationError, nearest
+
+CLIP_ALGORITHMS = ("norm", "value")
+
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+
+
+def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
+    """Refuse arguments that are wrong by themselves or contradict each other.
+
+    Args:
+        values: every argument by name.
+        chosen: those that somebody set, in code, environment or file.
+
+    Raises:
+        ConfigurationError: names the argument, the value, the reason and the way out.
+    """
+    for name in LIMITS:
+        _check_limit(name, values[name])
+    _check_limit("val_check_interval", values["val_check_interval"], zero=False)
+    for name in ("max_epochs", "max_steps"):
+        _check_count(name, values[name], lowest=-1)
+    for name in ("min_epochs", "min_steps"):
+        _check_count(name, values[name], lowest=0)
+    for name in ("accumulate_grad_batches", "num_nodes"):
+        _check_count(name, values[name], lowest=1)
+    _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1)
+    _check_count("log_every_n_steps", values["log_every_n_steps"], lowest=0)
+    _check_count("num_sanity_val_steps", values["num_sanity_val_steps"], lowest=-1)
+    if values["fast_dev_run"] is not True and values["fast_dev_run"] is not False:
+        _check_count("fast_dev_run", values["fast_dev_run"], lowest=0)
+    _check_order(values, "min_epochs", "max_epochs")
+    _check_order(values, "min_steps", "max_steps")
+    if values["max_time"] is not None:
+        duration(values["max_time"])
+    if values["check_val_every_n_epoch"] is None and not isinstance(values["val_check_interval"], int):
+        raise ConfigurationError(
+            f"check_val_every_n_epoch=None with val_check_interval={values['val_check_interval']!r}.",
+            "without epochs to go by, validation counts micro-batches.",
+            "give val_check_interval as an int.",
+        )
+    _check_clipping(values["gradient_clip_val"], values["gradient_clip_algorithm"])
+    if values["barebones"]:
+        _check_barebones(values, chosen)
+
+
+def duration(value: Any) -> timedelta:
+    """Read ``max_time``: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+
+    Raises:
+        ConfigurationError: it is none of them, or not positive.
+    """
+    result = None
+    if isinstance(value, timedelta):
+        result = value
+    elif isinstance(value, Mapping):
+        try:
+            result = timedelta(**value)
+        except TypeError:
+            result = None
+    elif isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value):
+        days, hours, minutes, seconds = map(int, value.split(":"))
+        result = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if result is None or result <= timedelta(0):
+        raise ConfigurationError(
+            f"max_time={value!r} is no duration.",
+            "it says for how long to train.",
+            "use '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or {'hours': 12}.",
+        )
+    return result
+
+
+def _check_limit(name: str, value: Any, zero: bool = True) -> None:
+    if value is None:
+        return
+    whole = type(value) is int and value >= (0 if zero else 1)
+    part = type(value) is float and 0.0 <= value <= 1.0 and (zero or value > 0.0)
+    if not (whole or part):
+        raise ConfigurationError(
+            f"{name}={value!r}.",
+            "an int counts micro-batches; a float is a part of them, from 0.0 to 1.0.",
+            f"use {name}=10 for ten, or {name}=0.1 for a tenth.",
+        )
+
+
+def _check_count(name: str, value: Any, lowest: int) -> None:
+    if value is not None and (type(value) is not int or value < lowest):
+        raise ConfigurationError(
+            f"{name}={value!r}.", f"it is a count of {lowest} or more.", f"use an int, such as {name}={max(lowest, 1)}."
+        )
+
+
+def _check_order(values: Mapping[str, Any], low: str, high: str) -> None:
+    smallest, largest = values[low], values[high]
+    if smallest is not None and largest is not None and 0 <= largest < smallest:
+        raise ConfigurationError(
+            f"{low}={smallest} with {high}={largest}.",
+            "the run would have to go on after its end.",
+            f"lower {low}, or raise {high}.",
+        )
+
+
+def _check_clipping(value: Any, algorithm: Any) -> None:
+    if algorithm not in CLIP_ALGORITHMS:
+        raise ConfigurationError(
+            f"gradient_clip_algorithm={algorithm!r}.{nearest(str(algorithm), CLIP_ALGORITHMS)}",
+            "gradients are clipped over their global norm or value by value.",
+            "use 'norm' or 'value'.",
+        )
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+        raise ConfigurationError(
+            f"gradient_clip_val={value!r}.", "it bounds a norm or a magnitude.", "use a positive number, or None."
+        )
+
+
+def _check_barebones(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
+    for name in ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger", "profiler",
+                 "num_sanity_val_steps", "log_every_n_steps", "fast_dev_run", "detect_anomaly"):
+        if name in chosen and values[name]:
+            raise ConfigurationError(
+                f"barebones=True with {name}={values[name]!r}.",
+                "barebones leaves out everything but the loop, to measure it.",
+                f"drop {name}, or barebones.",
+            )

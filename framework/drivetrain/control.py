@@ -1,0 +1,151 @@
+"""The control plane: small CPU-side talk between ranks, kept off the device's queues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import Store
+
+from drivetrain.errors import DistributedError
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What went wrong on a rank, in a form that travels as text."""
+
+    rank: int
+    kind: str
+    """The exception's qualified type name."""
+    text: str
+    traceback: str
+    secondary: bool = False
+    """True for the echo of another rank's failure: a connection that broke because its other end is gone."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def as_error(self) -> DistributedError:
+        """Return the error that the other ranks raise for it."""
+        return DistributedError(
+            f"Rank {self.rank} failed: {self.kind}: {self.text}",
+            f"its traceback was:\n{self.traceback}",
+            f"mend what rank {self.rank} reports; the other ranks stopped because of it.",
+        )
+
+
+class Pending(Protocol):
+    """A reduction on its way."""
+
+    def wait(self) -> torch.Tensor:
+        """Return the result, waiting for it where it has not come yet."""
+
+
+class ControlPlane(Protocol):
+    """What the engine says between ranks besides the strategy's own collectives.
+
+    Every method but `store` is collective: all ranks call it, in the same order.
+    """
+
+    rank: int
+    world_size: int
+    store: Store | None
+    """Shared key-value store under this run's own prefix; None for a single process."""
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Gather a CPU tensor of shape (n,), the same n everywhere, into (W, n)."""
+
+    def all_reduce_async(self, values: torch.Tensor) -> Pending:
+        """Begin to sum a CPU tensor of shape (n,) over the ranks."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's picklable value, by rank, on every rank."""
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's picklable value on every rank."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def from_rank_0(self, value: Any) -> Any:
+        """Return rank 0's JSON-able value on every rank. Goes through the store: no collective is issued."""
+
+    def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
+        """Count, for each flag, the ranks that raise it. Goes through the store: no collective is issued.
+
+        Args:
+            purpose: what is agreed on, alike on every rank.
+            flags: this rank's, two at most.
+            timeout: how long to wait for the others; None waits as long as nobody fails.
+
+        Raises:
+            DistributedError: a rank came for another purpose, or not within ``timeout``; it is named.
+        """
+
+    def report_failure(self, failure: Failure) -> None:
+        """Tell the others. Not collective."""
+
+    def first_failure(self, wait: timedelta | None = None) -> Failure | None:
+        """Return the first failure that is a cause, if one was reported within ``wait``. Not collective."""
+
+    def settle(self, wait: timedelta) -> None:
+        """Linger after a failure, ``wait`` at most, until all ranks have seen it. Not collective."""
+
+
+class _Ready:
+    """A result that is already there."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def wait(self) -> torch.Tensor:
+        return self._values
+
+
+class LocalControl:
+    """The control plane of a single process: everybody agrees with itself."""
+
+    rank = 0
+    world_size = 1
+    store: Store | None = None
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values.unsqueeze(0)
+
+    def all_reduce_async(self, values: torch.Tensor) -> Pending:
+        return _Ready(values)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+    def barrier(self) -> None:
+        return None
+
+    def from_rank_0(self, value: Any) -> Any:
+        return value
+
+    def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
+        return tuple(int(flag) for flag in flags)
+
+    def report_failure(self, failure: Failure) -> None:
+        return None
+
+    def first_failure(self, wait: timedelta | None = None) -> Failure | None:
+        return None
+
+    def settle(self, wait: timedelta) -> None:
+        return None
+
+
+def spread(values: Sequence[Any]) -> dict[Any, list[int]]:
+    """Group ranks by the value they hold, first seen first: ``["a", "b", "a"]`` gives ``{"a": [0, 2], "b": [1]}``."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks

@@ -1,0 +1,1 @@
+"""The hot path: training, evaluation and prediction."""

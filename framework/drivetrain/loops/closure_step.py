@@ -1,0 +1,78 @@
+"""Training with an optimizer that evaluates the loss anew within its step, as LBFGS does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from drivetrain.loops.step import AutomaticStep
+from drivetrain.loops.windows import MicroBatch
+
+
+class ClosureStep(AutomaticStep):
+    """Hands the optimizer a closure over the whole window, on all ranks.
+
+    The closure's first call returns what the window's micro-batches already computed; each further one runs them again.
+    It returns the loss of all ranks together: line search and stopping rules that went by a local loss would decide
+    differently on each rank, and the replicas would part.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._window: list[tuple[MicroBatch, int]] = []
+        self._window_loss: torch.Tensor | None = None
+
+    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
+        if micro.opens:
+            self._window = []
+            self._window_loss = None
+        self._window.append((micro, batch_idx))
+        return super().micro_batch(micro, batch_idx)
+
+    def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
+        output = super().forward_backward(micro, batch_idx)
+        if output is not None and micro.weight:
+            assert self._loss is not None
+            part = self._loss.detach() * micro.scale
+            self._window_loss = part if self._window_loss is None else self._window_loss + part
+        return output
+
+    def close_window(self, micro: MicroBatch) -> bool:
+        if (self._skipped or not micro.window_weight) and not self._rescale(micro.window_weight):
+            return False
+        (optimizer,) = self.optimizers
+        for hook in self._before_step:
+            hook(optimizer)
+        evaluated = True
+
+        def closure() -> torch.Tensor:
+            nonlocal evaluated
+            if not evaluated:
+                self._evaluate()
+            evaluated = False
+            if self._clip is not None:
+                self._clip(self.optimizers)
+            loss = self._window_loss
+            if loss is None:  # a rank that only joins
+                loss = torch.zeros((), device=self.strategy.device)
+            return self.strategy.reduce(loss, "mean")
+
+        return self.strategy.optimizer_step(optimizer, closure)
+
+    def drop_window(self) -> None:
+        super().drop_window()
+        self._window = []
+
+    def _evaluate(self) -> None:
+        """Run the window again at the optimizer's current point; nothing is logged twice."""
+        (optimizer,) = self.optimizers
+        optimizer.zero_grad()
+        window, self._window_loss = self._window, None
+        muted, self._metrics.muted = self._metrics.muted, True
+        try:
+            with torch.enable_grad():
+                for micro, batch_idx in window:
+                    super().micro_batch(micro._replace(opens=False), batch_idx)
+        finally:
+            self._metrics.muted = muted

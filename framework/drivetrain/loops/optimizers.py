@@ -1,0 +1,180 @@
+"""What ``configure_optimizers`` returned, read into one form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.optimizer_state import parameter_names
+
+_INTERVALS = ("epoch", "step")
+_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
+
+_FORMS = (
+    "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
+    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'name'}; or None."
+)
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """A learning-rate scheduler and when it steps.
+
+    Attributes:
+        scheduler: what ``step`` is called on.
+        interval: "epoch" or "step" (optimizer steps).
+        frequency: every how many of them.
+        monitor: the logged value a plateau scheduler follows.
+        name: what `LearningRateMonitor` calls it.
+    """
+
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    name: str | None = None
+
+
+def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Read any form that ``configure_optimizers`` may return.
+
+    Raises:
+        ConfigurationError: it is no such form; names what was found.
+    """
+    if configured is None:
+        return [], []
+    if isinstance(configured, Optimizer):
+        return [configured], []
+    if isinstance(configured, Mapping):
+        return _from_dict(configured)
+    if isinstance(configured, Sequence):
+        if len(configured) == 2 and all(isinstance(part, list | tuple) for part in configured):
+            optimizers = [_optimizer(part) for part in configured[0]]
+            return optimizers, [_scheduler(part) for part in configured[1]]
+        if configured and all(isinstance(part, Mapping) for part in configured):
+            pairs = [_from_dict(part) for part in configured]
+            return [one for found, _ in pairs for one in found], [one for _, found in pairs for one in found]
+        return [_optimizer(part) for part in configured], []
+    raise _not_a_form(configured)
+
+
+def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    unknown = [key for key in configured if key not in ("optimizer", "lr_scheduler", "monitor")]
+    if "optimizer" not in configured or unknown:
+        problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
+        hint = nearest(str(unknown[0]), ["optimizer", "lr_scheduler"]) if unknown else ""
+        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", "", _FORMS)
+    schedulers = []
+    if configured.get("lr_scheduler") is not None:
+        schedulers = [_scheduler(configured["lr_scheduler"])]
+        if schedulers[0].monitor is None:
+            schedulers[0].monitor = configured.get("monitor")
+    return [_optimizer(configured["optimizer"])], schedulers
+
+
+def _optimizer(value: Any) -> Optimizer:
+    if not isinstance(value, Optimizer):
+        raise _not_a_form(value)
+    return value
+
+
+def _scheduler(value: Any) -> SchedulerConfig:
+    if not isinstance(value, Mapping):
+        if not callable(getattr(value, "step", None)):
+            raise _not_a_form(value)
+        return SchedulerConfig(value)
+    for key in value:
+        if key not in _KEYS:
+            raise ConfigurationError(
+                f"configure_optimizers: unknown key {key!r} beside a scheduler.{nearest(str(key), _KEYS)}",
+                f"the keys are {', '.join(_KEYS[:5])}.",
+                _FORMS,
+            )
+    if "scheduler" not in value:
+        raise ConfigurationError("configure_optimizers: a scheduler's dict has no 'scheduler'.", "", _FORMS)
+    interval, frequency = value.get("interval", "epoch"), value.get("frequency", 1)
+    if interval not in _INTERVALS:
+        raise ConfigurationError(
+            f"configure_optimizers: interval={interval!r}.{nearest(str(interval), _INTERVALS)}",
+            "a scheduler steps once every so many epochs or optimizer steps.",
+            "use 'epoch' or 'step'.",
+        )
+    if not isinstance(frequency, int) or frequency < 1:
+        raise ConfigurationError(
+            f"configure_optimizers: frequency={frequency!r}.", "it counts epochs or steps.", "use an int of 1 or more."
+        )
+    return SchedulerConfig(value["scheduler"], interval, frequency, value.get("monitor"), value.get("name"))
+
+
+def _not_a_form(value: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"configure_optimizers returned {'a list holding ' if not isinstance(value, Sequence) else ''}"
+        f"a {type(value).__name__}.",
+        "the engine steps torch optimizers.",
+        _FORMS,
+    )
+
+
+def check_optimizers(
+    module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Iterable[SchedulerConfig], automatic: bool
+) -> None:
+    """Refuse optimizers and schedulers that cannot train ``module``.
+
+    Raises:
+        ConfigurationError: names the parameter, the optimizer or the scheduler.
+    """
+    names = parameter_names(module)
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ConfigurationError(
+                        f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
+                        f"{tuple(parameter.shape)} that is not the module's.",
+                        "it would train something that nobody saves, moves or synchronises.",
+                        "assign the layer to the module (self.layer = ...), and pass its parameters.",
+                    )
+                before = owner.setdefault(id(parameter), number)
+                if automatic and before != number:
+                    raise ConfigurationError(
+                        f"Optimizers {before} and {number} share the parameter {names[id(parameter)]!r}.",
+                        "in automatic optimization all of them step after one backward, so it would move twice.",
+                        "give them disjoint parameters, or set self.automatic_optimization = False.",
+                    )
+    closures = [number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)]
+    if automatic and closures and len(optimizers) > 1:
+        raise ConfigurationError(
+            f"Optimizer {closures[0]} ({type(optimizers[closures[0]]).__name__}) evaluates the loss anew in its step, "
+            f"and there are {len(optimizers)} optimizers.",
+            "the others would step on gradients of a point that it has left.",
+            "use it alone, or set self.automatic_optimization = False.",
+        )
+    for config in schedulers:
+        if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None and automatic:
+            raise ConfigurationError(
+                "ReduceLROnPlateau without a 'monitor'.",
+                "it steps by the value of a logged metric.",
+                "return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
+            )
+        held = getattr(config.scheduler, "optimizer", None)
+        if held is not None and all(held is not optimizer for optimizer in optimizers):
+            raise ConfigurationError(
+                f"The scheduler {type(config.scheduler).__name__} is over an optimizer that was not returned.",
+                "its learning rates would move nothing.",
+                "return the optimizer that the scheduler was built with.",
+            )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` cannot do without a closure, as LBFGS's."""
+    # Schedulers patch `step` on the object; the class tells.
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty

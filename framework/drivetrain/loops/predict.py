@@ -1,0 +1,110 @@
+"""The prediction loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from drivetrain.data import BatchSource
+from drivetrain.hooks import HookTable
+from drivetrain.loops.arguments import StepArguments
+from drivetrain.loops.evaluate import evaluating, limited
+from drivetrain.loops.joining import leaving_no_trace
+from drivetrain.metrics import MetricStore
+from drivetrain.module import TrainModule
+from drivetrain.strategy import StepRunner, Strategy
+
+
+class PredictLoop:
+    """Runs ``predict_step`` over one or several loaders and gathers what it returns.
+
+    Args:
+        module: whose step is run.
+        runner: the strategy's callable that every step runs through.
+        strategy: where.
+        hooks: who overrode what.
+        metrics: told the stage, in which nothing may be logged.
+        sources: one for each loader.
+        limits: micro-batches of each loader at most; None for all.
+        move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
+        inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: TrainModule,
+        runner: StepRunner,
+        strategy: Strategy,
+        hooks: HookTable,
+        metrics: MetricStore,
+        sources: Sequence[BatchSource],
+        limits: Sequence[int | None],
+        move: Callable[[Any, int], Any] | None,
+        inference_mode: bool,
+    ) -> None:
+        self._module = module
+        self._run = runner
+        self._strategy = strategy
+        self._hooks = hooks
+        self._metrics = metrics
+        self._sources = sources
+        self._limits = limits
+        self._move = move
+        self._inference_mode = inference_mode
+        self._arguments = StepArguments(module.predict_step, several=len(sources) > 1)
+
+    def run(self) -> list[Any]:
+        """Predict; returns each micro-batch's output in data-set order on every rank, a list of lists for several loaders."""
+        hooks = self._hooks
+        self._strategy.sync_buffers(self._module)
+        gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
+        with evaluating(self._module, gradient):
+            self._metrics.enter("predict")
+            for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
+                hook()
+            own = [
+                self._predict(index, source, limit)
+                for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
+            ]
+            for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
+                hook()
+        self._metrics.enter(None)
+        outputs = [_merged(self._strategy.control.gather_objects(part)) for part in own]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
+        several = len(self._sources) > 1
+        kept = []
+        for batch_idx, (given, share) in enumerate(limited(source.epoch(0), limit)):
+            if share.joins and not self._strategy.collective_forward:
+                continue
+            batch = given if self._move is None else self._move(given, index)
+            arguments = self._arguments(batch, batch_idx, index)
+            if share.joins:
+                with leaving_no_trace(self._module, self._metrics):
+                    self._run(self._module.predict_step, *arguments)
+                continue
+            where = (batch, batch_idx, index) if several else (batch, batch_idx)
+            for hook in self._hooks.on_predict_batch_start:
+                hook(*where)
+            output = self._run(self._module.predict_step, *arguments)
+            for hook in self._hooks.on_predict_batch_end:
+                hook(output, *where)
+            kept.append((share.start if source.static else batch_idx, batch_idx, output))
+        return kept
+
+
+def _merged(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
+    """Put all ranks' outputs in the order of the data set; where that is unknown, by micro-batch and then rank."""
+    if len(by_rank) == 1:
+        return [output for _, _, output in by_rank[0]]
+    everything = [
+        (start, batch_idx, rank, output)
+        for rank, part in enumerate(by_rank)
+        for start, batch_idx, output in part
+    ]
+    everything.sort(key=lambda item: item[:3])
+    return [output for *_, output in everything]

@@ -1,0 +1,198 @@
+"""What happens to a micro-batch, and to the window that it closes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.hooks import HookTable
+from drivetrain.loops.joining import leaving_no_trace, without_gradient
+from drivetrain.loops.windows import MicroBatch
+from drivetrain.metrics import MetricStore
+from drivetrain.module import TrainModule
+from drivetrain.strategy import StepRunner, Strategy
+
+ClipGradients = Callable[[Sequence[Optimizer]], Any]
+StepOptimizers = Callable[[], bool]
+
+
+class TrainStep(Protocol):
+    """One way of training: automatic, with closures, or manual."""
+
+    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
+        """Train on one micro-batch; return what ``training_step`` returned."""
+
+    def close_window(self, micro: MicroBatch) -> bool:
+        """Step after a window's last micro-batch; False where no step was made."""
+
+    def drop_window(self) -> None:
+        """Forget an open window and its gradients."""
+
+
+class AutomaticStep:
+    """Forward, backward, and after a window's last micro-batch the optimizers' step.
+
+    Args:
+        module: whose ``training_step`` is run.
+        runner: the strategy's callable that every step runs through.
+        strategy: where.
+        optimizers: stepped together.
+        hooks: who overrode what.
+        metrics: where values are logged.
+        clip: clips before a step; None where nothing is clipped.
+        step_optimizers: steps them where the module overrides ``optimizer_step``; None for the plain way.
+    """
+
+    def __init__(
+        self,
+        module: TrainModule,
+        runner: StepRunner,
+        strategy: Strategy,
+        optimizers: Sequence[Optimizer],
+        hooks: HookTable,
+        metrics: MetricStore,
+        clip: ClipGradients | None,
+        arguments: Callable[[Any, int], tuple[Any, ...]] | None,
+        step_optimizers: Callable[[torch.Tensor | None], bool] | None = None,
+    ) -> None:
+        self.module = module
+        self.strategy = strategy
+        self.optimizers = tuple(optimizers)
+        self._run = runner
+        self._training_step = module.training_step
+        self._metrics = metrics
+        self._clip = clip
+        self._arguments = arguments
+        self._step_optimizers = step_optimizers
+        self._before_zero_grad = hooks.on_before_zero_grad
+        self._before_backward = hooks.on_before_backward
+        self._after_backward = hooks.on_after_backward
+        self._before_step = hooks.on_before_optimizer_step
+        self._scales_loss = strategy.precision.scales_loss
+        self._none_allowed = strategy.world_size == 1 and strategy.accepts_none_loss
+        self._skipped = 0.0
+        self._loss: torch.Tensor | None = None
+        self._warned = False
+
+    # The hot path
+
+    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
+        if micro.opens:
+            for hook in self._before_zero_grad:
+                for optimizer in self.optimizers:
+                    hook(optimizer)
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()  # before the forward, through which old gradients need not live
+        if micro.weight == 0:
+            return self._weightless(micro, batch_idx)
+        if micro.closes:
+            return self.forward_backward(micro, batch_idx)
+        with self.strategy.gradient_sync(False):
+            return self.forward_backward(micro, batch_idx)
+
+    def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
+        """Run one micro-batch forward and backward, its loss scaled to its part of the window."""
+        if self._arguments is None:
+            output = self._run(self._training_step, micro.batch, batch_idx)
+        else:
+            output = self._run(self._training_step, *self._arguments(micro.batch, batch_idx))
+        loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
+        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+            if loss is None and self._none_allowed:
+                self._skipped += micro.weight
+                return None
+            self._refuse(loss, batch_idx)
+        for hook in self._before_backward:
+            hook(loss)
+        self._loss = loss
+        scale = micro.scale
+        self.strategy.backward(loss if scale == 1.0 else loss * scale)
+        for hook in self._after_backward:
+            hook()
+        return output
+
+    def close_window(self, micro: MicroBatch) -> bool:
+        if (self._skipped or not micro.window_weight) and not self._rescale(micro.window_weight):
+            return False
+        strategy = self.strategy
+        if self._scales_loss:
+            for optimizer in self.optimizers:
+                strategy.unscale(optimizer)
+        for hook in self._before_step:
+            for optimizer in self.optimizers:
+                hook(optimizer)
+        if self._clip is not None:
+            self._clip(self.optimizers)
+        if self._step_optimizers is not None:
+            stepped = self._step_optimizers(self._loss)
+        else:
+            stepped = True
+            for optimizer in self.optimizers:
+                stepped &= strategy.optimizer_step(optimizer)
+        if self._scales_loss:
+            strategy.finish_step()
+        return stepped
+
+    # Rare turns
+
+    def drop_window(self) -> None:
+        self._skipped = 0.0
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def _weightless(self, micro: MicroBatch, batch_idx: int) -> Any:
+        """Run a micro-batch that weighs nothing: a rank without data, or a batch without items."""
+        sync = nullcontext() if micro.closes else self.strategy.gradient_sync(False)
+        trace = leaving_no_trace(self.module, self._metrics) if micro.joins else nullcontext()
+        with sync, trace, without_gradient(self.module):
+            return self.forward_backward(micro._replace(scale=1.0), batch_idx)
+
+    def _rescale(self, window_weight: float) -> bool:
+        """Divide the gradients by the weights that contributed; False where none did."""
+        skipped, self._skipped = self._skipped, 0.0
+        contributed = window_weight - skipped
+        if contributed <= 0:
+            if not self._warned:
+                self._warned = True
+                why = "every loss in it was None" if skipped else "its weights sum to zero"
+                warnings.warn(f"A window made no step: {why}. Said once.", stacklevel=2)
+            self.drop_window()
+            return False
+        gradients = [
+            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
+        ]
+        torch._foreach_mul_(gradients, window_weight / contributed)
+        return True
+
+    def _refuse(self, loss: Any, batch_idx: int) -> None:
+        name = f"{type(self.module).__name__}.training_step"
+        if loss is None:
+            raise ConfigurationError(
+                f"{name} returned None for batch {batch_idx} on rank {self.strategy.rank}.",
+                "the other ranks wait for this one's gradients (under DeepSpeed, its engine does).",
+                "return a loss on every rank; a batch that should not count can weigh nothing (batch_weight).",
+            )
+        if isinstance(loss, torch.Tensor) and loss.dim():
+            raise ConfigurationError(
+                f"{name} returned a loss of shape {tuple(loss.shape)}.",
+                "backward starts from one number.",
+                "return its mean().",
+            )
+        if isinstance(loss, torch.Tensor):
+            raise ConfigurationError(
+                f"{name} returned a loss that requires no gradient.",
+                "it is detached from every trainable parameter.",
+                "compute it from the module's output, without .detach(), .item() or torch.no_grad(); "
+                "and look whether all parameters are frozen.",
+            )
+        raise ConfigurationError(
+            f"{name} returned a {type(loss).__name__}.",
+            "the engine needs a loss.",
+            "return a tensor of shape (), a dict with 'loss', or None to skip the batch.",
+        )

@@ -1,0 +1,216 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+
+from drivetrain.control import ControlPlane
+from drivetrain.hooks import HookTable
+from drivetrain.loops.progress import Progress
+from drivetrain.loops.schedulers import Schedulers
+from drivetrain.loops.step import TrainStep
+from drivetrain.loops.stopping import StopRequest
+from drivetrain.loops.validation import ValidationPlan
+from drivetrain.loops.windows import MicroBatch
+from drivetrain.metrics import MetricStore
+
+_SKIP_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLimits:
+    """How long to train. Whatever is reached first ends the run.
+
+    Attributes:
+        max_epochs: None or -1 for no limit.
+        max_steps: optimizer steps; -1 for no limit.
+        log_every_n_steps: optimizer steps between two flushes to the loggers; 0 for never.
+    """
+
+    max_epochs: int | None
+    max_steps: int
+    log_every_n_steps: int
+
+
+class Ended(Enum):
+    """Why an epoch's loop came to its end."""
+
+    DATA = "no data left"
+    LIMIT = "max_steps"
+    STOPPED = "somebody asked to stop"
+
+
+class TrainLoop:
+    """Takes micro-batches, trains on them, and tells the hooks.
+
+    Args:
+        step: what happens to a micro-batch and to a closed window.
+        micro_batches: begins an epoch: ``micro_batches(epoch, first)`` iterates from micro-batch ``first``.
+        hooks: who overrode what.
+        metrics: where steps log.
+        progress: the counters.
+        limits: how long.
+        stop: who asks to end early.
+        schedulers: of learning rates.
+        validation: when to validate, and how.
+        control: the way to the other ranks.
+        length: micro-batches of an epoch; None where it is not known.
+        log: sends a dict of numbers to the loggers; None where there is none.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        micro_batches: Callable[[int, int], Iterator[MicroBatch]],
+        hooks: HookTable,
+        metrics: MetricStore,
+        progress: Progress,
+        limits: TrainLimits,
+        stop: StopRequest,
+        schedulers: Schedulers,
+        validation: ValidationPlan,
+        control: ControlPlane,
+        length: int | None,
+        log: Callable[[dict[str, float]], None] | None,
+    ) -> None:
+        self._step = step
+        self._micro_batches = micro_batches
+        self._hooks = hooks
+        self._metrics = metrics
+        self._progress = progress
+        self._limits = limits
+        self._stop = stop
+        self._schedulers = schedulers
+        self._validation = validation
+        self._control = control
+        self._length = length
+        self._log = log
+        self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
+
+    def run(self) -> None:
+        """Train until a limit is reached or somebody asks to stop."""
+        while not self._finished():
+            if self._progress.batch_idx == 0:
+                self._metrics.enter("train")
+                for hook in self._hooks.on_train_epoch_start:
+                    hook()
+            else:
+                self._metrics.enter("train", reset=False)  # resumed within an epoch
+            if self._end_epoch(self._train_epoch()):
+                return
+
+    def _finished(self) -> bool:
+        limits, progress = self._limits, self._progress
+        if 0 <= limits.max_steps <= progress.global_step:
+            return True
+        return limits.max_epochs is not None and 0 <= limits.max_epochs <= progress.epoch
+
+    def _train_epoch(self) -> Ended:
+        """Train on one epoch's micro-batches."""
+        progress, metrics, step, stop = self._progress, self._metrics, self._step, self._stop
+        batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
+        max_steps, log_every, length = self._limits.max_steps, self._log_every, self._length
+        step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
+        validation = self._validation
+        validation.begin_epoch(progress)
+
+        for micro in self._micro_batches(progress.epoch, progress.batch_idx):
+            batch, batch_idx = micro.batch, progress.batch_idx
+            metrics.batch = batch
+            metrics.samples = samples = micro.samples
+            if samples:
+                metrics.had_data = True
+            if batch_start and self._told_to_skip(batch_start, batch, batch_idx):
+                step.drop_window()
+                return Ended.DATA
+            output = step.micro_batch(micro, batch_idx)
+            stepped = micro.closes and step.close_window(micro)
+            progress.batch_idx = batch_idx + 1
+            progress.micro_batches += 1
+            progress.samples_seen += micro.total
+            if stepped:
+                progress.global_step += 1
+                if step_schedulers is not None:
+                    step_schedulers(progress.global_step)
+            if batch_end:
+                outputs = detached(output)
+                for hook in batch_end:
+                    hook(outputs, batch, batch_idx)
+            metrics.batch = None
+            if stepped and log_every and progress.global_step % log_every == 0:
+                self._flush()
+            if progress.batch_idx == validation.next_at:
+                validation.run()
+            if stepped:
+                if progress.global_step == max_steps:
+                    return Ended.DATA if progress.batch_idx == length else Ended.LIMIT
+                if stop.after_step(progress.global_step, progress.epoch):
+                    return Ended.DATA if progress.batch_idx == length else Ended.STOPPED
+        return Ended.DATA
+
+    def _told_to_skip(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
+        answers = [hook(batch, batch_idx) for hook in hooks]
+        if not any(isinstance(answer, int) and answer == -1 for answer in answers):
+            return False
+        # Nobody else would learn of it in time: those who go on wait in a collective, and are named.
+        purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
+        self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
+        return True
+
+    def _end_epoch(self, ended: Ended) -> bool:
+        """Validate where due, reduce what the epoch logged, tell the hooks; True ends the run."""
+        progress, metrics, hooks = self._progress, self._metrics, self._hooks
+        if ended is not Ended.LIMIT:
+            self._validation.run_at_epoch_end(stopping=ended is Ended.STOPPED)
+        results = self._reduce_epoch()
+        for hook in hooks.early["on_train_epoch_end"]:
+            hook()
+        if hooks.early["on_train_epoch_end"]:
+            results = self._reduce_epoch()  # with what these hooks logged
+        metrics.reset_metrics()
+        if self._log is not None:
+            self._flush_epoch(results)
+        for hook in hooks.late["on_train_epoch_end"]:
+            hook()
+        if ended is Ended.DATA:
+            progress.epoch += 1
+            progress.batch_idx = 0
+            self._schedulers.after_epoch(progress.epoch)
+        (asking,) = self._control.agree("the end of a training epoch", self._stop.requested)
+        stopping = self._stop.after_epoch(asking > 0, progress.global_step, progress.epoch)
+        return stopping or ended is not Ended.DATA
+
+    def _reduce_epoch(self) -> dict[str, torch.Tensor]:
+        (wanting,) = self._control.agree("the reduction of an epoch's values", self._metrics.wants_reduction())
+        return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
+
+    def _flush(self) -> None:
+        self._metrics.reduce_steps()
+        if self._log is not None:
+            self._log(self._metrics.flush_steps())
+
+    def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
+        assert self._log is not None
+        values = self._metrics.flush_steps()
+        wanted = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
+        values.update({name: float(value) for name, value in results.items() if name in wanted})
+        if values:
+            self._log(values)
+
+
+def detached(output: Any) -> dict[str, Any]:
+    """What ``on_train_batch_end`` gets of what ``training_step`` returned."""
+    if isinstance(output, torch.Tensor):
+        return {"loss": output.detach()}
+    if isinstance(output, dict):
+        return {
+            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in output.items()
+        }
+    return {} if output is None else {"outputs": output}

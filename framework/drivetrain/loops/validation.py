@@ -1,0 +1,87 @@
+"""When validation runs within training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.loops.progress import Progress
+from drivetrain.loops.stopping import StopRequest
+from drivetrain.metrics import MetricStore
+
+
+class ValidationPlan:
+    """Knows after which micro-batches to validate.
+
+    Args:
+        validate: runs validation; None where there is nothing to validate.
+        interval: an int counts micro-batches, a float is a part of an epoch; None validates at an epoch's end.
+        every_n_epochs: validate in every n-th epoch only; None lets ``interval`` count on over epochs.
+        length: micro-batches of an epoch; None where it is not known.
+        stop: asked after a validation run, at which early stopping may have made up its mind.
+        metrics: goes back to training afterwards.
+
+    Raises:
+        ConfigurationError: the interval does not fit the epoch.
+    """
+
+    def __init__(
+        self,
+        validate: Callable[[], None] | None,
+        interval: int | float | None,
+        every_n_epochs: int | None,
+        length: int | None,
+        stop: StopRequest,
+        metrics: MetricStore,
+    ) -> None:
+        self._validate = validate
+        self._every_n_epochs = every_n_epochs
+        self._stop = stop
+        self._metrics = metrics
+        self._interval = None if validate is None else _in_micro_batches(interval, every_n_epochs, length)
+        self._due = False
+        self.next_at = -1
+        """The count of the epoch's micro-batches after which to call `run`; -1 for never."""
+
+    def begin_epoch(self, progress: Progress) -> None:
+        """Look ahead into the epoch that starts or goes on."""
+        self.next_at = -1
+        every = self._every_n_epochs
+        self._due = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
+        if self._due and self._interval is not None:
+            done = progress.micro_batches if every is None else progress.batch_idx
+            self.next_at = progress.batch_idx + self._interval - done % self._interval
+
+    def run(self) -> None:
+        """Validate now, within an epoch."""
+        assert self._validate is not None
+        self._validate()
+        self._stop.agree()
+        self._metrics.enter("train", reset=False)
+        if self._interval is not None:
+            self.next_at += self._interval
+
+    def run_at_epoch_end(self, stopping: bool) -> None:
+        """Validate after an epoch's data, or as the run stops early, if it is due then."""
+        if self._due and (self._interval is None or stopping):
+            self.run()
+
+
+def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, length: int | None) -> int | None:
+    if interval is None or (isinstance(interval, float) and interval == 1.0):
+        return None
+    if isinstance(interval, float):
+        if length is None:
+            raise ConfigurationError(
+                f"val_check_interval={interval} with a training loader of unknown length.",
+                "a part of an epoch can only be taken where the epoch's length is known.",
+                "give the number of micro-batches as an int, or 1.0 for the end of an epoch.",
+            )
+        return max(1, int(length * interval))
+    if every_n_epochs is not None and length is not None and interval > length:
+        raise ConfigurationError(
+            f"val_check_interval={interval} is more than the {length} micro-batches of an epoch.",
+            "validation would never run.",
+            "lower it, or set check_val_every_n_epoch=None to count on over epochs.",
+        )
+    return interval

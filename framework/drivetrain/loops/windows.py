@@ -1,0 +1,172 @@
+"""Windows: the micro-batches of one optimizer step, read whole so that every loss is scaled before its backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from drivetrain.control import ControlPlane, Pending
+from drivetrain.data import Share
+from drivetrain.errors import ConfigurationError
+
+Weigh = Callable[[Any], float]
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward of this rank.
+
+    Attributes:
+        batch: as the loader gave it.
+        samples: of it on this rank.
+        total: samples of all ranks in the global micro-batch.
+        scale: what its loss is multiplied with, so that the strategy's mean over ranks of the window's summed
+            gradients is the weighted mean over all of the window's items.
+        weight: over how many items its loss is a mean.
+        window_weight: the sum of the weights of the window's micro-batches on all ranks.
+        ranks: how many ranks have data in this micro-batch.
+        opens: it is the first of its window.
+        closes: it is the last of its window: the optimizer steps after it.
+    """
+
+    batch: Any
+    samples: int
+    total: int
+    scale: float
+    weight: float
+    window_weight: float
+    ranks: int
+    opens: bool
+    closes: bool
+
+    @property
+    def joins(self) -> bool:
+        """This rank has no sample of it and only keeps the others company."""
+        return self.samples == 0
+
+
+Pairs = Iterator[tuple[Any, Share]]
+
+
+def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
+    """Windows of one micro-batch in one process: nothing depends on its weight."""
+    for batch, share in pairs:
+        samples = share.samples
+        yield MicroBatch(batch, samples, samples, 1.0, samples, samples, 1, True, True)
+
+
+def dealt_windows(pairs: Pairs, size: int, world_size: int) -> Iterator[MicroBatch]:
+    """Windows whose weights are the samples that the sampler dealt: every rank knows them all without talking."""
+    while taken := list(islice(pairs, size)):
+        total = sum(_known(share) for _, share in taken)
+        last = len(taken) - 1
+        for position, (batch, share) in enumerate(taken):
+            samples, everywhere = share.samples, _known(share)
+            scale = world_size * samples / total if total else 0.0
+            ranks = min(world_size, everywhere)
+            yield MicroBatch(batch, samples, everywhere, scale, samples, total, ranks, position == 0, position == last)
+
+
+def weighed_windows(pairs: Pairs, size: int, weigh: Weigh) -> Iterator[MicroBatch]:
+    """Windows of one process whose module says what a micro-batch weighs."""
+    number = 0
+    while taken := list(islice(pairs, size)):
+        weights = [checked_weight(weigh(batch), 0, number + position) for position, (batch, _) in enumerate(taken)]
+        number += len(taken)
+        total = sum(weights)
+        last = len(taken) - 1
+        for position, ((batch, share), weight) in enumerate(zip(taken, weights, strict=True)):
+            scale = weight / total if total else 0.0
+            yield MicroBatch(
+                batch, share.samples, share.samples, scale, weight, total, 1, position == 0, position == last
+            )
+
+
+def exchanged_windows(
+    pairs: Pairs, size: int, control: ControlPlane, weigh: Weigh | None, limit: int | None
+) -> Iterator[MicroBatch]:
+    """Windows whose weights, or whose end, only each rank knows of its own: exchanged in one small all-reduce.
+
+    The next window is read and its exchange under way while the current one computes. A rank that has run out of data
+    goes on with its last batch, as a joiner, until all have.
+
+    Args:
+        pairs: this rank's batches, at most ``limit`` of them.
+        size: micro-batches of a window.
+        control: the way to the other ranks.
+        weigh: the module's ``batch_weight``; None weighs a micro-batch by its samples.
+        limit: micro-batches after which no rank goes on; None where only the data ends the epoch.
+    """
+    last: Any = None
+    number = 0
+
+    def read() -> tuple[list[tuple[Any, Share, float]], Pending]:
+        nonlocal last, number
+        room = size if limit is None else max(0, min(size, limit - number))
+        taken = []
+        for batch, share in islice(pairs, room):
+            last = batch
+            weight = 0.0 if share.joins else float(share.samples)
+            if weigh is not None and not share.joins:
+                weight = checked_weight(weigh(batch), control.rank, number + len(taken))
+            taken.append((batch, share, weight))
+        number += size
+        report = torch.zeros(1 + 2 * size, dtype=torch.float64)
+        report[0] = sum(weight for _, _, weight in taken)
+        for position, (_, share, _) in enumerate(taken):
+            report[1 + position] = share.samples
+            report[1 + size + position] = not share.joins
+        return taken, control.all_reduce_async(report)
+
+    taken, pending = read()
+    while True:
+        total, *counts = pending.wait().tolist()
+        samples, ranks = counts[:size], counts[size:]
+        reach = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
+        if reach == 0:
+            return
+        if last is None:
+            raise ConfigurationError(
+                f"Rank {control.rank} got no batch at all from its training loader.",
+                "an iterable data set is each rank's own part, and a rank without any cannot even join the others.",
+                "split the stream so that every rank gets at least one batch.",
+            )
+        window = taken
+        taken, pending = read()
+        for position in range(reach):
+            batch, share, weight = window[position] if position < len(window) else (last, None, 0.0)
+            yield MicroBatch(
+                batch,
+                share.samples if share is not None else 0,
+                int(samples[position]),
+                control.world_size * weight / total if total else 0.0,
+                weight,
+                total,
+                int(ranks[position]),
+                position == 0,
+                position == reach - 1,
+            )
+
+
+def checked_weight(weight: Any, rank: int, batch_idx: int) -> float:
+    """Return a weight as a float.
+
+    Raises:
+        ConfigurationError: it is negative or not finite; names the rank and the batch index.
+    """
+    number = float(weight)
+    if number < 0 or not math.isfinite(number):
+        raise ConfigurationError(
+            f"batch_weight returned {number} on rank {rank} for batch {batch_idx}.",
+            "a weight is over how many items the loss is a mean: finite and not negative.",
+            "return a count, such as the number of tokens that are not padding.",
+        )
+    return number
+
+
+def _known(share: Share) -> int:
+    assert share.total is not None  # a static source knows
+    return share.total

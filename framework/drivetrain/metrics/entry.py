@@ -1,0 +1,125 @@
+"""One logged key: its latest value, and what an epoch has accumulated of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_FOLD_AT = 64  # how many values wait before they are folded into one
+
+
+class Entry:
+    """The state of one key. Device tensors stay on their device; nothing here waits for it.
+
+    Args:
+        name: the key.
+        options: what `log` was told, compared on every further call.
+        on_step: keep the latest value.
+        on_epoch: accumulate over the epoch.
+        operation: "mean", "sum", "max" or "min".
+    """
+
+    __slots__ = (
+        "attribute",
+        "fresh",
+        "last",
+        "logger",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "operation",
+        "options",
+        "prog_bar",
+        "result",
+        "sync_dist",
+        "total",
+        "waiting",
+        "weight",
+        "weights",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        options: tuple[Any, ...],
+        *,
+        on_step: bool,
+        on_epoch: bool,
+        prog_bar: bool,
+        logger: bool,
+        operation: str,
+        sync_dist: bool | None,
+        metric: Any = None,
+        attribute: str | None = None,
+    ) -> None:
+        self.name = name
+        self.options = options
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.prog_bar = prog_bar
+        self.logger = logger
+        self.operation = operation
+        self.sync_dist = sync_dist
+        self.metric = metric
+        self.attribute = attribute
+        self.last: torch.Tensor | float | None = None
+        self.result: torch.Tensor | None = None
+        self.fresh = False
+        self.reset()
+
+    @property
+    def step_name(self) -> str:
+        return f"{self.name}_step" if self.on_epoch else self.name
+
+    @property
+    def epoch_name(self) -> str:
+        return f"{self.name}_epoch" if self.on_step else self.name
+
+    def reset(self) -> None:
+        """Forget what the epoch accumulated."""
+        self.total: torch.Tensor | float | None = None
+        self.weight = 0.0
+        self.waiting: list[torch.Tensor] = []
+        self.weights: list[float] = []
+
+    def accumulate(self, value: torch.Tensor | float, weight: float) -> None:
+        """Add one value to the epoch."""
+        self.weight += weight
+        if isinstance(value, torch.Tensor):
+            self.waiting.append(value)
+            self.weights.append(weight)
+            if len(self.waiting) >= _FOLD_AT:
+                self._fold()
+        else:
+            self.total = self._combine(self.total, value * weight if self.operation == "mean" else value)
+
+    def epoch_total(self) -> torch.Tensor | float | None:
+        """The weighted sum, sum, maximum or minimum so far; None where nothing came."""
+        if self.waiting:
+            self._fold()
+        return self.total
+
+    def _fold(self) -> None:
+        values = [value.double() if value.device.type != "mps" else value.float() for value in self.waiting]
+        if self.operation == "mean":
+            # Python scalars, not a tensor of weights, whose copy to the device would wait for it.
+            values = list(torch._foreach_mul(values, self.weights))
+        stacked = torch.stack(values)
+        folded = {"max": stacked.amax, "min": stacked.amin}.get(self.operation, stacked.sum)()
+        self.total = self._combine(self.total, folded)
+        self.waiting = []
+        self.weights = []
+
+    def _combine(self, total: torch.Tensor | float | None, value: torch.Tensor | float) -> torch.Tensor | float:
+        if total is None:
+            return value
+        if self.operation in ("mean", "sum"):
+            return total + value
+        if isinstance(total, torch.Tensor) or isinstance(value, torch.Tensor):
+            pick = torch.maximum if self.operation == "max" else torch.minimum
+            device = total.device if isinstance(total, torch.Tensor) else value.device  # type: ignore[union-attr]
+            pair = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in (total, value)]
+            return pick(*pair)
+        return max(total, value) if self.operation == "max" else min(total, value)

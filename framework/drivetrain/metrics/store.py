@@ -1,0 +1,370 @@
+"""MetricStore: what `TrainModule.log` writes to."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.control import ControlPlane, LocalControl
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.metrics.entry import Entry
+from drivetrain.metrics.packing import gather_packed, to_host
+from drivetrain.data.transfer import first_dimension
+
+_OPERATIONS: dict[Any, str] = {
+    "mean": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+}
+
+_Number = (int, float)
+
+
+class MetricStore:
+    """Holds every logged key of a run, by stage.
+
+    The loops say where they are (`stage`, `batch`, `samples`, `dataloader_idx`); `record` is all that a step calls.
+    """
+
+    def __init__(self, module: nn.Module, control: ControlPlane | None = None) -> None:
+        self._module = module
+        self._control: ControlPlane = control or LocalControl()
+        self._stages: dict[str, dict[str, Entry]] = {}
+        self.entries: dict[str, Entry] = {}
+        self.stage: str | None = None
+        self.muted = False
+        """True while this rank only joins: what it logs does not exist."""
+        self.batch: Any = None
+        """The micro-batch under way, or None between micro-batches."""
+        self.samples: int | None = None
+        """Its samples, where the sampler knows them."""
+        self.dataloader_idx: int | None = None
+        self.had_data = False
+        """Whether this rank had a sample of its own in the stage's epoch."""
+        self._had_data: dict[str | None, bool] = {}
+        self._values: dict[str, torch.Tensor | float] = {}
+
+    # What a step calls
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        prog_bar: bool,
+        logger: bool,
+        reduce_fx: Any,
+        batch_size: int | None,
+        sync_dist: bool | None,
+        add_dataloader_idx: bool,
+        metric_attribute: str | None,
+    ) -> None:
+        """Take one value; see `TrainModule.log`."""
+        if self.muted:
+            return
+        if self.dataloader_idx is not None and add_dataloader_idx:
+            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+        options = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist)
+        entry = self.entries.get(name)
+        if entry is None or entry.options != options:
+            entry = self._open(name, value, options, entry, metric_attribute)
+        if entry.metric is not None:
+            self._record_metric(entry, value)
+            return
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ConfigurationError(
+                    f"log({name!r}) was given a tensor of shape {tuple(value.shape)}.",
+                    "a logged value is one number.",
+                    "log its mean(), or one element at a time.",
+                )
+            value = value.detach() if value.requires_grad else value.clone()
+            if value.dim():
+                value = value.reshape(())
+        elif not isinstance(value, _Number):
+            raise ConfigurationError(
+                f"log({name!r}) was given a {type(value).__name__}.",
+                "a logged value is a number, a tensor of one element or a torchmetrics.Metric.",
+                "use log_dict for several values.",
+            )
+        if entry.on_step:
+            entry.last = value
+            entry.fresh = True
+        if entry.on_epoch:
+            entry.accumulate(value, self._weight() if batch_size is None else batch_size)
+
+    def _weight(self) -> float:
+        if self.samples is None:
+            self.samples = 1 if self.batch is None else first_dimension(self.batch)
+        return self.samples
+
+    def _record_metric(self, entry: Entry, metric: Any) -> None:
+        entry.metric = metric
+        if entry.on_step:
+            entry.last = metric._forward_cache
+            entry.fresh = True
+
+    def _open(
+        self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None
+    ) -> Entry:
+        if self.stage is None or self.stage == "predict":
+            raise ConfigurationError(
+                f"log({name!r}) was called {'in prediction' if self.stage else 'outside the loops'}.",
+                "values are kept by epoch of training, validation or test.",
+                "call it from a step or from a hook between on_train_start and on_train_end, or of an evaluation.",
+            )
+        on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist = options
+        if old is not None:
+            changed = [
+                f"{label} from {before!r} to {after!r}"
+                for label, before, after in zip(
+                    ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist"),
+                    old.options,
+                    options,
+                    strict=True,
+                )
+                if before != after
+            ]
+            raise ConfigurationError(
+                f"log({name!r}) was called with other options than before: {', '.join(changed)}.",
+                "a key has one meaning within a stage.",
+                "use the same options, or another key.",
+            )
+        try:
+            operation = _OPERATIONS[reduce_fx]
+        except (KeyError, TypeError):
+            raise ConfigurationError(
+                f"log({name!r}, reduce_fx={reduce_fx!r}).{nearest(str(reduce_fx), ['mean', 'sum', 'max', 'min'])}",
+                "only reductions that give the same result over any split of the data are exact.",
+                "use 'mean', 'sum', 'max' or 'min', or log a torchmetrics.Metric.",
+            ) from None
+        metric = value if is_metric(value) else None
+        in_step = self.batch is not None and self.stage == "train"
+        entry = Entry(
+            name,
+            options,
+            on_step=in_step if on_step is None else on_step,
+            on_epoch=(not in_step or metric is not None and on_step is None) if on_epoch is None else on_epoch,
+            prog_bar=prog_bar,
+            logger=logger,
+            operation=operation,
+            sync_dist=sync_dist,
+            metric=metric,
+            attribute=None if metric is None else attribute or self._attribute_of(name, metric),
+        )
+        self.entries[name] = entry
+        return entry
+
+    def _attribute_of(self, name: str, metric: Any) -> str:
+        for attribute, child in self._module.named_modules():
+            if child is metric:
+                return attribute
+        raise ConfigurationError(
+            f"log({name!r}) was given a {type(metric).__name__} that is no attribute of the module.",
+            "a metric must move with the module, and be found again on every rank and after a resume.",
+            "assign it in __init__ (self.accuracy = ...), or pass metric_attribute=.",
+        )
+
+    # What the loops call
+
+    def enter(self, stage: str | None, reset: bool = True) -> None:
+        """Begin (or go on with) a stage: "train", "validate", "test", "predict", or None between them."""
+        self._had_data[self.stage] = self.had_data
+        self.stage = stage
+        self.batch = None
+        self.samples = None
+        self.dataloader_idx = None
+        self.entries = {} if stage is None else self._stages.setdefault(stage, {})
+        self.had_data = self._had_data.get(stage, False)
+        if stage is not None and reset:
+            self.had_data = False
+            for entry in self.entries.values():
+                entry.reset()
+
+    def forget(self, stage: str) -> None:
+        """Drop a stage's keys and values, as after a sanity check."""
+        for entry in self._stages.pop(stage, {}).values():
+            for name in (entry.name, entry.epoch_name, entry.step_name):
+                self._values.pop(name, None)
+            if entry.metric is not None:
+                entry.metric.reset()
+        if self.stage == stage:
+            self.entries = self._stages.setdefault(stage, {})
+
+    def wants_reduction(self) -> bool:
+        """Whether this rank has an epoch's values that the other ranks must hear of."""
+        return any(entry.on_epoch and entry.sync_dist is not False for entry in self.entries.values())
+
+    def reduce_epoch(self, together: bool) -> dict[str, torch.Tensor]:
+        """Reduce the stage's epoch values: one packed collective where ``together``. Returns them by epoch name."""
+        plain = sorted(
+            (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None),
+            key=lambda entry: entry.name,
+        )
+        shared = [entry for entry in plain if entry.sync_dist is not False]
+        local = [entry for entry in plain if entry.sync_dist is False]
+        metrics = sorted(
+            (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is not None),
+            key=lambda entry: entry.name,
+        )
+        totals = [entry.epoch_total() for entry in [*shared, *local]]
+        known = to_host([0.0 if total is None else total for total in totals])
+        numbers = [
+            number
+            for entry, total in zip([*shared, *local], known, strict=True)
+            for number in (total, entry.weight)
+        ]
+        results: dict[str, torch.Tensor] = {}
+        split = 2 * len(shared)
+        if together:
+            keys = [
+                *(_key(entry) for entry in shared),
+                *(f"{entry.epoch_name}\tmetric\t{entry.attribute}" for entry in metrics if entry.sync_dist is not False),
+            ]
+            takes_part = self.had_data or bool(keys)
+            keys, table = gather_packed(self._control, keys, numbers[:split], takes_part)
+            for position, key in enumerate(keys):
+                name, operation, attribute = key.split("\t")
+                if operation == "metric":
+                    results[name] = _compute(self._module.get_submodule(attribute), True)
+                else:
+                    results[name] = _reduce(operation, table[:, 2 * position], table[:, 2 * position + 1])
+        else:
+            local = [*shared, *local]
+            split = 0
+        for position, entry in enumerate(local):
+            column = torch.tensor(numbers[split + 2 * position : split + 2 * position + 2], dtype=torch.float64)
+            results[entry.epoch_name] = _reduce(entry.operation, column[:1], column[1:])
+        for entry in metrics:
+            if entry.epoch_name not in results:
+                results[entry.epoch_name] = _compute(entry.metric, entry.sync_dist is not False)
+        for entry in self.entries.values():
+            if entry.epoch_name in results and entry.on_epoch:
+                entry.result = results[entry.epoch_name]
+        self._values.update(results)
+        return results
+
+    def reset_metrics(self) -> None:
+        """Reset the stage's torchmetrics objects: their epoch is over."""
+        for entry in self.entries.values():
+            if entry.metric is not None:
+                entry.metric.reset()
+
+    def flush_steps(self) -> dict[str, float]:
+        """Bring over the step values that loggers want and that came since the last flush, in one copy."""
+        ready = [entry for entry in self.entries.values() if entry.fresh and entry.last is not None and entry.logger]
+        for entry in ready:
+            entry.fresh = False
+        numbers = to_host([entry.last for entry in ready])  # type: ignore[misc]
+        return {entry.step_name: number for entry, number in zip(ready, numbers, strict=True)}
+
+    def reduce_steps(self) -> None:
+        """Reduce the step values that asked for it (``sync_dist=True``) over all ranks. Collective."""
+        synced = sorted(
+            (entry for entry in self.entries.values() if entry.on_step and entry.sync_dist and entry.metric is None),
+            key=lambda entry: entry.name,
+        )
+        if not synced or self._control.world_size == 1:
+            return
+        self._control.agree("the reduction of step values (sync_dist=True)")
+        numbers = to_host([0.0 if entry.last is None else entry.last for entry in synced])
+        interleaved = [part for number in numbers for part in (number, 1.0)]
+        _, table = gather_packed(self._control, [_key(entry) for entry in synced], interleaved, True)
+        for position, entry in enumerate(synced):
+            entry.last = float(_reduce(entry.operation, table[:, 2 * position], table[:, 2 * position + 1]))
+
+    # What users read
+
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Everything logged, under every name it is known by; epoch values once they are reduced."""
+        values: dict[str, torch.Tensor] = {name: torch.as_tensor(value) for name, value in self._values.items()}
+        for entry in self._all():
+            if entry.on_step and entry.last is not None:
+                values[entry.step_name] = torch.as_tensor(entry.last)
+                if entry.result is None:
+                    values[entry.name] = torch.as_tensor(entry.last)
+            if entry.result is not None:
+                values[entry.name] = entry.result
+        return values
+
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values that loggers get."""
+        return self._chosen("logger")
+
+    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values with ``prog_bar=True``; reading them as numbers waits for the device."""
+        return self._chosen("prog_bar")
+
+    def agreed(self, name: str) -> float | None:
+        """Return a logged value that is the same on every rank, for a decision; None where nobody logged it. Collective.
+
+        What is local to a rank (a step's value, ``sync_dist=False``) is averaged over the ranks that have it.
+        """
+        value = self.callback_metrics().get(name)
+        known = torch.tensor([0.0, 0.0] if value is None else [1.0, float(value)], dtype=torch.float64)
+        table = self._control.all_gather(known)
+        heard = table[:, 0] > 0
+        return float(table[heard, 1].mean()) if bool(heard.any()) else None
+
+    def restore(self, values: dict[str, float]) -> None:
+        """Take values from another process or a checkpoint as if they had been logged here."""
+        self._values.update({name: torch.tensor(value) for name, value in values.items()})
+
+    def _all(self) -> Iterable[Entry]:
+        return (entry for entries in self._stages.values() for entry in entries.values())
+
+    def _chosen(self, flag: str) -> dict[str, torch.Tensor]:
+        values: dict[str, torch.Tensor] = {}
+        for entry in self._all():
+            if not getattr(entry, flag):
+                continue
+            if entry.on_step and entry.last is not None:
+                values[entry.step_name] = torch.as_tensor(entry.last)
+            if entry.result is not None:
+                values[entry.epoch_name] = entry.result
+        return values
+
+
+def is_metric(value: Any) -> bool:
+    """Whether ``value`` is a `torchmetrics.Metric`."""
+    # Whoever holds a metric has imported torchmetrics; nobody else pays for it.
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+
+
+def _key(entry: Entry) -> str:
+    return f"{entry.epoch_name}\t{entry.operation}\t"
+
+
+def _compute(metric: Any, together: bool) -> torch.Tensor:
+    before = metric.sync_on_compute
+    metric.sync_on_compute = together
+    try:
+        value = metric.compute()
+    finally:
+        metric.sync_on_compute = before
+    return torch.as_tensor(value).detach().cpu()
+
+
+def _reduce(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Combine the ranks' totals and weights, each of shape (ranks,), into one number of shape ()."""
+    heard = weights > 0
+    if not bool(heard.any()):
+        return torch.tensor(float("nan"))
+    if operation == "mean":
+        value = totals.sum() / weights.sum()
+    elif operation == "sum":
+        value = totals.sum()
+    else:
+        value = totals[heard].amax() if operation == "max" else totals[heard].amin()
+    return value.to(torch.float32)

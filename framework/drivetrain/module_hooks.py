@@ -1,0 +1,142 @@
+"""The hooks a module may override: the same moments as a `Callback`'s, seen from inside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class ModuleHooks:
+    """Empty hooks. One that a subclass leaves alone is absent from the loop."""
+
+    # The run
+
+    def prepare_data(self) -> None:
+        """Download or unpack; called on one process a node, before `setup`. Set no state here."""
+
+    def setup(self, stage: str) -> None:
+        """Called on every rank before the loaders are asked for; ``stage`` is "fit", "validate", "test", "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Called last, also after a failure."""
+
+    def configure_model(self) -> None:
+        """Build or replace layers under the strategy's device, dtype and meta contexts. Called once a run: idempotent."""
+
+    def configure_callbacks(self) -> Any:
+        """Return a callback or a list of them to join the run's."""
+        return []
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when anything inside the run raised; the exception goes on afterwards."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add JSON-able values or tensors to ``checkpoint``, a dict of this module's own."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read back what `on_save_checkpoint` added."""
+
+    # Training
+
+    def on_fit_start(self) -> None:
+        """Called once the module and optimizers are set up, before the sanity validation."""
+
+    def on_fit_end(self) -> None:
+        """Called after training, before `teardown`."""
+
+    def on_train_start(self) -> None:
+        """Called before the first epoch."""
+
+    def on_train_end(self) -> None:
+        """Called after the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Called before an epoch's first micro-batch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Called after an epoch's last micro-batch and validation; epoch metrics are reduced."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Called before a micro-batch; -1, returned on every rank, skips the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: dict[str, Any], batch: Any, batch_idx: int) -> None:
+        """Called after a micro-batch; ``outputs["loss"]`` is detached and unscaled."""
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before a window's gradients are cleared."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """Called with the loss as `training_step` returned it."""
+
+    def on_after_backward(self) -> None:
+        """Called after every backward."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called with unscaled gradients, before clipping and the step."""
+
+    # Batches
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Alter a batch on the CPU, as the loader gave it."""
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Alter a batch on the device."""
+        return batch
+
+    # Evaluation
+
+    def on_validation_start(self) -> None:
+        """Called before a validation run."""
+
+    def on_validation_end(self) -> None:
+        """Called after a validation run; its metrics are reduced."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Called before the first validation micro-batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Called after the last validation micro-batch."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a validation micro-batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a validation micro-batch, with what `validation_step` returned."""
+
+    def on_test_start(self) -> None:
+        """Called before a test run."""
+
+    def on_test_end(self) -> None:
+        """Called after a test run; its metrics are reduced."""
+
+    def on_test_epoch_start(self) -> None:
+        """Called before the first test micro-batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """Called after the last test micro-batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a test micro-batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a test micro-batch, with what `test_step` returned."""
+
+    def on_predict_start(self) -> None:
+        """Called before a prediction run."""
+
+    def on_predict_end(self) -> None:
+        """Called after a prediction run."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Called before the first prediction micro-batch."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Called after the last prediction micro-batch."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called before a prediction micro-batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Called after a prediction micro-batch, with what `predict_step` returned."""

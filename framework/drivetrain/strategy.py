@@ -1,0 +1,251 @@
+"""Strategy: the interface of everything that decides *where* a run computes, and the registry that finds one by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import Store
+from torch.optim import Optimizer
+
+from drivetrain.control import ControlPlane, LocalControl
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
+from drivetrain.precision import Precision
+from drivetrain.data.transfer import move_to
+
+StepRunner = Callable[..., Any]
+"""``runner(step, *args)`` calls ``step(*args)`` the way the strategy needs it called (through DDP's forward, say)."""
+
+ENTRY_POINT_GROUP = "drivetrain.strategies"
+
+
+class Strategy(ABC):
+    """Where a run computes: processes, wrapping, sharding, collectives.
+
+    A strategy knows the module, the optimizers and a `Precision`; never the engine or the callbacks. Fit drives it so:
+
+    `bind` (placement, device, precision) → `setup_environment` → ``configure_model`` under `module_init_context` →
+    `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps → `teardown`.
+
+    Subclass it to add one, and register a factory in the entry-point group ``drivetrain.strategies``.
+    """
+
+    name: ClassVar[str] = "custom"
+
+    single_process: ClassVar[bool] = False
+    """True where the strategy cannot use more than one process."""
+
+    collective_forward: ClassVar[bool] = False
+    """True where every forward talks to other ranks, evaluation's included: a rank without data must join in."""
+
+    shards_parameters: ClassVar[bool] = False
+    """True where a rank holds parts of parameters; evaluation inside fit then runs in no_grad, never inference_mode."""
+
+    accepts_none_loss: ClassVar[bool] = True
+    """False where ``training_step`` may not return None even in a single process."""
+
+    def __init__(self) -> None:
+        self.launcher: Any = None
+        """A `drivetrain.launchers.Launcher` of the strategy's own; None leaves the choice to Fit."""
+        self.placement = Placement()
+        self.device = torch.device("cpu")
+        self.precision = Precision()
+        self.control: ControlPlane = LocalControl()
+        self.module: torch.nn.Module | None = None
+        self.optimizers: list[Optimizer] = []
+
+    # Where we are
+
+    def bind(
+        self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
+    ) -> None:
+        """Take the place in the world, the device and the precision of the coming run. Talks to nobody.
+
+        Args:
+            placement: this process among all.
+            device: what it computes on.
+            precision: how exactly.
+            store: the way to the other processes, where they were started together and have no process group yet.
+        """
+        self.placement = placement
+        self.device = device
+        self.precision = precision
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.placement.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.placement.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.placement.node_rank
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data this rank reads; differs from `rank` where ranks hold parts of one replica."""
+        return self.rank
+
+    @property
+    def data_world_size(self) -> int:
+        """Among how many ranks the data is dealt."""
+        return self.world_size
+
+    # Set-up
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Refuse, before anything is wrapped, what this strategy cannot train.
+
+        Raises:
+            ConfigurationError: names the value, the reason and the way out.
+        """
+
+    def setup_environment(self) -> None:
+        """Join the other processes and take the device."""
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """The context under which ``configure_model`` builds layers."""
+        return self.precision.module_init_context()
+
+    @abstractmethod
+    def setup_module(self, module: torch.nn.Module) -> StepRunner:
+        """Move, convert and wrap ``module``; return the callable that every step runs through."""
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Take the optimizers and return the ones to step."""
+        self.optimizers = list(optimizers)
+        return self.optimizers
+
+    # In the loop
+
+    @property
+    def batch_device(self) -> torch.device:
+        """Where `to_device` puts a batch."""
+        return self.device
+
+    def to_device(self, batch: Any) -> Any:
+        """Move every tensor of a nested batch to this rank's device."""
+        return move_to(batch, self.device)
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+        """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a loss of shape ()."""
+        self.precision.backward(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Give gradients their true magnitude where the precision scaled the loss."""
+        self.precision.unscale(optimizer)
+
+    def clip_gradients(
+        self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
+    ) -> torch.Tensor:
+        """Clip over all given optimizers' parameters together; return the global norm before clipping, shape ()."""
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        return self.precision.clip_gradients(optimizers, max_norm, algorithm)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step one optimizer; False where an overflow made it skip."""
+        return self.precision.step(optimizer, closure)
+
+    def finish_step(self) -> None:
+        """Called once after all optimizers of a step: adapt the loss scale."""
+        self.precision.update()
+
+    # Collectives for user code and the engine
+
+    def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
+        """Return ``tensor`` reduced over all ranks; ``op`` is "mean", "sum", "max" or "min"."""
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        """Return shape (W, *tensor.shape), in rank order; with ``sync_grads`` its backward sums over the ranks."""
+        return tensor.unsqueeze(0)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Return rank ``source``'s tensor."""
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until all ranks have arrived."""
+
+    def sync_buffers(self, module: torch.nn.Module) -> None:
+        """Give every rank rank 0's buffers."""
+
+    # State, keyed by plain parameter names
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers by the names of the bare module."""
+        return {} if self.module is None else dict(self.module.state_dict())
+
+    def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load what `model_state` gave, under this strategy or any other."""
+        if self.module is not None:
+            self.module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, index: int = 0) -> dict[str, Any]:
+        """``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}`` of one optimizer."""
+        assert self.module is not None
+        return named_optimizer_state(self.module, self.optimizers[index])
+
+    def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
+        """Load what `optimizer_state` gave, matched by name."""
+        assert self.module is not None
+        load_named_optimizer_state(self.module, self.optimizers[index], state)
+
+    # The end
+
+    def restore_module(self) -> None:
+        """Make the module plain again, with whole tensors and rank 0's buffers. Collective."""
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Let go of everything this strategy took. Never waits for other ranks, since it also runs after a failure."""
+
+
+# The registry
+
+StrategyFactory = Callable[[], Strategy]
+
+
+def known_strategies() -> dict[str, Any]:
+    """Every registered name with its entry point, ours and third parties' alike."""
+    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)}
+
+
+def strategy_by_name(name: str) -> Strategy:
+    """Build the strategy registered under ``name``.
+
+    Raises:
+        ConfigurationError: nobody registered the name; lists the known ones and the nearest spelling.
+    """
+    known = known_strategies()
+    if name not in known:
+        names: Iterable[str] = ["auto", *known]
+        raise ConfigurationError(
+            f"Unknown strategy {name!r}.{nearest(name, names)}",
+            "strategies are found by name in the entry-point group 'drivetrain.strategies'.",
+            f"use one of {', '.join(names)}, or pass a Strategy object.",
+        )
+    strategy = known[name].load()()
+    if not isinstance(strategy, Strategy):
+        raise ConfigurationError(
+            f"The strategy {name!r} ({known[name].value}) made a {type(strategy).__name__}, which is not a Strategy.",
+            "the engine drives strategies through that interface.",
+            "make the entry point a callable without arguments that returns a drivetrain.Strategy.",
+        )
+    return strategy

@@ -1,0 +1,170 @@
+"""The control plane over a gloo group and its store."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.control import Failure, Pending, spread
+from drivetrain.errors import DistributedError
+
+_FIELD = 20  # bits an agreement spends on one count: up to a million ranks
+_POLL = timedelta(seconds=1)
+
+
+class _Reduction:
+    """An all-reduce on its way."""
+
+    def __init__(self, values: torch.Tensor, work: Any) -> None:
+        self._values = values
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        return self._values
+
+
+class GroupControl:
+    """Talk between ranks over CPU, on a group of its own, so that it never queues behind gradients.
+
+    Args:
+        group: a gloo process group over all ranks.
+        store: the run's own corner of the rendezvous store.
+        rank: this rank.
+        world_size: among how many.
+    """
+
+    def __init__(self, group: Any, store: dist.Store, rank: int, world_size: int) -> None:
+        self._group = group
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._agreements = 0
+        self._shared = 0
+
+    def detach(self) -> None:
+        """Let go of the group, which is about to be destroyed. The store stays: a failure is settled through it."""
+        self._group = None
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        gathered = values.new_empty((self.world_size, *values.shape))
+        dist.all_gather_into_tensor(gathered, values.contiguous(), group=self._group)
+        return gathered
+
+    def all_reduce_async(self, values: torch.Tensor) -> Pending:
+        return _Reduction(values, dist.all_reduce(values, group=self._group, async_op=True))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._group)
+
+    def from_rank_0(self, value: Any) -> Any:
+        key = f"shared/{self._shared}"
+        self._shared += 1
+        if self.rank == 0:
+            self.store.set(key, json.dumps(value))
+            return value
+        self._wait(key, "a value from rank 0", None, [])
+        return json.loads(self.store.get(key))
+
+    def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
+        # One counter holds, side by side, how many ranks came and how many of them raise each flag. Who completes it
+        # publishes the sum, so that everybody reads the same number.
+        number = self._agreements
+        self._agreements += 1
+        key = f"agree/{number}"
+        word = 1
+        for position, flag in enumerate(flags, start=1):
+            word |= int(flag) << (_FIELD * position)
+        self.store.set(f"{key}/{self.rank}", purpose)
+        total = self.store.add(key, word)
+        mask = (1 << _FIELD) - 1
+        if total & mask == self.world_size:
+            purposes = [text.decode() for text in self.store.multi_get(self._arrivals(key))]
+            self.store.set(f"{key}/done", json.dumps({"total": total, "purposes": list(dict.fromkeys(purposes))}))
+        else:
+            self._wait(f"{key}/done", purpose, timeout, self._arrivals(key))
+        done = json.loads(self.store.get(f"{key}/done"))
+        if len(done["purposes"]) > 1:
+            came_for = spread([text.decode() for text in self.store.multi_get(self._arrivals(key))])
+            raise DistributedError(
+                "The ranks went different ways: "
+                + "; ".join(f"rank(s) {ranks} came to {text}" for text, ranks in came_for.items())
+                + ".",
+                "what is collective must be called by every rank, in the same order.",
+                "look for a call under `if trainer.is_global_zero:` and move it out.",
+            )
+        self._forget(number - 2)
+        return tuple((done["total"] >> (_FIELD * position)) & mask for position in range(1, len(flags) + 1))
+
+    def _arrivals(self, key: str) -> list[str]:
+        return [f"{key}/{rank}" for rank in range(self.world_size)]
+
+    def _wait(self, key: str, purpose: str, timeout: timedelta | None, arrivals: list[str]) -> None:
+        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while True:
+            try:
+                self.store.wait([key], _POLL)
+                return
+            except RuntimeError as error:  # DistStoreError on a timeout; a lost connection is no timeout
+                if "timeout" not in str(error).lower():
+                    raise
+            failure = self.first_failure()
+            if failure is not None:
+                raise failure.as_error()
+            if end is not None and time.monotonic() > end:
+                absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])]
+                raise DistributedError(
+                    f"Rank {self.rank} came to {purpose} and waited {timeout} for rank(s) {absent}.",
+                    "what is collective must be called by every rank, in the same order.",
+                    "look for a call under `if trainer.is_global_zero:` and move it out.",
+                )
+
+    def _forget(self, number: int) -> None:
+        # Everybody has come to agreement `number + 1`, so nobody reads this one any more.
+        if number < 0:
+            return
+        self.store.delete_key(f"agree/{number}/{self.rank}")
+        if self.rank == 0:
+            self.store.delete_key(f"agree/{number}")
+            self.store.delete_key(f"agree/{number}/done")
+
+    # Failures
+
+    def report_failure(self, failure: Failure) -> None:
+        number = self.store.add("failures", 1)
+        self.store.set(f"failure/{number}", json.dumps(failure.as_dict()))
+
+    def first_failure(self, wait: timedelta | None = None) -> Failure | None:
+        end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
+        while True:
+            count = self.store.add("failures", 0)
+            failures = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
+            causes = [failure for failure in failures if not failure.secondary]
+            if causes:
+                return causes[0]
+            if len(failures) >= self.world_size or time.monotonic() >= end:
+                return None
+            time.sleep(0.05)
+
+    def settle(self, wait: timedelta) -> None:
+        """Linger after a failure until all ranks have seen it, since this process may host the store."""
+        end = time.monotonic() + wait.total_seconds()
+        count = self.store.add("settled", 1)
+        while count < self.world_size and time.monotonic() < end:
+            time.sleep(0.05)
+            count = self.store.add("settled", 0)

@@ -1,0 +1,230 @@
+"""DDPStrategy: a replica on every rank, gradients averaged during backward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import Store
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from drivetrain.control import LocalControl
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import Precision
+from drivetrain.strategy import StepRunner, Strategy
+from drivetrain_strategies import ddp_reducer
+from drivetrain_strategies.collectives import all_gather, broadcast, reduce
+from drivetrain_strategies.comm_hooks import CommHook, register_comm_hook
+from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
+from drivetrain_strategies.placement import HomeDevice
+from drivetrain_strategies.process_group import ProcessGroup
+from drivetrain_strategies.sync_batchnorm import SyncBatchNormSwap
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class _Step(nn.Module):
+    """What DDP wraps: its forward is whatever step it is handed, so that every path through the module synchronises."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+        return step(*args)
+
+
+class DDPStrategy(Strategy):
+    """Data-parallel training on `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        static_graph: promise that every step uses the same parameters alike; None leaves torch's default.
+        find_unused_parameters: look, in every step, for parameters that it does not use.
+        bucket_cap_mb: size of a gradient bucket in MiB; None leaves torch's default.
+        broadcast_buffers: give all ranks rank 0's buffers before each forward; None leaves torch's default (True).
+        gradient_as_bucket_view: let gradients live in the communication buckets.
+        comm_hook: "fp16", "bf16" or "powersgd"; a hook; or a pair of a state and a hook.
+        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
+        timeout: after which a collective that a rank does not join fails.
+        sync_batchnorm: turn BatchNorm into SyncBatchNorm for the run. ``Fit(sync_batchnorm=True)`` sets it.
+
+    Raises:
+        ConfigurationError: ``static_graph`` together with ``find_unused_parameters``.
+    """
+
+    name: ClassVar[str] = "ddp"
+
+    def __init__(
+        self,
+        static_graph: bool | None = False,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        broadcast_buffers: bool | None = None,
+        gradient_as_bucket_view: bool = True,
+        comm_hook: CommHook | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__()
+        if static_graph and find_unused_parameters:
+            raise ConfigurationError(
+                "static_graph=True together with find_unused_parameters=True.",
+                "a static graph already knows from its first step which parameters are unused, and never looks again.",
+                "keep static_graph=True alone where the unused parameters are always the same ones.",
+            )
+        self.static_graph = static_graph
+        self.find_unused_parameters = find_unused_parameters
+        self.comm_hook = comm_hook
+        self.sync_batchnorm = sync_batchnorm
+        self._options: dict[str, Any] = {"gradient_as_bucket_view": gradient_as_bucket_view}
+        if bucket_cap_mb is not None:
+            self._options["bucket_cap_mb"] = bucket_cap_mb
+        if broadcast_buffers is not None:
+            self._options["broadcast_buffers"] = broadcast_buffers
+        self._group = ProcessGroup(process_group_backend, timeout)
+        self._store: Store | None = None
+        self._home: HomeDevice | None = None
+        self._swap: SyncBatchNormSwap | None = None
+        self._ddp: DistributedDataParallel | None = None
+        self._manual = False
+        self._unverified = False
+        self._first_window = True
+
+    @property
+    def ddp_module(self) -> DistributedDataParallel | None:
+        """The wrapper that is in use, or None outside a run."""
+        return self._ddp
+
+    def bind(
+        self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
+    ) -> None:
+        super().bind(placement, device, precision)
+        self._store = store
+
+    def setup_environment(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.control = self._group.open(self.placement, self.device, self._store)
+
+    def check(self, module: nn.Module) -> None:
+        refuse_device_map(module)
+        refuse_embedding_max_norm(module, self.world_size)
+        manual = not getattr(module, "automatic_optimization", True)
+        if manual and self.static_graph:
+            raise ConfigurationError(
+                "static_graph=True together with manual optimization.",
+                "optimizers that take turns use other parameters in each backward, which is no static graph.",
+                "use strategy='ddp'.",
+            )
+        if self.sync_batchnorm and self.device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True on the CPU.",
+                "torch's SyncBatchNorm needs an accelerator.",
+                "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
+            )
+
+    def setup_module(self, module: nn.Module) -> StepRunner:
+        self.module = module
+        self._home = HomeDevice(module)
+        if self.sync_batchnorm:
+            self._swap = SyncBatchNormSwap(module)
+        self.precision.convert_module(module)
+        module.to(self.device)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return operator.call  # nothing to reduce, and DDP refuses such a module
+        self._manual = not getattr(module, "automatic_optimization", True)
+        options = dict(self._options)
+        if self.static_graph is not None:
+            options["static_graph"] = self.static_graph
+        ddp = DistributedDataParallel(
+            _Step(module), find_unused_parameters=self.find_unused_parameters or self._manual, **options
+        )
+        register_comm_hook(ddp, self.comm_hook)
+        self._ddp = ddp
+        self._first_window = True
+        self._unverified = not (self.static_graph or self.find_unused_parameters or self._manual)
+        if self._manual:
+            return operator.call  # each backward is announced by itself, in `backward`
+
+        def run(step: Callable[..., Any], *args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return step(*args)  # nothing to reduce; buffers were given out before the evaluation
+            try:
+                return ddp(step, *args)
+            except RuntimeError as error:
+                ddp_reducer.explain(error, ddp)
+                raise
+
+        return run
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+        # torch cannot skip the synchronisation of a static graph's first backward, on which it plans the rest.
+        if enabled or self._ddp is None or (self.static_graph and self._first_window):
+            return nullcontext()
+        return self._ddp.no_sync()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        ddp = self._ddp
+        if ddp is None:
+            self.precision.backward(loss)
+            return
+        if self._manual:
+            ddp_reducer.expect_backward(ddp, loss)
+        try:
+            self.precision.backward(loss)
+        except RuntimeError as error:
+            ddp_reducer.explain(error, ddp)
+            raise
+        if self._unverified and ddp.require_backward_grad_sync:
+            self._unverified = False
+            if not ddp_reducer.gradients_arrived(ddp):
+                raise ddp_reducer.unused_error(ddp)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        self._first_window = False
+        return self.precision.step(optimizer, closure)
+
+    def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
+        return reduce(tensor, op)
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        return all_gather(tensor, sync_grads)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return broadcast(tensor, source)
+
+    def barrier(self) -> None:
+        self.control.barrier()
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        buffers = list(module.buffers())
+        if buffers:
+            dist._broadcast_coalesced(dist.group.WORLD, buffers, 256 * 1024 * 1024, 0)
+
+    def restore_module(self) -> None:
+        if self.module is not None:
+            self.sync_buffers(self.module)
+        if self._swap is not None:
+            self._swap.undo()
+        if self._home is not None:
+            self._home.restore()
+
+    def teardown(self) -> None:
+        if self._ddp is not None:
+            ddp_reducer.let_go(self._ddp)
+        self._ddp = None
+        self.module = None
+        self.optimizers = []
+        self._home = None
+        self._swap = None
+        self._group.close()
+        self.control = LocalControl()

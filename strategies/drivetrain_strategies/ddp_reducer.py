@@ -1,0 +1,77 @@
+"""The uses of DistributedDataParallel's private reducer, all in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from drivetrain.errors import ConfigurationError
+
+
+def gradients_arrived(ddp: DistributedDataParallel) -> bool:
+    """Whether the reducer finished after a backward: False where it still waits for some parameter's gradient."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
+    """Prepare for a backward that no DDP forward announced, as manual optimization runs several a forward.
+
+    ``ddp`` was built with ``find_unused_parameters=True``: what ``loss`` does not reach is not waited for.
+    """
+    ddp.reducer._rebuild_buckets()
+    ddp.reducer.prepare_for_backward([loss])
+
+
+def let_go(ddp: DistributedDataParallel) -> None:
+    """Drop what keeps the process group's sockets open, so that peers blocked in a collective fall out."""
+    attributes: dict[str, Any] = ddp.__dict__
+    for name in ("reducer", "logger", "process_group"):
+        attributes.pop(name, None)
+
+
+def explain(error: RuntimeError, ddp: DistributedDataParallel) -> None:
+    """Raise an error of the reducer's as one of ours, with the way out; return where it is something else.
+
+    Raises:
+        ConfigurationError: names the parameters, or what the graph did.
+    """
+    text = str(error)
+    said = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
+    if "Expected to have finished reduction in the prior iteration" in text:
+        raise unused_error(ddp) from error
+    if "Your training graph has changed" in text:
+        raise ConfigurationError(
+            "The graph of training_step changed under static_graph=True.",
+            "a static graph uses the same parameters, in the same order and as often, in every step; DDP planned its "
+            f"communication on the first one. {said}",
+            "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
+        ) from error
+    if "mark a variable ready only once" in text:
+        raise ConfigurationError(
+            "A parameter's gradient became ready twice in one backward.",
+            "DDP counts each parameter once a backward; re-entrant activation checkpointing (use_reentrant=True), with "
+            f"find_unused_parameters=True or around a module used twice, breaks that count. {said}",
+            "checkpoint with use_reentrant=False, or use static_graph=True without find_unused_parameters.",
+        ) from error
+
+
+def unused_error(ddp: DistributedDataParallel) -> ConfigurationError:
+    """The refusal of parameters that got no gradient under plain DDP, by the names they have in the bare module."""
+    names = [
+        name.removeprefix("module.")
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+    return ConfigurationError(
+        f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
+        f"{', ...' if len(names) > 20 else ''}.",
+        "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
+        "use DDPStrategy(static_graph=True) where it is always the same ones, "
+        "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False).",
+    )

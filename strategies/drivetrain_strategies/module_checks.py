@@ -1,0 +1,51 @@
+"""What a module may not be when a strategy takes it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from drivetrain.errors import ConfigurationError
+
+
+def refuse_device_map(module: nn.Module) -> None:
+    """Refuse a module that is already spread over devices.
+
+    Raises:
+        ConfigurationError: names the submodule or the devices.
+    """
+    for name, child in module.named_modules():
+        if getattr(child, "hf_device_map", None):
+            raise ConfigurationError(
+                f"{name or type(child).__name__!r} was loaded with a device_map: {child.hf_device_map}.",
+                "its layers are pinned to devices by hooks that a strategy cannot undo.",
+                "load it without device_map; the strategy places it.",
+            )
+    where: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        where.setdefault(parameter.device, name)
+    where.pop(torch.device("meta"), None)
+    if len(where) > 1:
+        places = ", ".join(f"{name!r} on {device}" for device, name in where.items())
+        raise ConfigurationError(
+            f"The module lives on {len(where)} devices: {places}.",
+            "a strategy needs the whole module in one place before it spreads it.",
+            "move it to one device (module.to('cpu')) and leave placement to the strategy.",
+        )
+
+
+def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
+    """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
+
+    Raises:
+        ConfigurationError: names the embedding.
+    """
+    if world_size == 1:
+        return
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+            raise ConfigurationError(
+                f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
+                "its forward rewrites the rows that this rank looked up, so that replicas drift apart in silence.",
+                "drop max_norm and renormalise all rows in on_train_batch_end, alike on every rank.",
+            )

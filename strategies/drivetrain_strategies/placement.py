@@ -1,0 +1,23 @@
+"""Where a module lived before a strategy took it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class HomeDevice:
+    """Remembers a module's device, so that it can be taken back after a run.
+
+    A module whose parameters are spread over devices, or that has none, stays where it ends.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        devices = {tensor.device for tensor in [*module.parameters(), *module.buffers()]}
+        self._device = devices.pop() if len(devices) == 1 else None
+
+    def restore(self) -> None:
+        """Move the module back."""
+        if self._device is not None and self._device != torch.device("meta"):
+            self._module.to(self._device)

@@ -1,0 +1,103 @@
+"""Who owns the default process group: the user, if there is one already; else this run, which takes it away again."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain_strategies.control_group import GroupControl
+
+_runs = itertools.count()
+"""Numbers this process's distributed runs, so that no two of them share keys in the store."""
+
+
+class ProcessGroup:
+    """The default process group for one run, and the control plane beside it.
+
+    Args:
+        backend: what collectives run on; None takes gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
+        timeout: after which a collective that a rank does not join fails.
+    """
+
+    def __init__(self, backend: str | None, timeout: timedelta) -> None:
+        self._backend = backend
+        self._timeout = timeout
+        self._owned = False
+        self._control_group: Any = None
+        self.control: GroupControl | None = None
+
+    def open(self, placement: Placement, device: torch.device, store: dist.Store | None) -> GroupControl:
+        """Join the default process group, making it over ``store`` where the user has none.
+
+        Raises:
+            ConfigurationError: the user's group contradicts what was asked for, or there is no way to the others.
+        """
+        # Imported later, as DDP does, dynamo would keep the group's threads alive past its end, and the process may
+        # abort at exit.
+        importlib.import_module("torch._dynamo")
+        if dist.is_initialized():
+            self._check_users_group(placement, device)
+            store = dist.distributed_c10d._get_default_store()
+        elif store is None:
+            raise ConfigurationError(
+                f"Rank {placement.rank} of {placement.world_size} has no way to reach the others.",
+                "neither a process group nor a store's address (MASTER_ADDR, MASTER_PORT) is there.",
+                "start the processes with torchrun, or let Fit start them (launcher='auto').",
+            )
+        run_store = dist.PrefixStore(f"drivetrain/run{next(_runs)}", store)
+        if not dist.is_initialized():
+            default = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(
+                self._backend or default,
+                store=dist.PrefixStore("default", run_store),
+                rank=placement.rank,
+                world_size=placement.world_size,
+                timeout=self._timeout,
+            )
+            self._owned = True
+        self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.control = GroupControl(
+            self._control_group, dist.PrefixStore("control", run_store), placement.rank, placement.world_size
+        )
+        return self.control
+
+    def close(self) -> None:
+        """Leave. Talks to nobody: other ranks may be gone."""
+        if self._control_group is not None:
+            group, self._control_group = self._control_group, None
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        if self.control is not None:
+            self.control.detach()
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owned = False
+
+    def _check_users_group(self, placement: Placement, device: torch.device) -> None:
+        world_size = dist.get_world_size()
+        if world_size != placement.world_size:
+            raise ConfigurationError(
+                f"The process group that is there has {world_size} ranks, and {placement.world_size} are asked for.",
+                "a group of the user's is used as it is.",
+                f"ask for devices x num_nodes = {world_size}, or destroy the group before fit.",
+            )
+        backend = dist.get_backend()
+        if self._backend is not None and self._backend not in (backend, str(backend)):
+            raise ConfigurationError(
+                f"process_group_backend={self._backend!r}, and the process group that is there runs on {backend!r}.",
+                "a group of the user's is used as it is.",
+                "leave process_group_backend out, or destroy the group before fit.",
+            )
+        if device.type == "cuda" and backend == "gloo":
+            raise DistributedError(
+                f"The process group that is there runs on 'gloo', and the device is {device}.",
+                "gradients on CUDA need NCCL.",
+                "initialise it with backend='cpu:gloo,cuda:nccl', or let Fit make it.",
+            )

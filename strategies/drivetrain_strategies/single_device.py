@@ -1,0 +1,63 @@
+"""SingleDeviceStrategy: one process, one device."""
+
+from __future__ import annotations
+
+import operator
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.distributed import Store
+
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import Precision
+from drivetrain.strategy import StepRunner, Strategy
+from drivetrain_strategies.module_checks import refuse_device_map
+from drivetrain_strategies.placement import HomeDevice
+
+
+class SingleDeviceStrategy(Strategy):
+    """Train in this process, on the CPU, one CUDA device or MPS.
+
+    Args:
+        device: where to; None takes what ``accelerator`` and ``devices`` say.
+    """
+
+    name: ClassVar[str] = "single_device"
+    single_process: ClassVar[bool] = True
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        super().__init__()
+        self._asked = None if device is None else torch.device(device)
+        self._home: HomeDevice | None = None
+
+    def bind(
+        self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
+    ) -> None:
+        if placement.world_size != 1:
+            raise ConfigurationError(
+                f"strategy='single_device' cannot run on {placement.world_size} processes.",
+                "every process would train a model of its own.",
+                "use strategy='ddp', or start one process.",
+            )
+        super().bind(placement, self._asked or device, precision)
+
+    def check(self, module: nn.Module) -> None:
+        refuse_device_map(module)
+
+    def setup_module(self, module: nn.Module) -> StepRunner:
+        self.module = module
+        self._home = HomeDevice(module)
+        self.precision.convert_module(module)
+        module.to(self.device)
+        return operator.call
+
+    def restore_module(self) -> None:
+        if self._home is not None:
+            self._home.restore()
+
+    def teardown(self) -> None:
+        self.module = None
+        self.optimizers = []
+        self._home = None
