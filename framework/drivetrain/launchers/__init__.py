@@ -1,1 +1,24 @@
-"""How processes start."""
+"""How processes start: by running the script again, or a function; on torch's elastic multiprocessing."""
+
+from __future__ import annotations
+
+from drivetrain.launchers.choose import LAUNCHERS, Launcher, choose_launcher
+from drivetrain.launchers.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.function_launcher import FunctionLauncher
+from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
+from drivetrain.launchers.variables import suggested_threads
+from drivetrain.launchers.world import World, current_world
+
+__all__ = [
+    "LAUNCHERS",
+    "Failure",
+    "FunctionLauncher",
+    "Launcher",
+    "RankFailedError",
+    "SubprocessLauncher",
+    "World",
+    "choose_launcher",
+    "current_world",
+    "first_cause",
+    "suggested_threads",
+]

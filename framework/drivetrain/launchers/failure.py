@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import json
+import os
+import pickle
 import signal
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Self
 
 from drivetrain.errors import DistributedError
+
+_NOTICED_AFTER = 2 * 10**9  # nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,7 @@ class Failure:
         error_type: the exception's qualified name, or None where it left no exception.
         message: the exception's text, or what is known in its place.
         traceback: the formatted traceback, with its causes, or "".
+        pickled_error: the exception itself, pickled and in base 85, where it can be.
         time_ns: when, by the machine's clock: the first failure is the cause, others often only follow from it.
     """
 
@@ -33,6 +42,7 @@ class Failure:
     message: str = ""
     traceback: str = ""
     time_ns: int = field(default_factory=time.time_ns)
+    pickled_error: str | None = field(default=None, repr=False)
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException) -> Self:
@@ -40,7 +50,7 @@ class Failure:
         kind = type(error)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         text = "".join(traceback.format_exception(error))
-        return cls(rank=rank, error_type=name, message=str(error), traceback=text)
+        return cls(rank=rank, error_type=name, message=str(error), traceback=text, pickled_error=_dump(error))
 
     @classmethod
     def of_exit(cls, rank: int, exit_code: int) -> Self:
@@ -48,6 +58,35 @@ class Failure:
         name = signal_name(exit_code)
         message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
         return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message)
+
+    def load_error(self) -> BaseException | None:
+        """Return the exception itself, or None where it could not be brought over."""
+        if self.pickled_error is None:
+            return None
+        try:
+            error = pickle.loads(base64.b85decode(self.pickled_error))
+        except Exception:
+            return None
+        return error if isinstance(error, BaseException) else None
+
+    def ended_with(self, exit_code: int) -> Self:
+        """Return the same failure, with the exit code of its process."""
+        return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
+
+    def write(self, path: str) -> None:
+        """Leave the failure in a file for the process that started this one. The first one stands."""
+        if os.path.exists(path):
+            return
+        # Whoever started us reads as soon as the file is there.
+        Path(f"{path}.part").write_text(json.dumps(asdict(self)))
+        os.replace(f"{path}.part", path)
+
+    @classmethod
+    def read(cls, path: str) -> Self | None:
+        """Return the failure that `write` left, or None."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads(Path(path).read_text()))
+        return None
 
     def describe(self) -> str:
         """One line: the rank and what happened to it."""
@@ -69,6 +108,11 @@ class RankFailedError(DistributedError):
         return type(self), (self.failure,)
 
 
+def failure_file(error_file: str) -> str:
+    """Return where a process leaves its `Failure`, beside the error file that elastic has chosen for it."""
+    return f"{error_file}.failure"
+
+
 def signal_name(exit_code: int | None) -> str | None:
     """Return the name of the signal that an exit code below zero stands for, else None."""
     if exit_code is None or exit_code >= 0:
@@ -82,10 +126,17 @@ def signal_name(exit_code: int | None) -> str | None:
 def first_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that the others follow from.
 
-    A process that a signal killed comes first: what its peers raise then (a closed connection) may be reported
-    before its death is noticed. After that the earliest counts.
+    What happened first comes first. A death by signal is noticed only after its peers may have raised, each because
+    its connection to the dead one closed.
     """
-    return min(failures, key=lambda failure: (failure.signal_name is None, failure.time_ns))
+    return min(failures, key=lambda failure: failure.time_ns - (_NOTICED_AFTER if failure.signal_name else 0))
+
+
+def _dump(error: BaseException) -> str | None:
+    try:
+        return base64.b85encode(pickle.dumps(error)).decode()
+    except Exception:
+        return None
 
 
 def _fix(failure: Failure) -> str:

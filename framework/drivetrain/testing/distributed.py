@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.function_launcher import PRELOAD
 from drivetrain.launchers.lifeline import die_with_parent
+from drivetrain.launchers.variables import torchrun_variables
 
-# What the fork server imports once, for all workers to come. torch._dynamo is among them because an import of it after
-# `init_process_group`, which DDP does, keeps the group's threads alive past `destroy_process_group`.
-_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "drivetrain.launchers.failure")
 _START_LIMIT = 120.0  # seconds for the workers to come up; the first time torch has to be imported
 _EXIT_LIMIT = 10.0  # seconds for a worker to end once all have returned
 _GRACE = 0.3  # seconds in which further ranks may report after the first failure, to tell the cause from its effects
@@ -69,21 +69,13 @@ def run_distributed(
             "use a function at the top level of a module, and arguments that can be pickled",
         ) from error
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOAD))
+    context.set_forkserver_preload(list(PRELOAD))
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         variables = {**os.environ, **(env or {})}
         store = None
         if process_group is None:
             # Port 0: the operating system chooses a free one, and nobody can take it in between.
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            variables |= {
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "TORCHELASTIC_MAX_RESTARTS": "0",
-                "TORCHELASTIC_RUN_ID": "drivetrain-testing",
-            }
         workers = []
         try:
             for rank in range(nprocs):
@@ -92,7 +84,7 @@ def run_distributed(
                     rank,
                     nprocs,
                     work,
-                    _rank_variables(variables, rank, nprocs, store is not None),
+                    _rank_variables(variables, rank, nprocs, store),
                     process_group,
                     timeout,
                     folder,
@@ -109,20 +101,11 @@ def run_distributed(
             del store
 
 
-def _rank_variables(shared: Mapping[str, str], rank: int, world_size: int, torchrun: bool) -> dict[str, str]:
-    if not torchrun:
+def _rank_variables(shared: Mapping[str, str], rank: int, world_size: int, store: TCPStore | None) -> dict[str, str]:
+    if store is None:
         return dict(shared)
-    return {
-        **shared,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": str(world_size),
-    }
+    placement = Placement(rank, world_size, rank, world_size)
+    return {**shared, **torchrun_variables(placement, "127.0.0.1", store.port)}
 
 
 # The worker's side

@@ -1,0 +1,75 @@
+"""Which launcher a setting means here."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.launchers.function_launcher import FunctionLauncher
+from drivetrain.launchers.rerun import why_not_rerun
+from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
+
+Launcher = SubprocessLauncher | FunctionLauncher
+LAUNCHERS = ("auto", "subprocess", "spawn", "forkserver", "fork")
+
+
+def choose_launcher(setting: str, num_local: int) -> Launcher:
+    """Return the launcher for the setting ``Fit(launcher=...)``.
+
+    "auto" runs a script again, and starts a function where there is no script: from a notebook or a REPL, forked
+    where that is safe, because only then do functions and classes defined there exist in the started processes.
+
+    Args:
+        setting: one of `LAUNCHERS`.
+        num_local: how many processes this node shall have, for the error.
+
+    Raises:
+        ConfigurationError: there is no such launcher, or it cannot work here; with the reason.
+    """
+    if setting == "auto":
+        if not is_interactive() and why_not_rerun() is None:
+            return SubprocessLauncher()
+        return FunctionLauncher("fork" if why_not_fork() is None else "forkserver")
+    if setting == "subprocess":
+        return SubprocessLauncher()
+    if setting == "spawn" or setting == "forkserver":
+        return FunctionLauncher("spawn" if setting == "spawn" else "forkserver")
+    if setting == "fork":
+        reason = why_not_fork()
+        if reason is not None:
+            raise ConfigurationError(
+                f'launcher="fork" cannot start {num_local} processes here',
+                reason,
+                'use launcher="forkserver", with what you defined moved into a module; or fork before that is used',
+            )
+        return FunctionLauncher("fork")
+    raise ConfigurationError(
+        f"launcher={setting!r} is unknown.{nearest(setting, LAUNCHERS)}",
+        "it names how processes are started",
+        f"one of {', '.join(LAUNCHERS)}",
+    )
+
+
+def is_interactive() -> bool:
+    """Tell whether somebody types into this process: a notebook, IPython or Python's prompt."""
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and ipython.get_ipython() is not None:
+        return True
+    return hasattr(sys, "ps1")
+
+
+def why_not_fork() -> str | None:
+    """Return why a copy of this process could not compute, or None where it could."""
+    if sys.platform in ("darwin", "win32"):
+        return f"on {sys.platform} a forked copy of a process that uses the system's frameworks is unsafe or impossible"
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if in_use:
+        return "this process has used CUDA, which does not work in a forked copy"
+    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
+        return "this process has used an XPU, which does not work in a forked copy"
+    if dist.is_available() and dist.is_initialized():
+        return "this process has a process group, whose threads and connections a forked copy lacks"
+    return None

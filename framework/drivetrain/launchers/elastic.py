@@ -1,0 +1,154 @@
+"""Starts processes with torch's elastic multiprocessing. What is private in it is used here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    MultiprocessContext,
+    PContext,
+    SubprocessContext,
+    start_processes,
+)
+
+from drivetrain.launchers.failure import Failure, failure_file
+from drivetrain.process_state import ProcessState
+
+_POLL = 0.02  # seconds between two looks at the processes
+_KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
+
+
+class Processes:
+    """The processes of one node that we started, in the order of their local ranks.
+
+    Args:
+        first_rank: the global rank of the first of them; the others follow.
+        context: elastic's.
+        folder: where they leave their failures; removed at the end.
+    """
+
+    def __init__(self, first_rank: int, context: PContext, folder: str) -> None:
+        self._first_rank = first_rank
+        self._context = context
+        self._folder = folder
+        self._failures: dict[int, Failure] = {}
+        self._ended_by_us: set[int] = set()
+
+    @classmethod
+    def of_script(cls, first_rank: int, command: list[str], variables: list[dict[str, str]]) -> Processes:
+        """Start ``command`` once for each of ``variables``, which are added to this process's own."""
+        arguments = {index: tuple(command[1:]) for index in range(len(variables))}
+        return cls._start(first_rank, command[0], arguments, variables, "spawn")
+
+    @classmethod
+    def of_function(
+        cls, first_rank: int, fn: Callable[..., Any], arguments: list[tuple[Any, ...]], method: str
+    ) -> Processes:
+        """Call ``fn`` once with each of ``arguments``, in processes started by ``method``."""
+        return cls._start(first_rank, fn, dict(enumerate(arguments)), [{} for _ in arguments], method)
+
+    @classmethod
+    def _start(
+        cls,
+        first_rank: int,
+        entrypoint: Callable[..., Any] | str,
+        arguments: dict[int, tuple[Any, ...]],
+        variables: list[dict[str, str]],
+        method: str,
+    ) -> Processes:
+        folder = tempfile.mkdtemp(prefix="drivetrain-")
+        try:
+            # Starting them replaces this process's handlers of four signals, for good.
+            with ProcessState(), _quiet():
+                context = start_processes(
+                    name="drivetrain",
+                    entrypoint=entrypoint,
+                    args=arguments,
+                    envs=dict(enumerate(variables)),
+                    logs_specs=DefaultLogsSpecs(log_dir=folder),
+                    start_method=method,
+                )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(first_rank, context, folder)
+
+    def exit_codes(self) -> dict[int, int | None]:
+        """Return each rank's exit code: None while it runs, negative where a signal ended it."""
+        if isinstance(self._context, SubprocessContext):
+            codes = [handler.proc.poll() for _, handler in sorted(self._context.subprocess_handlers.items())]
+        else:
+            assert isinstance(self._context, MultiprocessContext)
+            started = self._context._pc
+            codes = [process.exitcode for process in started.processes] if started is not None else []
+        return {self._first_rank + index: code for index, code in enumerate(codes)}
+
+    def failures(self) -> list[Failure]:
+        """Return what is known of the ranks that failed: by what they left, else by their exit code."""
+        for rank, code in self.exit_codes().items():
+            if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
+                continue
+            left = Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
+            if left is not None:
+                self._failures[rank] = left if code is None else left.ended_with(code)
+            elif code:
+                self._failures[rank] = Failure.of_exit(rank, code)
+        return [self._failures[rank] for rank in sorted(self._failures)]
+
+    def values(self) -> dict[int, Any] | None:
+        """Return what each rank's function returned once all have, None before that.
+
+        To be called only while none has failed: elastic would kill the others there and then.
+        """
+        with _quiet():
+            result = self._context.wait(timeout=0)
+        if result is None:
+            return None
+        if result.is_failed():
+            # One has failed since the caller looked.
+            failed = {self._first_rank + index for index in result.failures}
+            codes = self.exit_codes()
+            self._ended_by_us |= {rank for rank, code in codes.items() if code == -signal.SIGTERM} - failed
+            return None
+        return {self._first_rank + index: value for index, value in result.return_values.items()}
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all have ended, at most ``seconds``; tell whether they have."""
+        return any(None not in self.exit_codes().values() for _ in polls(seconds))
+
+    def end(self, *, kill: bool = False) -> None:
+        """End those that still run, by SIGTERM and then SIGKILL, or at once; then remove what they left."""
+        self._ended_by_us |= {rank for rank, code in self.exit_codes().items() if code is None}
+        with _quiet():
+            self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def polls(seconds: float) -> Iterator[None]:
+    """Yield now, and then every few milliseconds until ``seconds`` have passed."""
+    until = time.monotonic() + seconds
+    while True:
+        yield
+        if time.monotonic() >= until:
+            return
+        time.sleep(_POLL)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep elastic from logging, for people who never asked for it, what becomes an error of ours."""
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

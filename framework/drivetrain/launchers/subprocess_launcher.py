@@ -1,0 +1,151 @@
+"""Runs the caller's script again for the other ranks; the caller is rank 0 of its node and goes on."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from dataclasses import replace
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.launchers.elastic import Processes
+from drivetrain.launchers.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.rerun import rerun_command
+from drivetrain.launchers.variables import thread_variables, torchrun_variables
+from drivetrain.launchers.world import (
+    LAUNCHER_VARIABLE,
+    PARENT_VARIABLE,
+    THREAD_VARIABLE,
+    World,
+    current_world,
+    set_current_world,
+)
+
+
+class SubprocessLauncher:
+    """Starts the caller's script, as it was started, once for each further rank of this node.
+
+    Every rank goes on through the script after `launch`; the processes last until it ends, and a later `launch` finds
+    them. The caller's environment is not changed: only the others have torchrun's variables.
+
+    Args:
+        grace: seconds that the others get to finish when the caller's script has ended.
+        grace_after_failure: the same where the caller's script ended with an exception.
+    """
+
+    kind = "subprocess"
+
+    def __init__(self, *, grace: float = 30.0, grace_after_failure: float = 5.0) -> None:
+        self._grace = grace
+        self._grace_after_failure = grace_after_failure
+
+    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
+        """Start the processes of this node, or return the world whose processes are there.
+
+        Args:
+            placement: the caller's: the first rank of its node.
+            address: the host of rank 0; needed on several nodes.
+            port: where rank 0 hosts the store. 0, on one node, lets the operating system choose.
+
+        Raises:
+            ConfigurationError: the script cannot be run again; or there are processes, and not as many.
+            RankFailedError: there are processes, and one of them has failed.
+        """
+        world = current_world()
+        if world is not None:
+            return _existing(world, placement)
+        if placement.local_rank != 0:
+            raise ConfigurationError(
+                f"local rank {placement.local_rank} cannot start the others of its node",
+                "that is for the first process of a node",
+                "pass the placement of the first one",
+            )
+        command = rerun_command()
+        store = _host(address, port) if placement.rank == 0 else None
+        port = port if store is None else store.port
+        processes = self._start(command, placement, address, port) if placement.local_world_size > 1 else None
+        world = World(self.kind, placement, address, port, store=store, processes=processes)
+        set_current_world(world)
+        if processes is not None:
+            atexit.register(self._finish, world, processes)
+        return world
+
+    def _start(self, command: list[str], placement: Placement, address: str, port: int) -> Processes:
+        variables = [
+            {
+                **torchrun_variables(
+                    replace(placement, rank=placement.rank + local_rank, local_rank=local_rank), address, port
+                ),
+                **thread_variables(placement.local_world_size, os.environ),
+                LAUNCHER_VARIABLE: self.kind,
+                PARENT_VARIABLE: str(os.getpid()),
+                **({} if threading.current_thread() is threading.main_thread() else {THREAD_VARIABLE: "1"}),
+            }
+            for local_rank in range(1, placement.local_world_size)
+        ]
+        return Processes.of_script(placement.rank + 1, command, variables)
+
+    def _finish(self, world: World, processes: Processes) -> None:
+        """As the caller's interpreter exits: wait shortly, end what is left, and do not hide a failure."""
+        if not world.is_ours:
+            return
+        error = getattr(sys, "last_value", None)
+        grace = self._grace if error is None else self._grace_after_failure
+        processes.wait(grace)
+        late = [rank for rank, code in processes.exit_codes().items() if code is None]
+        failures = processes.failures()
+        processes.end()
+        if error is not None:
+            return
+        failures += [
+            Failure(rank, message=f"did not end within {grace:g} s of rank {world.placement.rank}, and was stopped")
+            for rank in late
+        ]
+        if failures:
+            _exit_with(first_cause(failures))
+
+
+def _existing(world: World, placement: Placement) -> World:
+    failures = world.failures()
+    if failures:
+        raise RankFailedError(first_cause(failures))
+    gone = sorted(world.ended())
+    if gone:
+        raise DistributedError(
+            f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
+            "every rank has to make the same calls in the same order",
+            "look for an `if` on the rank around the end of the script, or an early `sys.exit()`",
+        )
+    if world.placement.world_size != placement.world_size:
+        raise ConfigurationError(
+            f"{placement.world_size} processes are asked for, and this script runs in {world.placement.world_size}",
+            "its processes were started by an earlier fit, validate, test or predict, and last until it ends",
+            f"ask for {world.placement.world_size} again, or for 1 (every rank then runs by itself)",
+        )
+    return world
+
+
+def _host(address: str, port: int) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=True, wait_for_workers=False)
+    except Exception as error:
+        raise ConfigurationError(
+            f"rank 0 cannot host the store at {address}:{port}: {error}",
+            "all processes meet there",
+            "set MASTER_ADDR to a name of this machine and MASTER_PORT to a free port",
+        ) from error
+
+
+def _exit_with(failure: Failure) -> None:
+    # Nothing that runs at exit can change the exit code of the interpreter but leaving at once. What Python would still
+    # do is to flush; functions registered with atexit before the launch are not called.
+    print(RankFailedError(failure), file=sys.stderr)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

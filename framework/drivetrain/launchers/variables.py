@@ -1,0 +1,40 @@
+"""The variables of a process that we start: those that torchrun sets, so that any library understands them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from drivetrain.environments import Placement
+
+
+def torchrun_variables(placement: Placement, address: str, port: int) -> dict[str, str]:
+    """Return what torchrun would set for the process at ``placement``, with the store hosted at ``address:port``."""
+    return {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(placement.num_nodes),
+        "ROLE_RANK": str(placement.rank),
+        "ROLE_WORLD_SIZE": str(placement.world_size),
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "drivetrain",
+    }
+
+
+def suggested_threads(local_world_size: int) -> int:
+    """Return the number of computing threads that gives each process of this node its share of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size)
+
+
+def thread_variables(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return ``OMP_NUM_THREADS`` for a process of this node, or nothing where the user has set it."""
+    return {} if variables.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(suggested_threads(local_world_size))}

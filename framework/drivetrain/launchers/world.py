@@ -1,0 +1,154 @@
+"""World: the processes of ours that exist, and this one's place among them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from drivetrain.environments import Placement, TorchrunEnvironment
+from drivetrain.errors import DistributedError
+from drivetrain.launchers.elastic import Processes
+from drivetrain.launchers.failure import Failure, failure_file
+from drivetrain.launchers.lifeline import die_with_parent
+
+# In the environment of a process that runs the caller's script again, and nowhere else. The parent's id tells such a
+# process from one that it starts in turn, which inherits the variables.
+LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
+PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
+THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
+
+_CONNECT_LIMIT = timedelta(seconds=300)
+
+
+class World:
+    """Processes that we started, seen from one of them.
+
+    Attributes:
+        kind: "subprocess" where they all run the caller's script, the caller among them; "function" where they run
+            a function for a caller outside.
+        placement: this process's.
+        address: the host of the store.
+        port: the store's port.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        placement: Placement,
+        address: str,
+        port: int,
+        *,
+        store: Store | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        self.kind = kind
+        self.placement = placement
+        self.address = address
+        self.port = port
+        self._store = store
+        self._processes = processes
+        self._pid = os.getpid()
+
+    @property
+    def is_caller(self) -> bool:
+        """Whether this process started the others of its node."""
+        return self._processes is not None
+
+    def store(self, prefix: str) -> Store:
+        """Return the key-value store that all processes of the world share, its keys kept apart by ``prefix``.
+
+        It lives as long as the process that hosts it: the caller, on the first node.
+        """
+        if self._store is None:
+            self._store = TCPStore(self.address, self.port, is_master=False, timeout=_CONNECT_LIMIT)
+        return PrefixStore(prefix, self._store)
+
+    def failures(self) -> list[Failure]:
+        """Return the failures of the processes that this one started, by rank. Cheap enough to ask while waiting."""
+        return [] if self._processes is None else self._processes.failures()
+
+    def ended(self) -> dict[int, int]:
+        """Return the exit codes of the processes that this one started and that have ended, well or not, by rank."""
+        codes = {} if self._processes is None else self._processes.exit_codes()
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def kill(self) -> None:
+        """End the processes that this one started, at once."""
+        if self._processes is not None:
+            self._processes.end(kill=True)
+
+    def report(self, error: BaseException) -> None:
+        """Leave an error of this process for the one that started it, which reads it with `failures`."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if path and not self.is_caller:
+            try:
+                Failure.of_exception(self.placement.rank, error).write(failure_file(path))
+            except OSError:
+                return  # The caller is gone, and its folder with it.
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that it describes, and not one forked from it."""
+        return self._pid == os.getpid()
+
+
+_world: World | None = None
+
+
+def current_world() -> World | None:
+    """Return the world that this process belongs to, or None where it is on its own.
+
+    The first call in a process that the caller's script was started in again joins it to the caller: from then on it
+    dies with the caller, and leaves the error it ends with.
+
+    Raises:
+        DistributedError: the process that started this one is gone.
+    """
+    if _world is not None and _world.is_ours:
+        return _world
+    return _join() if os.environ.get(LAUNCHER_VARIABLE) == "subprocess" else None
+
+
+def set_current_world(world: World | None) -> None:
+    """Make ``world`` the one of this process."""
+    global _world
+    _world = world
+
+
+def _join() -> World | None:
+    parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+    if os.getppid() != parent:
+        if _is_alive(parent):
+            return None  # A process that one of ours started for purposes of its own.
+        raise DistributedError(
+            f"the process that started rank {os.environ.get('RANK')} has ended",
+            f"process {parent} hosts the store where all ranks meet",
+            "look at what it printed last; run the script again",
+        )
+    environment = TorchrunEnvironment()
+    world = World("subprocess", environment.placement(), environment.main_address, environment.main_port)
+    set_current_world(world)
+    die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
+    atexit.register(_report_uncaught, world)
+    return world
+
+
+def _report_uncaught(world: World) -> None:
+    # Set by the interpreter for the exception that ends it; unlike a hook in sys.excepthook this changes nothing.
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and world.is_ours:
+        world.report(error)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
