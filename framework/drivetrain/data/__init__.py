@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from drivetrain.data.combined import CombinedLoader
 from drivetrain.data.datamodule import DataModule
-from drivetrain.data.loaders import BatchSource, prepare_loader
+from drivetrain.data.loaders import prepare_loader
 from drivetrain.data.order import KeyedPermutation, SequentialOrder, order
 from drivetrain.data.prefetch import Prefetcher
 from drivetrain.data.sharding import Share
+from drivetrain.data.source import BatchSource
 from drivetrain.data.transfer import first_dimension, move_to
 
 __all__ = [

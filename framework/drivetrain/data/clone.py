@@ -22,39 +22,42 @@ class LoaderClone:
 
     def __init__(self, loader: DataLoader[Any], **attributes: Any) -> None:
         self._loader = copy.copy(loader)
+        self._running = _Running(self._loader)
         # Past `DataLoader.__setattr__`, which refuses these once it is constructed.
-        vars(self._loader).update(attributes, _iterator=None)
-        self._running: weakref.ref[Iterator[Any]] | None = None
+        vars(self._loader).update(attributes, _iterator=None, _get_iterator=self._running)
 
     def iterate(self) -> Iterator[Any]:
         """Start an epoch; workers, if any, begin to read at once."""
         if not self._loader.persistent_workers:
-            self._stop()
-        iterator = iter(self._loader)
-        # Weakly, so that an epoch that the loop leaves early lets go of its workers then and there.
-        try:
-            self._running = weakref.ref(iterator)
-        except TypeError:
-            # A subclass's `__iter__` may return a `map` or `zip`, which take no weak references.
-            self._running = None
-        return iterator
+            self._running.stop()
+        return iter(self._loader)
 
     def close(self) -> None:
         """Shut the workers down, persistent ones too. Another epoch starts new ones."""
-        self._stop()
-        iterator, self._loader._iterator = self._loader._iterator, None
-        _shut_down(iterator)
-
-    def _stop(self) -> None:
-        iterator = self._running() if self._running is not None else None
-        self._running = None
-        if iterator is not None:
-            _shut_down(iterator)
+        self._running.stop()
+        self._loader._iterator = None
 
 
-def _shut_down(iterator: Any) -> None:
-    for name in ("_shutdown_workers", "close"):
-        stop = getattr(iterator, name, None)
-        if stop is not None:
-            stop()
-            return
+class _Running:
+    """Makes torch's iterator for a loader and knows it, whatever a subclass's ``__iter__`` wraps around it.
+
+    Both are held weakly: an epoch that the loop leaves early lets go of its workers then and there.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = weakref.ref(loader)
+        self._iterator: weakref.ref[Any] | None = None
+
+    def __call__(self) -> Any:
+        loader = self._loader()
+        assert loader is not None, "a loader calls this on itself"
+        iterator = type(loader)._get_iterator(loader)
+        self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def stop(self) -> None:
+        iterator = self._iterator() if self._iterator is not None else None
+        self._iterator = None
+        shut_down = getattr(iterator, "_shutdown_workers", None)
+        if shut_down is not None:
+            shut_down()

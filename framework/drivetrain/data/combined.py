@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from drivetrain.data.feeds import sized
 from drivetrain.data.sharding import Share
+from drivetrain.data.source import BatchSource
 from drivetrain.errors import ConfigurationError, nearest
-
-if TYPE_CHECKING:
-    from drivetrain.data.loaders import BatchSource
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 

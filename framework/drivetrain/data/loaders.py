@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import (
@@ -24,34 +24,12 @@ from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collecti
 from drivetrain.data.feeds import DealtFeed, Feed, StreamFeed, complete, sized
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.data.sharding import Deal, Share
+from drivetrain.data.source import BatchSource
 from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
 from drivetrain.data.transfer import first_tensor
 from drivetrain.data.workers import SeededDataset, SeededIterable, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.seed import derive_seed
-
-
-class BatchSource(Protocol):
-    """What the loops read batches from.
-
-    Attributes:
-        length: micro-batches of an epoch, the same on every rank; None where it is not known.
-        static: the shares of all ranks, and when the epoch ends, are known without talking.
-    """
-
-    @property
-    def length(self) -> int | None: ...
-
-    @property
-    def static(self) -> bool: ...
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
-        """Start an epoch at micro-batch ``start`` and return its batches with this rank's shares of them."""
-        ...
-
-    def close(self) -> None:
-        """Let go of workers. The source can be started again."""
-        ...
 
 
 def prepare_loader(

@@ -135,7 +135,6 @@ class Doubling(DataLoader[Any]):
         self.secret = secret
 
     def __iter__(self) -> Any:
-        # A `map` takes no weak reference.
         return map(self.doubled, super().__iter__())
 
     def doubled(self, batch: Any) -> Any:

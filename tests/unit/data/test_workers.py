@@ -146,10 +146,18 @@ def workers_alive() -> int:
     return len(multiprocessing.active_children())
 
 
+class Wrapped(DataLoader[Any]):
+    """What its ``__iter__`` returns knows nothing of workers, and takes no weak reference."""
+
+    def __iter__(self) -> Any:
+        return map(tuple, super().__iter__())
+
+
+@pytest.mark.parametrize("kind", [DataLoader, Wrapped])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_close_shuts_the_workers_down(persistent: bool) -> None:
+def test_close_shuts_the_workers_down(persistent: bool, kind: Any) -> None:
     before = workers_alive()
-    loader = DataLoader(Drawing(), 2, num_workers=2, persistent_workers=persistent)
+    loader = kind(Drawing(), 2, num_workers=2, persistent_workers=persistent)
     source = prepare_loader(loader, training=True)
     batches = source.epoch(0)
     next(batches)
@@ -162,6 +170,15 @@ def test_close_shuts_the_workers_down(persistent: bool) -> None:
     # And it can be started again.
     assert len(list(source.epoch(1))) == 13
     source.close()
+
+
+def test_an_epoch_left_early_lets_its_workers_go() -> None:
+    before = workers_alive()
+    source = prepare_loader(DataLoader(Drawing(), 2, num_workers=2), training=True)
+    batches = source.epoch(0)
+    next(batches)
+    del batches
+    assert workers_alive() == before
 
 
 def test_persistent_workers_live_on_between_epochs() -> None:
