@@ -14,7 +14,7 @@ from drivetrain.data.streams import Group, SamplerDraws
 from drivetrain.data.workers import KeyedIndex, KeyedIndices, MicroBatch
 from drivetrain.errors import ConfigurationError
 
-# Global micro-batches that a user's sampler is read ahead: swapping the generators costs some 200 us each time.
+# Global micro-batches that a user's sampler is read ahead: swapping all generators twice costs far more than a draw.
 _READ_AHEAD = 32
 
 

@@ -43,8 +43,8 @@ def move_to(batch: Any, device: torch.device, non_blocking: bool = False) -> Any
 def map_tensors(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to every tensor in ``batch``, and to whatever else has a ``to`` method.
 
-    `lightning_utilities.apply_to_collection` does the same but for frozen dataclasses, at five times the calls a
-    batch and 0.1 s of import.
+    `lightning_utilities.apply_to_collection` does much the same, but refuses frozen dataclasses, and this is called
+    for every batch: a dict within a dict takes 5 Python calls here and 21 there.
     """
     kind = type(batch)
     if kind is Tensor:
