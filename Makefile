@@ -1,0 +1,74 @@
+# Every target sets up what it needs in .venv, from nothing: Python 3.11 or newer, a C compiler and make are enough.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first Python that is new enough; `make PYTHON=...` chooses another.
+PYTHON ?= $(shell for candidate in python3 python3.11 python3.12 python3.13 python; do \
+	$$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$candidate && break; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SETUP := pyproject.toml constraints.txt
+
+# Build isolation reads the pins from here; the name it reads depends on pip's version.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+
+DEMO ?= --strategy ddp --devices 2
+
+.PHONY: help demo test lint format types bench docs parity clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about two minutes
+	@$(BIN)/python examples/gpt_stdlib.py $(DEMO)
+
+test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.stamp-dev ## Check format and lint
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+format: $(VENV)/.stamp-dev ## Put the code into shape
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(VENV)/.stamp-dev ## Type-check both packages, strictly
+	@$(BIN)/mypy
+
+bench: $(VENV)/.stamp-dev ## Time a step against hand-written PyTorch, as ratios
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+parity: $(VENV)/.stamp-dev ## Print the matrix of strategies and parity cases
+	@$(BIN)/python -m tests.parity $(ARGS)
+
+docs: $(VENV)/.stamp-docs ## Build the documentation into site/, warnings being errors
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
+
+clean: ## Remove what builds, tests and runs left behind
+	rm -rf site dist runs drivetrain_logs .mypy_cache .ruff_cache .pytest_cache
+	find framework strategies tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## The same, and the virtual environment
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or say 'make PYTHON=/path/to/python'." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp-demo: $(SETUP) | $(BIN)/python
+	$(INSTALL) -e '.[rich]'
+	@touch $@
+
+$(VENV)/.stamp-dev: $(SETUP) | $(BIN)/python
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.stamp-docs: $(SETUP) | $(BIN)/python
+	$(INSTALL) -e '.[docs]'
+	@touch $@

@@ -1,0 +1,92 @@
+"""drivetrain: train PyTorch models the same way on one device and on many.
+
+The public names are imported on first use, so that ``import drivetrain`` costs what ``import torch`` costs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drivetrain import callbacks as callbacks
+    from drivetrain import checkpoint as checkpoint
+    from drivetrain import data as data
+    from drivetrain import environments as environments
+    from drivetrain import launchers as launchers
+    from drivetrain import loggers as loggers
+    from drivetrain import precision as precision
+    from drivetrain import testing as testing
+    from drivetrain.callback import Callback as Callback
+    from drivetrain.data import DataModule as DataModule
+    from drivetrain.errors import CheckpointError as CheckpointError
+    from drivetrain.errors import ConfigurationError as ConfigurationError
+    from drivetrain.errors import DistributedError as DistributedError
+    from drivetrain.errors import DrivetrainError as DrivetrainError
+    from drivetrain.errors import NonFiniteError as NonFiniteError
+    from drivetrain.fit import Fit as Fit
+    from drivetrain.loggers import Logger as Logger
+    from drivetrain.module import TrainModule as TrainModule
+    from drivetrain.precision import Precision as Precision
+    from drivetrain.seed import seed_everything as seed_everything
+    from drivetrain.strategy import Strategy as Strategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Callback": "drivetrain.callback",
+    "CheckpointError": "drivetrain.errors",
+    "ConfigurationError": "drivetrain.errors",
+    "DataModule": "drivetrain.data",
+    "DistributedError": "drivetrain.errors",
+    "DrivetrainError": "drivetrain.errors",
+    "Fit": "drivetrain.fit",
+    "Logger": "drivetrain.loggers",
+    "NonFiniteError": "drivetrain.errors",
+    "Precision": "drivetrain.precision",
+    "Strategy": "drivetrain.strategy",
+    "TrainModule": "drivetrain.module",
+    "seed_everything": "drivetrain.seed",
+}
+_SUBMODULES = frozenset(
+    {"callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "precision", "testing"}
+)
+
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "ConfigurationError",
+    "DataModule",
+    "DistributedError",
+    "DrivetrainError",
+    "Fit",
+    "Logger",
+    "NonFiniteError",
+    "Precision",
+    "Strategy",
+    "TrainModule",
+    "callbacks",
+    "checkpoint",
+    "data",
+    "environments",
+    "launchers",
+    "loggers",
+    "precision",
+    "seed_everything",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _SUBMODULES:
+        value = import_module(f"drivetrain.{name}")
+    else:
+        raise AttributeError(f"module 'drivetrain' has no attribute {name!r}")
+    globals()[name] = value  # the next look-up no longer comes here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
