@@ -46,7 +46,7 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self._every = 0  # 0: nothing to do
+        self._every = 1
         self._by_step = self._by_epoch = False
         self._last = -1
 
@@ -62,8 +62,11 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
         """Settle when to log."""
+        self._by_step = self._by_epoch = False
+        self._every = trainer.log_every_n_steps
+        if not self._every:  # nothing is logged in this run
+            return
         if not trainer.loggers:
-            self._by_step = self._by_epoch = False
             if trainer.is_global_zero:
                 warnings.warn("LearningRateMonitor has nowhere to log to: the run has no logger", stacklevel=2)
             return
@@ -82,7 +85,7 @@ class LearningRateMonitor(Callback):
         if not self._by_step:
             return
         step = trainer.global_step + 1
-        if step % trainer.log_every_n_steps == 0 and step != self._last:
+        if step % self._every == 0 and step != self._last:
             self._last = step
             trainer.log_metrics(self.rates(trainer), step=step)
 

@@ -92,6 +92,8 @@ class NonFiniteGuard(Callback):
 
     def on_before_backward(self, trainer: Fit, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
+        if trainer.joining:  # the mean over no items of its own may well be NaN, and counts for nothing
+            return
         # Several losses of one micro-batch share a place: NaN and infinity survive a sum.
         self._place(loss, _LOSS).add_(loss.detach())
 

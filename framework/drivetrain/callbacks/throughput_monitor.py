@@ -117,9 +117,9 @@ class ThroughputMonitor(Callback):
         if step == self._last_step:
             return
         self._last_step = step
-        if self._points and step % trainer.log_every_n_steps:
-            return
-        self._take(trainer)
+        every = trainer.log_every_n_steps
+        if every and (not self._points or step % every == 0):
+            self._take(trainer)
 
     def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
         """Stop the clock."""
