@@ -17,7 +17,17 @@ from typing import Self
 
 from drivetrain.errors import DistributedError
 
-_NOTICED_AFTER = 2 * 10**9  # nanoseconds
+# What gloo, NCCL, the store and we say where another rank is gone or does not answer.
+_PEER_ERRORS = ("DistributedError", "RankFailedError", "DistNetworkError", "DistStoreError")
+_PEER_MESSAGES = (
+    "Connection closed by",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "communicator was aborted",
+    "remote process exited",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +136,16 @@ def signal_name(exit_code: int | None) -> str | None:
 def first_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that the others follow from.
 
-    What happened first comes first. A death by signal is noticed only after its peers may have raised, each because
-    its connection to the dead one closed.
+    What happened first comes first, but an error that only tells of a lost or silent peer comes after all others: it
+    may well be reported before that peer's own end is noticed.
     """
-    return min(failures, key=lambda failure: failure.time_ns - (_NOTICED_AFTER if failure.signal_name else 0))
+    return min(failures, key=lambda failure: (_follows_from_another(failure), failure.time_ns))
+
+
+def _follows_from_another(failure: Failure) -> bool:
+    if failure.error_type is None:
+        return False
+    return failure.error_type.endswith(_PEER_ERRORS) or any(text in failure.message for text in _PEER_MESSAGES)
 
 
 def _dump(error: BaseException) -> str | None:

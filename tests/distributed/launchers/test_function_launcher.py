@@ -1,0 +1,283 @@
+"""Functions on ranks that are processes of their own, whatever way they are started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
+
+_ONE = Placement()
+_TWO = Placement(world_size=2, local_world_size=2)
+_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def _train(weight: torch.Tensor, name: str) -> dict[str, Any]:
+    """What a fit does, in small: a group over the world's store, a change in place, a state to bring back."""
+    world = current_world()
+    assert world is not None
+    assert world.kind == "function"
+    assert world.failures() == []
+    place = world.placement
+    dist.init_process_group("gloo", store=world.store("fit"), rank=place.rank, world_size=place.world_size)
+    weight += place.rank + 1
+    dist.all_reduce(weight)
+    dist.destroy_process_group()
+    return {
+        "state": {name: weight, "half": torch.ones(3, dtype=torch.bfloat16)},
+        "variables": {name: os.environ[name] for name in _NAMES},
+        "own": os.environ.get("DRIVETRAIN_TEST_OWN"),
+        "threads": torch.get_num_threads(),
+        "folder": os.getcwd(),
+    }
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_values_come_back_and_nothing_of_the_caller_changes(
+    method: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # A-02, A-03
+    monkeypatch.setenv("DRIVETRAIN_TEST_OWN", method)
+    monkeypatch.chdir(tmp_path)
+    weight = torch.zeros(1 << 19)  # 2 MB: more than any pipe holds
+    environment, threads = dict(os.environ), threading.active_count()
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
+    left = set(os.listdir(tempfile.gettempdir()))
+
+    results = FunctionLauncher(method).launch_all(_TWO, _train, weight, "weight")
+
+    for rank, result in enumerate(results):
+        assert torch.equal(result["state"]["weight"], torch.full((1 << 19,), 3.0))
+        assert result["state"]["half"].tolist() == [1.0, 1.0, 1.0]
+        assert result["variables"] == dict(zip(_NAMES, (str(rank), str(rank), "2", "2", "True"), strict=True))
+        assert result["own"] == method
+        assert result["folder"] == str(tmp_path)
+        assert result["threads"] >= 1
+    # Sent by value: what the ranks do to their copy is not seen here.
+    assert not weight.any()
+    assert not weight.is_shared()
+    assert dict(os.environ) == environment
+    assert threading.active_count() == threads
+    assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
+    assert current_world() is None
+    assert not dist.is_initialized()
+    assert not {name for name in set(os.listdir(tempfile.gettempdir())) - left if name.startswith("drivetrain-")}
+
+
+def _rank() -> str:
+    return os.environ["RANK"]
+
+
+def test_launch_returns_the_first_ranks_value() -> None:
+    assert FunctionLauncher("fork").launch(_TWO, _rank) == "0"
+
+
+def test_one_process_and_later_nodes() -> None:
+    assert FunctionLauncher("fork").launch_all(_ONE, _rank) == ["0"]
+
+
+def _use_all_threads() -> float:
+    return float((torch.ones(600, 600) @ torch.ones(600, 600)).sum())
+
+
+def test_forked_processes_compute_after_openmp_has_run_here() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        expected = _use_all_threads()
+        assert FunctionLauncher("fork").launch_all(_TWO, _use_all_threads) == [expected, expected]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_cannot_be_pickled_can_be_forked() -> None:
+    assert FunctionLauncher("fork").launch(_TWO, lambda value: value(), lambda: 5) == 5
+
+
+def _raise_on_one(pids: str) -> None:
+    world = current_world()
+    assert world is not None
+    rank = world.placement.rank
+    Path(pids, str(rank)).write_text(str(os.getpid()))
+    dist.init_process_group("gloo", store=world.store("fit"), rank=rank, world_size=2)
+    if rank == 1:
+        raise ValueError("from rank one")
+    dist.barrier()
+
+
+def _assert_gone(folder: Path) -> None:
+    for file in folder.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_first_cause_is_raised_with_its_traceback(method: Any, tmp_path: Path) -> None:  # G-01
+    start = time.monotonic()
+    with pytest.raises(DistributedError, match="Rank 1 failed with ValueError: from rank one") as caught:
+        FunctionLauncher(method).launch(_TWO, _raise_on_one, str(tmp_path))
+    assert time.monotonic() - start < 15
+    assert "in _raise_on_one" in str(caught.value)
+    assert isinstance(caught.value, RankFailedError)
+    assert caught.value.failure.error_type == "ValueError"
+    _assert_gone(tmp_path)
+    # G-07: and again in the same process
+    assert FunctionLauncher(method).launch(_TWO, _rank) == "0"
+
+
+def _die_on_one(pids: str) -> None:
+    world = current_world()
+    assert world is not None
+    rank = world.placement.rank
+    Path(pids, str(rank)).write_text(str(os.getpid()))
+    dist.init_process_group("gloo", store=world.store("fit"), rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_killed_rank_is_named_with_the_signal(method: Any, tmp_path: Path) -> None:  # G-02
+    start = time.monotonic()
+    with pytest.raises(DistributedError, match="Rank 1 was killed by SIGKILL"):
+        FunctionLauncher(method).launch(_TWO, _die_on_one, str(tmp_path))
+    assert time.monotonic() - start < 15
+    _assert_gone(tmp_path)
+
+
+def _raise_on_one_and_hang(pids: str) -> None:
+    rank = os.environ["RANK"]
+    Path(pids, rank).write_text(str(os.getpid()))
+    if rank == "1":
+        raise ValueError("from rank one")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def test_a_rank_that_does_not_come_out_is_killed(tmp_path: Path) -> None:  # G-01
+    with pytest.raises(DistributedError, match="Rank 1 failed with ValueError: from rank one"):
+        FunctionLauncher("fork", grace=0.5).launch(_TWO, _raise_on_one_and_hang, str(tmp_path))
+    _assert_gone(tmp_path)
+
+
+def _exit_on_one(code: int, hard: bool) -> None:
+    if os.environ["RANK"] == "1":
+        if hard:
+            os._exit(code)
+        sys.exit(code)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("code", "hard", "message"),
+    [
+        (3, True, "Rank 1 ended with exit code 3"),
+        (0, True, "Rank 1 ended before its function had returned"),
+        (4, False, "Rank 1 failed with SystemExit: 4"),
+        (0, False, "Rank 1 failed with SystemExit: 0"),
+    ],
+)
+def test_a_rank_that_leaves_early_is_a_failure(code: int, hard: bool, message: str) -> None:
+    with pytest.raises(DistributedError, match=message):
+        FunctionLauncher("fork", grace=0.1).launch(_TWO, _exit_on_one, code, hard)
+
+
+def _refuse() -> None:
+    raise ConfigurationError("devices=9 cannot be had", "there are 2", "ask for 2")
+
+
+def _exit_all() -> None:
+    raise SystemExit(143)
+
+
+def test_what_every_rank_raises_is_raised_as_it_is() -> None:
+    with pytest.raises(ConfigurationError, match="devices=9 cannot be had") as caught:
+        FunctionLauncher("fork").launch(_TWO, _refuse)
+    assert caught.value.fix == "ask for 2"
+    assert isinstance(caught.value.__cause__, RankFailedError)
+    with pytest.raises(ValueError, match="from rank one"):
+        FunctionLauncher("fork").launch(_ONE, _raise_value_error)
+    with pytest.raises(SystemExit) as exited:
+        FunctionLauncher("fork").launch(_TWO, _exit_all)
+    assert exited.value.code == 143
+
+
+def _raise_value_error() -> None:
+    raise ValueError("from rank one")
+
+
+def _with_loader(model: int, loader: object) -> None: ...
+
+
+def test_what_cannot_be_sent_is_named() -> None:  # G-06
+    with pytest.raises(ConfigurationError, match=r"(?s)spawn.*the argument 'loader' \(a lock\).*Fix: ") as caught:
+        FunctionLauncher("spawn").launch(_TWO, _with_loader, 1, threading.Lock())
+    assert caught.value.why
+    with pytest.raises(ConfigurationError, match=r"the function '.*<lambda>'"):
+        FunctionLauncher("forkserver").launch(_TWO, lambda: None)
+
+
+def _nest() -> str:
+    try:
+        FunctionLauncher("fork").launch(_TWO, _rank)
+    except ConfigurationError as error:
+        return str(error)
+    return "started"
+
+
+def test_a_started_process_starts_no_others() -> None:
+    assert "rank 0 of 2 cannot start processes" in FunctionLauncher("fork").launch(_TWO, _nest)
+
+
+_SCRIPT = """
+from drivetrain.environments import Placement
+from drivetrain.launchers import FunctionLauncher
+
+class Settings:
+    def __init__(self, value):
+        self.value = value
+
+def work(settings):
+    return settings.value + 1
+
+two = Placement(world_size=2, local_world_size=2)
+"""
+
+
+def _run_script(tmp_path: Path, end: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT + textwrap.dedent(end))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+
+
+def test_functions_and_classes_of_a_script(tmp_path: Path) -> None:
+    end = """
+    if __name__ == "__main__":
+        print(FunctionLauncher("spawn").launch_all(two, work, Settings(1)))
+    """
+    run = _run_script(tmp_path, end)
+    assert run.stdout.split("\n")[-2] == "[2, 2]", run.stderr
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    run = _run_script(tmp_path, 'FunctionLauncher("spawn").launch_all(two, work, Settings(1))')
+    assert run.returncode != 0
+    assert "processes are started while this one is still importing the script" in run.stderr
+    assert 'if __name__ == "__main__":`, put its work under one' in run.stderr
