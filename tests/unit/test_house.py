@@ -1,0 +1,280 @@
+"""The rules that keep the repository one house: who imports whom, how large a file is, what an import costs (H-02)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import drivetrain
+
+ROOT = Path(__file__).parents[2]
+SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
+
+# A unit (a package of drivetrain's, or a file beside them) imports itself and units on lower floors, nothing else.
+FLOORS: list[set[str]] = [
+    {"errors", "setting_types"},
+    {"failure"},
+    {
+        *{"accelerators", "arguments", "config", "control", "environments", "hyper_parameters", "module_hooks"},
+        *{"optimizer_state", "precision", "process_state", "seed"},
+        "data.transfer",  # moving a batch is the strategies' business too; it knows nothing of the rest of data
+    },
+    {"callback", "handshake", "module", "strategy"},
+    {"hooks"},
+    {"checkpoint", "data", "launchers", "metrics"},
+    {"callbacks", "loggers", "loops"},
+    {"engine"},
+    {"fit"},
+    {"cli", "testing"},
+]
+FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
+UNKNOWN = len(FLOORS)  # a unit without a floor, which a test of its own reports
+STRATEGIES_REACH = FLOOR_OF["strategy"]  # the interfaces and what they stand on
+
+MAX_LINES = 400
+LONGER: dict[str, str] = {}  # path: the reason why it is one idea all the same
+
+HEAVY = ["torchmetrics", "transformers", "tensorboard", "deepspeed", "rich", "matplotlib", "torch._dynamo"]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of ours, wherever in the file it stands."""
+
+    importer: str
+    imported: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name; a package goes by its own name."""
+    found = {}
+    for root in SOURCE_ROOTS:
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+
+
+def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below ``node``, function bodies included, save what only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and _is_type_checking(child):
+            for statement in child.orelse:
+                yield statement
+                yield from _runtime_nodes(statement)
+        else:
+            yield child
+            yield from _runtime_nodes(child)
+
+
+def imports_of(name: str, source: str) -> list[Import]:
+    """The runtime imports of our own modules in ``source``, the text of module ``name``."""
+    found = []
+    for node in _runtime_nodes(ast.parse(source)):
+        targets: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            # `from package import name` means the submodule where there is one, and the package itself else.
+            targets = [
+                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in MODULES else node.module
+                for alias in node.names
+            ]
+        elif isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        for target in dict.fromkeys(targets):
+            if target.partition(".")[0] in {"drivetrain", "drivetrain_strategies"}:
+                found.append(Import(name, target, node.lineno))  # type: ignore[attr-defined]
+    return found
+
+
+IMPORTS = [found for name, path in MODULES.items() for found in imports_of(name, path.read_text())]
+
+
+def unit_of(name: str) -> str:
+    """``drivetrain.loops.train`` is in the unit ``loops``."""
+    parts = name.split(".")[1:]
+    pair = ".".join(parts[:2])
+    return pair if pair in FLOOR_OF else parts[0]
+
+
+def floor_of(name: str) -> int:
+    return FLOOR_OF.get(unit_of(name), UNKNOWN)
+
+
+def is_ours(name: str) -> bool:
+    return name == "drivetrain" or name.startswith("drivetrain.")
+
+
+def breaches(imports: list[Import]) -> list[str]:
+    """The imports of drivetrain's files that climb a floor, or stay on it and leave their own unit."""
+    found = []
+    for each in imports:
+        if not is_ours(each.importer) or each.importer == "drivetrain":
+            continue
+        if each.imported == "drivetrain":
+            found.append(f"{each}: name the module it comes from")
+        elif is_ours(each.imported):
+            importer, imported = unit_of(each.importer), unit_of(each.imported)
+            if importer != imported and floor_of(each.imported) >= floor_of(each.importer):
+                found.append(f"{each}: floor {floor_of(each.imported)} from floor {floor_of(each.importer)}")
+    return found
+
+
+def test_every_unit_stands_on_a_floor() -> None:
+    units = {unit_of(name) for name in MODULES if is_ours(name) and name != "drivetrain"}
+    assert not units - FLOOR_OF.keys(), "give these a floor in FLOORS"
+
+
+def test_imports_go_down() -> None:
+    assert not breaches(IMPORTS)
+
+
+def test_a_climbing_import_is_seen() -> None:
+    climbing = imports_of(
+        "drivetrain.loops.train", "def late():\n    import drivetrain.fit\n    from drivetrain.callbacks import timer"
+    )
+    assert len(breaches(climbing)) == 2
+    hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from drivetrain.fit import Fit\n"
+    assert imports_of("drivetrain.callback", hidden) == []
+
+
+def test_drivetrain_never_imports_the_strategies() -> None:
+    assert not [str(each) for each in IMPORTS if is_ours(each.importer) and not is_ours(each.imported)]
+
+
+def test_the_strategies_import_interfaces_only() -> None:
+    beyond = [
+        str(each)
+        for each in IMPORTS
+        if not is_ours(each.importer)
+        and is_ours(each.imported)
+        and (each.imported == "drivetrain" or floor_of(each.imported) > STRATEGIES_REACH)
+    ]
+    assert not beyond, "a strategy knows neither the engine nor the callbacks"
+
+
+def _packages_entered(each: Import) -> list[str]:
+    """The packages whose ``__init__`` runs for this import, but had not run for the importer."""
+    parts = each.imported.split(".")
+    parents = [".".join(parts[:length]) for length in range(1, len(parts))]
+    return [parent for parent in parents if not f"{each.importer}.".startswith(f"{parent}.")]
+
+
+def cycles(imports: list[Import]) -> list[list[str]]:
+    """Groups of modules that import each other, in whatever roundabout way (Tarjan's strongly connected components)."""
+    graph: dict[str, list[str]] = {}
+    for each in imports:
+        graph.setdefault(each.importer, []).extend([each.imported, *_packages_entered(each)])
+
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for target in graph.get(name, []):
+            if target not in order:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], order[target])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1 or name in graph.get(name, []):
+                found.append(sorted(group))
+
+    for name in list(graph):
+        if name not in order:
+            visit(name)
+    return found
+
+
+def test_no_import_cycles() -> None:
+    assert not cycles(IMPORTS)
+
+
+def test_a_cycle_is_seen() -> None:
+    ring = [Import("drivetrain.a", "drivetrain.b", 1), Import("drivetrain.b", "drivetrain.c", 1)]
+    assert cycles(ring) == []
+    ring.append(Import("drivetrain.c", "drivetrain.a", 1))
+    assert cycles(ring) == [["drivetrain.a", "drivetrain.b", "drivetrain.c"]]
+
+
+def test_files_are_small() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES.values()}
+    long = {path for path, length in lengths.items() if length > MAX_LINES}
+    assert long == LONGER.keys(), f"over {MAX_LINES} lines: split it, or give the reason in LONGER"
+
+
+def test_packages_say_that_they_are_typed() -> None:
+    packages = [path.parent for name, path in MODULES.items() if "." not in name]
+    assert len(packages) == 2
+    assert all((package / "py.typed").exists() for package in packages)
+
+
+# What an import costs
+
+
+def imported_after(statement: str) -> tuple[list[str], float]:
+    """What ``statement`` brings into a fresh interpreter that has torch already, and the seconds it takes."""
+    code = (
+        "import json, sys, time, torch\n"
+        "before = set(sys.modules)\n"
+        "start = time.perf_counter()\n"
+        f"{statement}\n"
+        "seconds = time.perf_counter() - start\n"
+        "print(json.dumps([sorted(set(sys.modules) - before), seconds]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    names, seconds = json.loads(done.stdout)
+    return names, seconds
+
+
+def heavy(names: list[str]) -> list[str]:
+    return [name for name in names if any(name == each or name.startswith(f"{each}.") for each in HEAVY)]
+
+
+def test_import_brings_torch_and_next_to_nothing() -> None:
+    # H-02
+    names, seconds = imported_after("import drivetrain")
+    assert not heavy(names)
+    assert {name.partition(".")[0] for name in names} == {"drivetrain"}
+    assert seconds < 0.1
+
+
+def test_the_public_classes_bring_nothing_heavy() -> None:
+    # H-02, for what a script really writes.
+    names, _ = imported_after("from drivetrain import Callback, DataModule, Fit, Strategy, TrainModule")
+    assert not heavy(names)
+
+
+@pytest.mark.parametrize("name", drivetrain.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(drivetrain, name) is not None
+    assert name in dir(drivetrain)
+
+
+def test_an_unknown_name_is_a_plain_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Fitt'"):
+        drivetrain.Fitt  # noqa: B018
