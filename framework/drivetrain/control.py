@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import Store
 
-from drivetrain.errors import DistributedError
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What went wrong on a rank, in a form that travels as text."""
-
-    rank: int
-    kind: str
-    """The exception's qualified type name."""
-    text: str
-    traceback: str
-    secondary: bool = False
-    """True for the echo of another rank's failure: a connection that broke because its other end is gone."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def as_error(self) -> DistributedError:
-        """Return the error that the other ranks raise for it."""
-        return DistributedError(
-            f"Rank {self.rank} failed: {self.kind}: {self.text}",
-            f"its traceback was:\n{self.traceback}",
-            f"mend what rank {self.rank} reports; the other ranks stopped because of it.",
-        )
+from drivetrain.failure import Failure
 
 
 class Pending(Protocol):
@@ -85,8 +60,8 @@ class ControlPlane(Protocol):
             DistributedError: a rank came for another purpose, or not within ``timeout``; it is named.
         """
 
-    def report_failure(self, failure: Failure) -> None:
-        """Tell the others. Not collective."""
+    def report_failure(self, failure: Failure, echo: bool) -> None:
+        """Tell the others. ``echo``: it only follows from another rank's. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         """Return the first failure that is a cause, if one was reported within ``wait``. Not collective."""
@@ -133,7 +108,7 @@ class LocalControl:
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         return tuple(int(flag) for flag in flags)
 
-    def report_failure(self, failure: Failure) -> None:
+    def report_failure(self, failure: Failure, echo: bool) -> None:
         return None
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:

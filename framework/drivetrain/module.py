@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.checkpoint_files import read_files
+from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.hyper_parameters import HyperParameters, collect_init_arguments
 from drivetrain.module_hooks import ModuleHooks
 
@@ -312,10 +314,18 @@ class TrainModule(ModuleHooks, nn.Module):
         Raises:
             CheckpointError: there is no whole checkpoint, or its weights do not fit.
         """
-        from drivetrain.checkpoint_weights import build_from_checkpoint
-
-        module: Self = build_from_checkpoint(cls, path, map_location, strict, overrides)
-        return module
+        files = read_files(os.fspath(path))
+        module = cls(**{**files.manifest["hyper_parameters"], **overrides})
+        module.configure_model()
+        missing, unexpected = module.load_state_dict(files.all_weights(), strict=False)
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"The weights of {os.fspath(path)!r} do not fit {cls.__name__}: "
+                f"missing {missing[:10]}, unexpected {unexpected[:10]}.",
+                "strict=True asks for the same names.",
+                "build the module as it was trained, or pass strict=False.",
+            )
+        return module if map_location is None else module.to(map_location)
 
     def freeze(self) -> None:
         """Stop training every parameter, and evaluate."""

@@ -17,7 +17,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.precision import Precision
-from drivetrain.data.transfer import move_to
+from drivetrain.transfer import move_to
 
 StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` the way the strategy needs it called (through DDP's forward, say)."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from drivetrain.control import Failure, Pending, spread
+from drivetrain.control import Pending, spread
 from drivetrain.errors import DistributedError
+from drivetrain.failure import Failure, RankFailedError
 
 _FIELD = 20  # bits an agreement spends on one count: up to a million ranks
 _POLL = timedelta(seconds=1)
@@ -125,7 +127,7 @@ class GroupControl:
                     raise
             failure = self.first_failure()
             if failure is not None:
-                raise failure.as_error()
+                raise RankFailedError(failure)
             if end is not None and time.monotonic() > end:
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])]
                 raise DistributedError(
@@ -145,19 +147,19 @@ class GroupControl:
 
     # Failures
 
-    def report_failure(self, failure: Failure) -> None:
+    def report_failure(self, failure: Failure, echo: bool) -> None:
         number = self.store.add("failures", 1)
-        self.store.set(f"failure/{number}", json.dumps(failure.as_dict()))
+        self.store.set(f"failure/{number}", json.dumps({"echo": echo, "failure": asdict(failure)}))
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
         while True:
             count = self.store.add("failures", 0)
-            failures = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
-            causes = [failure for failure in failures if not failure.secondary]
+            reports = [json.loads(self.store.get(f"failure/{number + 1}")) for number in range(count)]
+            causes = [report for report in reports if not report["echo"]]
             if causes:
-                return causes[0]
-            if len(failures) >= self.world_size or time.monotonic() >= end:
+                return Failure(**causes[0]["failure"])
+            if len(reports) >= self.world_size or time.monotonic() >= end:
                 return None
             time.sleep(0.05)
 

@@ -9,7 +9,7 @@ from drivetrain.data.order import KeyedPermutation, SequentialOrder, order
 from drivetrain.data.prefetch import Prefetcher
 from drivetrain.data.sharding import Share
 from drivetrain.data.source import BatchSource
-from drivetrain.data.transfer import first_dimension, move_to
+from drivetrain.transfer import first_dimension, move_to
 
 __all__ = [
     "BatchSource",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.data.transfer import move_to
+from drivetrain.transfer import move_to
 from drivetrain.errors import ConfigurationError
 from drivetrain.hyper_parameters import HyperParameters, collect_init_arguments
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from drivetrain.data.transfer import map_tensors, move_to
+from drivetrain.transfer import map_tensors, move_to
 
 
 class InFlight(NamedTuple):

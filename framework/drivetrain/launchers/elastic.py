@@ -19,11 +19,12 @@ from torch.distributed.elastic.multiprocessing import (
     start_processes,
 )
 
-from drivetrain.launchers.failure import Failure, failure_file
+from drivetrain.failure import Failure, failure_file
 from drivetrain.process_state import ProcessState
 
 _POLL = 0.02  # seconds between two looks at the processes
 _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
+_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
 class Processes:
@@ -145,10 +146,12 @@ def polls(seconds: float) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep elastic from logging, for people who never asked for it, what becomes an error of ours."""
-    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -44,6 +44,7 @@ class StepArguments:
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx, dataloader_idx=0).",
             )
         self.takes_batch_idx = count >= 2
+        self.takes_dataloader_idx = len(required) == 3
         self._count = count if several or len(required) == 3 else min(count, 2)
 
     def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:

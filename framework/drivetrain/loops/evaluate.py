@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.control import ControlPlane
-from drivetrain.data import BatchSource, Share
+from drivetrain.data import BatchSource
 from drivetrain.hooks import HookTable
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.joining import leaving_no_trace
@@ -117,7 +118,7 @@ class EvaluateLoop:
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
         several = len(self._sources) > 1
-        for batch_idx, (given, share) in enumerate(limited(source.epoch(0), limit)):
+        for batch_idx, (given, share) in enumerate(islice(source.epoch(0), limit)):
             if share.joins:
                 self._join(given, batch_idx, index)
                 continue
@@ -152,18 +153,6 @@ class EvaluateLoop:
         values.update(self._metrics.flush_steps())
         if values:
             self._log(values)
-
-
-def limited(pairs: Iterator[tuple[Any, Share]], limit: int | None) -> Iterator[tuple[Any, Share]]:
-    """Stop after ``limit`` micro-batches, without reading one more to find out."""
-    if limit is None:
-        yield from pairs
-        return
-    for _ in range(limit):
-        pair = next(pairs, None)
-        if pair is None:
-            return
-        yield pair
 
 
 def _by_loader(numbers: dict[str, float], loaders: int) -> list[dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from drivetrain.data import BatchSource
 from drivetrain.hooks import HookTable
 from drivetrain.loops.arguments import StepArguments
-from drivetrain.loops.evaluate import evaluating, limited
+from drivetrain.loops.evaluate import evaluating
 from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
@@ -78,7 +79,7 @@ class PredictLoop:
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
         several = len(self._sources) > 1
         kept = []
-        for batch_idx, (given, share) in enumerate(limited(source.epoch(0), limit)):
+        for batch_idx, (given, share) in enumerate(islice(source.epoch(0), limit)):
             if share.joins and not self._strategy.collective_forward:
                 continue
             batch = given if self._move is None else self._move(given, index)

@@ -27,7 +27,7 @@ class ValidationPlan:
 
     def __init__(
         self,
-        validate: Callable[[], None] | None,
+        validate: Callable[[], object] | None,
         interval: int | float | None,
         every_n_epochs: int | None,
         length: int | None,

@@ -13,7 +13,7 @@ from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.metrics.entry import Entry
 from drivetrain.metrics.packing import gather_packed, to_host
-from drivetrain.data.transfer import first_dimension
+from drivetrain.transfer import first_dimension
 
 _OPERATIONS: dict[Any, str] = {
     "mean": "mean",
@@ -35,9 +35,9 @@ class MetricStore:
     The loops say where they are (`stage`, `batch`, `samples`, `dataloader_idx`); `record` is all that a step calls.
     """
 
-    def __init__(self, module: nn.Module, control: ControlPlane | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._control: ControlPlane = control or LocalControl()
+        self.control: ControlPlane = LocalControl()
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
@@ -232,7 +232,7 @@ class MetricStore:
                 *(f"{entry.epoch_name}\tmetric\t{entry.attribute}" for entry in metrics if entry.sync_dist is not False),
             ]
             takes_part = self.had_data or bool(keys)
-            keys, table = gather_packed(self._control, keys, numbers[:split], takes_part)
+            keys, table = gather_packed(self.control, keys, numbers[:split], takes_part)
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
@@ -274,12 +274,12 @@ class MetricStore:
             (entry for entry in self.entries.values() if entry.on_step and entry.sync_dist and entry.metric is None),
             key=lambda entry: entry.name,
         )
-        if not synced or self._control.world_size == 1:
+        if not synced or self.control.world_size == 1:
             return
-        self._control.agree("the reduction of step values (sync_dist=True)")
+        self.control.agree("the reduction of step values (sync_dist=True)")
         numbers = to_host([0.0 if entry.last is None else entry.last for entry in synced])
         interleaved = [part for number in numbers for part in (number, 1.0)]
-        _, table = gather_packed(self._control, [_key(entry) for entry in synced], interleaved, True)
+        _, table = gather_packed(self.control, [_key(entry) for entry in synced], interleaved, True)
         for position, entry in enumerate(synced):
             entry.last = float(_reduce(entry.operation, table[:, 2 * position], table[:, 2 * position + 1]))
 
@@ -312,7 +312,7 @@ class MetricStore:
         """
         value = self.callback_metrics().get(name)
         known = torch.tensor([0.0, 0.0] if value is None else [1.0, float(value)], dtype=torch.float64)
-        table = self._control.all_gather(known)
+        table = self.control.all_gather(known)
         heard = table[:, 0] > 0
         return float(table[heard, 1].mean()) if bool(heard.any()) else None
 

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers.failure import Failure, RankFailedError, first_cause
+from drivetrain.failure import Failure, RankFailedError, first_cause
 from drivetrain.launchers.function_launcher import PRELOAD
 from drivetrain.launchers.lifeline import die_with_parent
 from drivetrain.launchers.variables import torchrun_variables

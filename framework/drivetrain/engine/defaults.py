@@ -1,0 +1,58 @@
+"""The callbacks and loggers of a run: the user's, and the default ones that do not stand in their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain.callback import Callback
+from drivetrain.callbacks.model_summary import ModelSummary
+from drivetrain.callbacks.progress_bar import ProgressBar
+from drivetrain.callbacks.progress_default import default_progress_bar
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import Logger
+from drivetrain.loggers.default import default_logger
+
+
+def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool) -> list[Callback]:
+    """Return the user's callbacks and, unless there is one of their class, the default ones.
+
+    Raises:
+        ConfigurationError: something given is no `Callback`.
+    """
+    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigurationError(
+                f"callbacks holds {named}, which is no Callback.",
+                "the engine calls a Callback's hooks.",
+                "pass an instance of a drivetrain.Callback subclass.",
+            )
+    if progress_bar:
+        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(default_progress_bar())
+    if model_summary:
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.append(ModelSummary())
+    return callbacks
+
+
+def default_loggers(given: Any, root: str) -> list[Logger]:
+    """Return the loggers that ``Fit(logger=...)`` means.
+
+    Raises:
+        ConfigurationError: something given is no `Logger`.
+    """
+    if given is False:
+        return []
+    if given is None or given is True:
+        return [default_logger(root)]
+    loggers = list(given) if isinstance(given, list | tuple) else [given]
+    for one in loggers:
+        if not isinstance(one, Logger):
+            raise ConfigurationError(
+                f"logger holds a {type(one).__name__}, which is no Logger.",
+                "the engine sends it numbers through that interface.",
+                "pass a drivetrain.Logger, a list of them, True, False or None.",
+            )
+    return loggers

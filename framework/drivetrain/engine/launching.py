@@ -1,0 +1,147 @@
+"""Starting a run: in this process, in those that are there, or in ones that are started for it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.accelerators import resolve_devices
+from drivetrain.engine.loaders import Given
+from drivetrain.engine.place import Place, find_place
+from drivetrain.engine.session import Session
+from drivetrain.environments import Environment, environment_by_name
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
+from drivetrain.module import TrainModule
+from drivetrain.precision import resolve_precision
+from drivetrain.strategy import Strategy, strategy_by_name
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+
+logger = logging.getLogger("drivetrain")
+
+DEFAULT_MAX_EPOCHS = 1000
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What comes back from a run in other processes."""
+
+    result: Any
+    weights: dict[str, torch.Tensor]
+    progress: dict[str, int]
+    metrics: dict[str, float]
+    callbacks: list[dict[str, Any]]
+    state: str
+    world_size: int
+
+
+def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Any:
+    """Run ``stage``, starting processes first where they are missing; returns what the stage returns."""
+    setting = trainer.environment
+    environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+    single = trainer._strategy is not None and trainer._strategy.single_process
+    place = find_place(environment, resolve_devices(trainer.accelerator, trainer.devices), trainer.num_nodes, single)
+    if place.missing:
+        chosen = None if trainer._strategy is None else trainer._strategy.launcher
+        launcher = chosen or choose_launcher(trainer.launcher, place.placement.local_world_size)
+        if isinstance(launcher, FunctionLauncher):
+            return _in_other_processes(launcher, place, trainer, stage, module, given, ckpt_path)
+        assert isinstance(launcher, SubprocessLauncher)
+        world = launcher.launch(place.placement, address=place.address, port=place.port)
+        place = replace(place, store=world.store("runs"), world=world, missing=False)
+    return run_here(trainer, stage, module, given, ckpt_path, place)
+
+
+def run_here(
+    trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, place: Place
+) -> Any:
+    """Run ``stage`` in this process, which has its place."""
+    device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
+    if trainer._strategy is None:
+        trainer._strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")
+    strategy = trainer._strategy
+    _sync_batchnorm(trainer, strategy, device)
+    strategy.bind(place.placement, device, resolve_precision(trainer.precision_setting, device), place.store)
+    if stage == "fit" and trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
+        trainer.max_epochs = DEFAULT_MAX_EPOCHS
+        if strategy.rank == 0:
+            logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
+    session = Session(trainer, stage, module, given, ckpt_path, strategy, place)
+    trainer._session = session
+    trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
+    try:
+        result = session.execute()
+    except BaseException:
+        trainer.state = "interrupted"
+        raise
+    trainer.state = "finished"
+    return result
+
+
+def _sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> None:
+    if not trainer.sync_batchnorm:
+        return
+    if device.type == "cpu":
+        raise ConfigurationError(
+            "sync_batchnorm=True on the CPU.",
+            "torch's SyncBatchNorm needs an accelerator.",
+            "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
+        )
+    if hasattr(strategy, "sync_batchnorm"):
+        strategy.sync_batchnorm = True
+
+
+# In processes started for the run
+
+
+def _in_other_processes(
+    launcher: FunctionLauncher,
+    place: Place,
+    trainer: Fit,
+    stage: str,
+    module: TrainModule,
+    given: Given,
+    ckpt_path: str | None,
+) -> Any:
+    outcome = launcher.launch(
+        place.placement, _worker, trainer, stage, module, given, ckpt_path, address=place.address, port=place.port
+    )
+    module.load_state_dict(outcome.weights)
+    session = Session(trainer, stage, module, given, ckpt_path, _stand_in(trainer), place)
+    session.progress.load_state_dict(outcome.progress)
+    session.metrics.restore(outcome.metrics)
+    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
+        if state:
+            callback.load_state_dict(state)
+    trainer._session = session
+    trainer.state = outcome.state
+    return outcome.result
+
+
+def _stand_in(trainer: Fit) -> Strategy:
+    """The strategy as the caller sees it after a run elsewhere: its own, in no run."""
+    if trainer._strategy is None:
+        trainer._strategy = strategy_by_name("ddp")
+    return trainer._strategy
+
+
+def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:
+    """Run on one rank, in a process started for it."""
+    result = launch(trainer, stage, module, given, ckpt_path)
+    session = trainer._session
+    assert session is not None
+    first = trainer.is_global_zero
+    return Outcome(
+        result=result if first else None,
+        weights={name: tensor.detach().cpu() for name, tensor in module.state_dict().items()} if first else {},
+        progress=session.progress.state_dict(),
+        metrics={name: float(value) for name, value in session.metrics.callback_metrics().items()},
+        callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
+        state=trainer.state,
+        world_size=trainer.world_size,
+    )

@@ -1,0 +1,137 @@
+"""Which loaders a stage reads, and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from drivetrain.data import BatchSource, CombinedLoader, DataModule, prepare_loader
+from drivetrain.errors import ConfigurationError
+from drivetrain.hooks import is_overridden
+from drivetrain.module import TrainModule
+
+_KINDS = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What `Fit.fit` and its like were given."""
+
+    train: Any = None
+    evaluate: Any = None
+    datamodule: DataModule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How loaders are dealt to ranks.
+
+    Attributes:
+        rank: this rank among those that get different data.
+        world_size: how many those are.
+        seed: of the order, the same on every rank.
+        replace_sampler: ``Fit(use_distributed_sampler=...)``.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    replace_sampler: bool
+
+
+def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
+    """Return the loader(s) for ``kind`` ("train", "validate", "test", "predict"), or None where there are none.
+
+    What the call was given comes first, then the data module, then the module.
+
+    Raises:
+        ConfigurationError: loaders and a data module were both given.
+    """
+    name = f"{_KINDS[kind]}_dataloader"
+    if given is not None and datamodule is not None:
+        raise ConfigurationError(
+            f"Both {kind} loaders and a datamodule were given.",
+            "one of them would be ignored.",
+            "pass the loaders, or datamodule=.",
+        )
+    if given is not None:
+        return given
+    if datamodule is not None and is_overridden(name, datamodule, DataModule):
+        return getattr(datamodule, name)()
+    if is_overridden(name, module, TrainModule):
+        return getattr(module, name)()
+    return None
+
+
+def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSource:
+    """Prepare the training loader; several at once are combined, the longest ending the epoch."""
+    if _is_several(loaders):
+        loaders = CombinedLoader(loaders, mode="max_size_cycle")
+    return _prepared(loaders, dealing, training=True, predicting=sequential)
+
+
+def evaluation_sources(loaders: Any, dealing: Dealing, predicting: bool) -> list[BatchSource]:
+    """Prepare one or several evaluation loaders."""
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        several = loaders.flattened
+    elif _is_several(loaders):
+        several = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+    else:
+        several = [loaders]
+    return [_prepared(loader, dealing, training=False, predicting=predicting) for loader in several]
+
+
+def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
+    """Turn a limit into a number of micro-batches; None for all there are.
+
+    Raises:
+        ConfigurationError: a part of an unknown length.
+    """
+    if setting is None or (isinstance(setting, float) and setting == 1.0):
+        return length
+    if isinstance(setting, int):
+        return setting if length is None else min(setting, length)
+    if setting == 0.0:
+        return 0
+    if length is None:
+        raise ConfigurationError(
+            f"{name}={setting} with a loader of unknown length.",
+            "a part can only be taken of what is known.",
+            f"give the number of micro-batches as an int, such as {name}=100.",
+        )
+    limit = int(length * setting)
+    if limit == 0:
+        raise ConfigurationError(
+            f"{name}={setting} of {length} micro-batches is none at all.",
+            "it would train or measure nothing.",
+            f"raise it to at least {1 / length:.3g}, or use 0 to leave the loader out.",
+        )
+    return limit
+
+
+def _prepared(loader: Any, dealing: Dealing, *, training: bool, predicting: bool) -> BatchSource:
+    return prepare_loader(
+        loader,
+        training=training,
+        predicting=predicting,
+        rank=dealing.rank,
+        world_size=dealing.world_size,
+        seed=dealing.seed,
+        replace_sampler=dealing.replace_sampler,
+    )
+
+
+def _is_several(loaders: Any) -> bool:
+    """Whether this is a collection of loaders, and not one loader that happens to be a list of batches."""
+    if isinstance(loaders, Mapping):
+        return True
+    return isinstance(loaders, list | tuple) and any(
+        isinstance(loader, DataLoader | CombinedLoader | Mapping) or _is_several(loader) for loader in loaders
+    ) and not any(isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in loaders)
+
+
+def _holds_loaders(loaders: Mapping[Any, Any]) -> bool:
+    return any(isinstance(loader, DataLoader | CombinedLoader) for loader in loaders.values())

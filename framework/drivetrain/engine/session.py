@@ -1,0 +1,398 @@
+"""Session: one run of one stage on one rank, from set-up to putting everything back."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.callback import Callback
+from drivetrain.checkpoint.plain import PlainCheckpoint
+from drivetrain.data import BatchSource
+from drivetrain.engine.batches import Move, batch_mover
+from drivetrain.engine.failing import cause_of, tell_others
+from drivetrain.engine.loaders import (
+    Dealing,
+    Given,
+    evaluation_sources,
+    find_loaders,
+    limit_of,
+    training_source,
+)
+from drivetrain.engine.place import Place
+from drivetrain.engine.seeding import order_seed, seed_generators
+from drivetrain.engine.settings import apply_switches
+from drivetrain.engine.training import build_training, under_context
+from drivetrain.errors import ConfigurationError
+from drivetrain.handshake import facts_about, shake_hands
+from drivetrain.hooks import HookTable, is_overridden
+from drivetrain.loops.evaluate import NAMES, EvaluateLoop
+from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
+from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_optimizers
+from drivetrain.loops.predict import PredictLoop
+from drivetrain.loops.progress import Progress
+from drivetrain.loops.stopping import StopRequest
+from drivetrain.metrics import MetricStore
+from drivetrain.module import TrainModule
+from drivetrain.process_state import ProcessState
+from drivetrain.strategy import StepRunner, Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+
+logger = logging.getLogger("drivetrain")
+
+
+class Session:
+    """One run of one stage.
+
+    Args:
+        trainer: whose settings hold; handed to callbacks.
+        stage: "fit", "validate", "test" or "predict".
+        module: what is run.
+        given: the loaders or the data module.
+        ckpt_path: what to start from, or None.
+        strategy: where.
+        place: this process among all.
+    """
+
+    def __init__(
+        self,
+        trainer: Fit,
+        stage: str,
+        module: TrainModule,
+        given: Given,
+        ckpt_path: str | None,
+        strategy: Strategy,
+        place: Place,
+    ) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.module = module
+        self.given = given
+        self.ckpt_path = ckpt_path
+        self.strategy = strategy
+        self.place = place
+        self.progress = Progress()
+        self.metrics = MetricStore(module)
+        self.stop = StopRequest(strategy.control, None, None, None)
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.handles: list[OptimizerHandle] = []
+        self.manual: ManualStep | None = None
+        self.callbacks: list[Callback] = []
+        self.hooks: HookTable | None = None
+        self.train_source: BatchSource | None = None
+        self.sources: dict[str, list[BatchSource]] = {}
+        self.limits: dict[str, list[int | None]] = {}
+        self.train_limit: int | None = None
+        self.sanity_checking = False
+        self.gradient_norm: torch.Tensor | None = None
+        self.validate: Callable[[], list[dict[str, float]]] | None = None
+        self._set_up = False
+
+    def execute(self) -> Any:
+        """Run the stage; returns what it returns. Everything that is not ours is as before afterwards.
+
+        Raises:
+            Exception: whatever failed, or `RankFailedError` where another rank did.
+        """
+        seed = self.trainer.seed
+        flags = [(child, child.training) for child in self.module.modules()]
+        with ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+            try:
+                result = self._run()
+            except BaseException as error:
+                cause = self._fail(error)
+                if cause is error:
+                    raise
+                raise cause from error
+            finally:
+                for child, training in flags:
+                    child.training = training
+                self._detach()
+        return result
+
+    # The course of a run
+
+    def _run(self) -> Any:
+        trainer, strategy = self.trainer, self.strategy
+        apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
+        if trainer.seed is not None:
+            seed_generators(trainer.seed, 0)  # alike everywhere, for what is initialised
+        strategy.setup_environment()
+        self.metrics.control = strategy.control
+        self.module.__dict__["_trainer"] = trainer
+        if self.given.datamodule is not None:
+            self.given.datamodule.__dict__["_trainer"] = trainer
+        self._prepare_data()
+        self._assemble()
+        self._call("setup", self.stage)
+        self._set_up = True
+        dealing = Dealing(
+            strategy.data_rank,
+            strategy.data_world_size,
+            order_seed(trainer.seed, strategy.control),
+            trainer.use_distributed_sampler,
+        )
+        self._find_loaders(dealing)
+        runner = self._set_up_module()
+        shake_hands(strategy.control, {**trainer.facts(), **facts_about(self.module), **self._facts()})
+        if trainer.seed is not None and strategy.data_rank > 0:
+            seed_generators(trainer.seed, strategy.data_rank)
+        move = batch_mover(self.module, self.given.datamodule, strategy)
+        result = self._fit(runner, move) if self.stage == "fit" else self._evaluate(self.stage, runner, move)
+        self.module.__dict__.pop("_held", None)
+        strategy.restore_module()
+        self._call("teardown", self.stage)
+        self._finish("success")
+        strategy.teardown()
+        return result
+
+    def _fit(self, runner: StepRunner, move: Move | None) -> None:
+        trainer, hooks = self.trainer, self._hooks()
+        self._set_up_optimizers()
+        if self.ckpt_path is not None:
+            self._checkpoint().load(self.ckpt_path)
+        if self.sources.get("validate"):
+            self.validate = self._evaluation("validate", runner, move)
+        loop = build_training(self, runner, move)
+        logger.info(self.strategy.precision.describe())
+        for hook in hooks.on_fit_start:
+            hook()
+        self._sanity_check(runner, move)
+        for hook in hooks.on_train_start:
+            hook()
+        trainer.state = "fitting"
+        loop.run()
+        for hook in (*hooks.on_train_end, *hooks.on_fit_end):
+            hook()
+
+    def _sanity_check(self, runner: StepRunner, move: Move | None) -> None:
+        steps, hooks = self.trainer.num_sanity_val_steps, self._hooks()
+        if not steps or self.validate is None or self.ckpt_path is not None:
+            return
+        limits = [steps if limit is None else min(steps, limit) for limit in self.limits["validate"]]
+        if steps == -1:
+            limits = list(self.limits["validate"])  # type: ignore[arg-type]
+        self.sanity_checking = True
+        for hook in hooks.on_sanity_check_start:
+            hook()
+        self._evaluation("validate", runner, move, limits)()
+        self.metrics.forget("validate")
+        for hook in hooks.on_sanity_check_end:
+            hook()
+        self.sanity_checking = False
+
+    def _evaluate(self, stage: str, runner: StepRunner, move: Move | None) -> Any:
+        if self.ckpt_path is not None:
+            self._checkpoint().load(self.ckpt_path, weights_only=True)
+        self.strategy.setup_optimizers([])
+        if stage == "predict":
+            return PredictLoop(
+                module=self.module,
+                runner=runner,
+                strategy=self.strategy,
+                hooks=self._hooks(),
+                metrics=self.metrics,
+                sources=self.sources["predict"],
+                limits=self.limits["predict"],
+                move=move,
+                inference_mode=self.trainer.inference_mode,
+            ).run()
+        return self._evaluation(stage, runner, move)()
+
+    def _evaluation(
+        self, stage: str, runner: StepRunner, move: Move | None, limits: Sequence[int | None] | None = None
+    ) -> Callable[[], list[dict[str, float]]]:
+        within_fit = self.stage == "fit"
+        return EvaluateLoop(
+            stage,
+            module=self.module,
+            runner=runner,
+            strategy=self.strategy,
+            hooks=self._hooks(),
+            metrics=self.metrics,
+            sources=self.sources[stage],
+            limits=self.limits[stage] if limits is None else limits,
+            move=move,
+            inference_mode=self.trainer.inference_mode and not (within_fit and self.strategy.shards_parameters),
+            log=None if limits is not None else self.logger_call(),
+        ).run
+
+    # Set-up
+
+    def _prepare_data(self) -> None:
+        if self.strategy.local_rank == 0:
+            if self.given.datamodule is not None:
+                self.given.datamodule.prepare_data()
+            self.module.prepare_data()
+        self.strategy.control.agree("the end of prepare_data")
+
+    def _assemble(self) -> None:
+        own = self.module.configure_callbacks()
+        own = list(own) if isinstance(own, list | tuple) else [own]
+        replaced = {type(callback) for callback in own}
+        self.callbacks = [callback for callback in self.trainer.callbacks if type(callback) not in replaced] + own
+        self.hooks = HookTable(self.trainer, self.module, self.callbacks)
+
+    def _find_loaders(self, dealing: Dealing) -> None:
+        trainer = self.trainer
+        if self.stage == "fit":
+            loaders = find_loaders("train", self.given.train, self.given.datamodule, self.module)
+            if loaders is None:
+                raise ConfigurationError(
+                    "fit was given no training loader.",
+                    "there is nothing to train on.",
+                    "pass it to fit, as Fit().fit(module, loader), in a DataModule, or as module.train_dataloader().",
+                )
+            self.train_source = training_source(loaders, dealing, sequential=bool(trainer.overfit_batches))
+            setting, name = trainer.limit_train_batches, "limit_train_batches"
+            if trainer.overfit_batches:
+                setting, name = trainer.overfit_batches, "overfit_batches"
+            self.train_limit = limit_of(setting, self.train_source.length, name)
+            if is_overridden("validation_step", self.module, TrainModule):
+                self._find_evaluation("validate", dealing, required=False)
+        else:
+            self._find_evaluation(self.stage, dealing, required=True)
+
+    def _find_evaluation(self, stage: str, dealing: Dealing, required: bool) -> None:
+        trainer = self.trainer
+        loaders = find_loaders(stage, self.given.evaluate, self.given.datamodule, self.module)
+        if loaders is None:
+            if required:
+                raise ConfigurationError(
+                    f"{stage} was given no loader.",
+                    "there is nothing to run on.",
+                    f"pass dataloaders= to {stage}, a DataModule, or write the module's own loader method.",
+                )
+            return
+        if stage != "predict" and not is_overridden(f"{NAMES[stage]}_step", self.module, TrainModule):
+            raise ConfigurationError(
+                f"{type(self.module).__name__} has no {NAMES[stage]}_step.",
+                f"{stage} runs it on every batch.",
+                f"write def {NAMES[stage]}_step(self, batch, batch_idx).",
+            )
+        name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
+        setting = getattr(trainer, name)
+        if setting == 0 and stage == "validate" and not required:
+            return
+        if trainer.overfit_batches and stage == "validate" and self.stage == "fit":
+            setting = trainer.overfit_batches
+        sources = evaluation_sources(loaders, dealing, predicting=stage == "predict")
+        self.sources[stage] = sources
+        self.limits[stage] = [limit_of(setting, source.length, name) for source in sources]
+
+    def _set_up_module(self) -> StepRunner:
+        module, strategy = self.module, self.strategy
+        with strategy.module_init_context():
+            module.configure_model()
+        strategy.check(module)
+        if self.trainer.compile:
+            self._compile()
+        runner = under_context(strategy.setup_module(module), strategy.precision)
+        module.__dict__["_held"] = True
+        return runner
+
+    def _compile(self) -> None:
+        options = self.trainer.compile if isinstance(self.trainer.compile, dict) else {}
+        # Logging writes to plain Python objects: traced, it would be guarded on every value it holds.
+        self.metrics.record = torch.compiler.disable(self.metrics.record)  # type: ignore[method-assign]
+        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            self.module.__dict__[name] = torch.compile(getattr(self.module, name), **options)
+
+    def _set_up_optimizers(self) -> None:
+        optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
+        check_optimizers(self.module, optimizers, self.schedulers, self.module.automatic_optimization)
+        if not optimizers:
+            logger.warning("configure_optimizers returned None: nothing will be trained.")
+        self.optimizers = self.strategy.setup_optimizers(optimizers)
+        before_step = () if self.module.automatic_optimization else self._hooks().on_before_optimizer_step
+        self.handles = [OptimizerHandle(optimizer, self.strategy, before_step) for optimizer in self.optimizers]
+
+    # Checkpoints
+
+    def save(self, path: str, weights_only: bool) -> None:
+        """Write a checkpoint. Collective."""
+        self._checkpoint().save(path, weights_only)
+
+    def _checkpoint(self) -> PlainCheckpoint:
+        return PlainCheckpoint(
+            self.trainer, self.module, self.strategy, self.callbacks, self.progress, self.schedulers
+        )
+
+    # Reads
+
+    @property
+    def estimated_steps(self) -> int | float:
+        """Optimizer steps of the whole run; infinite where neither data nor limits bound it."""
+        trainer = self.trainer
+        if self.train_limit is None or trainer.max_epochs in (None, -1):
+            return math.inf if trainer.max_steps == -1 else trainer.max_steps
+        steps = math.ceil(self.train_limit / trainer.accumulate_grad_batches) * trainer.max_epochs
+        return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+    def logger_call(self) -> Callable[[dict[str, float]], None] | None:
+        """Return what sends numbers to the loggers, or None where there are none on this rank."""
+        if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
+            return None
+        return self.trainer.log_metrics
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {"stage": self.stage}
+        if self.train_source is not None and self.train_source.static:
+            facts["training micro-batches"] = self.train_source.length
+        for stage, sources in self.sources.items():
+            facts[f"{stage} micro-batches"] = [source.length if source.static else None for source in sources]
+        return facts
+
+    def _hooks(self) -> HookTable:
+        assert self.hooks is not None
+        return self.hooks
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        datamodule = self.given.datamodule
+        if datamodule is not None and name in ("setup", "teardown"):
+            getattr(datamodule, name)(*arguments)
+        for hook in getattr(self._hooks(), name):
+            hook(*arguments)
+
+    # The end
+
+    def _finish(self, status: str) -> None:
+        for source in [self.train_source, *(source for sources in self.sources.values() for source in sources)]:
+            if source is not None:
+                source.close()
+        if self.strategy.rank == 0:
+            for one in self.trainer.loggers:
+                one.finalize(status)
+
+    def _detach(self) -> None:
+        for name in ("_held", "_trainer", "training_step", "validation_step", "test_step", "predict_step"):
+            if name not in type(self.module).__dict__ or name.startswith("_"):
+                self.module.__dict__.pop(name, None)
+        if self.given.datamodule is not None:
+            self.given.datamodule.__dict__.pop("_trainer", None)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Tell hooks and ranks, let go of everything, and return what to raise."""
+        control, rank = self.strategy.control, self.strategy.rank
+        tell_others(control, rank, error)
+        self.module.__dict__.pop("_held", None)
+        calls: list[Callable[[], Any]] = []
+        if self.hooks is not None:
+            calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
+            if self._set_up:
+                calls.append(lambda: self._call("teardown", self.stage))
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        calls += [lambda: self._finish(status), self.strategy.teardown]
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                logger.exception("While a failed run was taken down, this failed too:")
+        return cause_of(control, self.place.world, error)

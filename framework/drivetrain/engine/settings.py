@@ -1,0 +1,29 @@
+"""The process-wide switches that a run flips; `ProcessState` puts them back."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from drivetrain.errors import ConfigurationError
+
+
+def apply_switches(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> None:
+    """Set what ``Fit(deterministic=, benchmark=, detect_anomaly=)`` ask for; None leaves torch's state alone."""
+    if deterministic is not None:
+        torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
+        if deterministic:
+            # cuBLAS reads it as its handle is made, and is not deterministic without.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.benchmark = False
+    if benchmark is not None:
+        if benchmark and deterministic:
+            raise ConfigurationError(
+                "benchmark=True with deterministic=True.",
+                "cudnn's benchmark picks algorithms by their speed, which differs from run to run.",
+                "drop one of them.",
+            )
+        torch.backends.cudnn.benchmark = benchmark
+    if detect_anomaly:
+        torch.autograd.set_detect_anomaly(True)

@@ -1,0 +1,168 @@
+"""Puts the training loop together: every feature picks its code path here, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from drivetrain.arguments import duration
+from drivetrain.engine.batches import Move, moved
+from drivetrain.errors import ConfigurationError
+from drivetrain.hooks import is_overridden
+from drivetrain.loops.arguments import StepArguments
+from drivetrain.loops.closure_step import ClosureStep
+from drivetrain.loops.manual_step import ManualStep, OverriddenSteps
+from drivetrain.loops.optimizers import needs_closure
+from drivetrain.loops.schedulers import Schedulers
+from drivetrain.loops.step import AutomaticStep, TrainStep
+from drivetrain.loops.stopping import StopRequest
+from drivetrain.loops.train import TrainLimits, TrainLoop
+from drivetrain.loops.validation import ValidationPlan
+from drivetrain.loops.windows import MicroBatch, dealt_windows, exchanged_windows, single_windows, weighed_windows
+from drivetrain.module import TrainModule
+from drivetrain.precision import Precision
+from drivetrain.strategy import StepRunner
+
+if TYPE_CHECKING:
+    from drivetrain.engine.session import Session
+
+
+def build_training(session: Session, runner: StepRunner, move: Move | None) -> TrainLoop:
+    """Return the loop that trains ``session``'s module."""
+    trainer, metrics, strategy = session.trainer, session.metrics, session.strategy
+    max_time = None if trainer.max_time is None else duration(trainer.max_time)
+    session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    module = session.module
+    scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
+    validate = session.validate
+    return TrainLoop(
+        step=_step(session, runner),
+        micro_batches=_micro_batches(session, move),
+        hooks=session._hooks(),
+        metrics=metrics,
+        progress=session.progress,
+        limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
+        stop=session.stop,
+        schedulers=Schedulers(
+            session.schedulers if module.automatic_optimization else [],
+            scheduler_step,
+            metrics.agreed,
+            lambda: list(metrics.callback_metrics()),
+        ),
+        validation=ValidationPlan(
+            validate,
+            trainer.val_check_interval,
+            trainer.check_val_every_n_epoch,
+            session.train_limit,
+            session.stop,
+            metrics,
+        ),
+        control=strategy.control,
+        length=session.train_limit,
+        log=session.logger_call(),
+    )
+
+
+def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
+    """Return a runner whose steps run in the precision's forward context; the same one where it has none."""
+    if not precision.has_forward_context:
+        return runner
+    # One context, entered anew by each step: building it costs more than entering it.
+    context = precision.forward_context()
+
+    def run(step: Callable[..., Any], *args: Any) -> Any:
+        with context:
+            return runner(step, *args)
+
+    return run
+
+
+def _step(session: Session, runner: StepRunner) -> TrainStep:
+    module, strategy, trainer, hooks = session.module, session.strategy, session.trainer, session.hooks
+    assert hooks is not None
+    takes = StepArguments(module.training_step)
+    arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
+    if not module.automatic_optimization:
+        _check_manual(session)
+        session.manual = ManualStep(module, runner, strategy, session.handles, hooks, session.metrics, arguments)
+        return session.manual
+    kind = AutomaticStep
+    steps = None
+    if any(needs_closure(optimizer) for optimizer in session.optimizers):
+        kind = ClosureStep
+        if strategy.precision.scales_loss:
+            raise ConfigurationError(
+                f"precision={strategy.precision.name!r} with {type(session.optimizers[0]).__name__}.",
+                "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
+                "use precision='bf16-mixed' or '32-true'.",
+            )
+    elif is_overridden("optimizer_step", module, TrainModule):
+        steps = OverriddenSteps(module, session.handles, session.progress)
+    return kind(
+        module, runner, strategy, session.optimizers, hooks, session.metrics, _clipping(session), arguments, steps
+    )
+
+
+def _check_manual(session: Session) -> None:
+    trainer = session.trainer
+    for name, value, idle in (
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+        ("gradient_clip_val", trainer.gradient_clip_val, None),
+    ):
+        if value != idle and not (name == "gradient_clip_val" and value == 0):
+            raise ConfigurationError(
+                f"{name}={value} with manual optimization.",
+                "training_step runs backward and steps itself.",
+                f"drop {name}; step every so many batches, or call self.clip_gradients, in training_step.",
+            )
+
+
+def _clipping(session: Session) -> Callable[[Sequence[Optimizer]], Any] | None:
+    trainer, module, strategy = session.trainer, session.module, session.strategy
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if is_overridden("configure_gradient_clipping", module, TrainModule):
+
+        def overridden(optimizers: Sequence[Optimizer]) -> None:
+            for optimizer in optimizers:
+                module.configure_gradient_clipping(optimizer, value, algorithm)
+
+        return overridden
+    if not value:
+        return None
+
+    def clip(optimizers: Sequence[Optimizer]) -> None:
+        session.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+
+    return clip
+
+
+def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], Iterator[MicroBatch]]:
+    """Return what begins an epoch: ``micro_batches(epoch, first)``."""
+    source, strategy, trainer, module = session.train_source, session.strategy, session.trainer, session.module
+    assert source is not None
+    weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
+    if not module.automatic_optimization:
+        weigh = None
+    ranks = strategy.data_world_size
+
+    def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
+        limit, size = session.train_limit, trainer.accumulate_grad_batches
+        room = None if limit is None else max(0, limit - first)
+        # The epoch's order stays the first one's where the run overfits a few batches.
+        pairs = source.epoch(0 if trainer.overfit_batches else epoch, first)
+        if room is not None:
+            pairs = islice(pairs, room)
+        if ranks > 1 and (weigh is not None or not source.static):
+            micro_batches = exchanged_windows(pairs, size, strategy.control, weigh, room)
+        elif ranks == 1 and size == 1:
+            micro_batches = single_windows(pairs)
+        elif weigh is not None:
+            micro_batches = weighed_windows(pairs, size, weigh)
+        else:
+            micro_batches = dealt_windows(pairs, size, ranks)
+        return moved(micro_batches, move, strategy.device)
+
+    return begin

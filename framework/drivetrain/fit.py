@@ -1,0 +1,529 @@
+"""Fit: puts the parts together and runs them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.accelerators import check_devices
+from drivetrain.arguments import check_arguments
+from drivetrain.callback import Callback
+from drivetrain.config import Settings, resolved_settings
+from drivetrain.data import DataModule
+from drivetrain.engine.collective_calls import CollectiveCalls
+from drivetrain.engine.defaults import default_callbacks, default_loggers
+from drivetrain.engine.launching import launch
+from drivetrain.engine.loaders import Given
+from drivetrain.engine.session import Session
+from drivetrain.environments import Environment
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import Logger
+from drivetrain.loops.manual_step import OptimizerHandle
+from drivetrain.loops.optimizers import SchedulerConfig
+from drivetrain.loops.progress import Progress
+from drivetrain.module import TrainModule
+from drivetrain.precision import Precision
+from drivetrain.seed import checked_seed
+from drivetrain.strategy import Strategy, strategy_by_name
+
+Limit = int | float | None
+
+
+class Fit:
+    """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
+
+    Args:
+        strategy: where: a name ("auto", "ddp", ...) or a `Strategy`.
+        accelerator: "auto", "cpu", "gpu" ("cuda") or "mps".
+        devices: of each node: a count, a list of indices, "auto", or -1 for all.
+        num_nodes: over how many nodes.
+        precision: how exact: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", or a `Precision`.
+        max_epochs: epochs to train; None is 1000 where nothing else limits the run; -1 is no limit.
+        min_epochs: epochs before which nothing stops the run early.
+        max_steps: optimizer steps to train; -1 is no limit.
+        min_steps: optimizer steps before which nothing stops the run early.
+        max_time: for how long: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+        accumulate_grad_batches: micro-batches of an optimizer step.
+        gradient_clip_val: the largest norm (or magnitude) of gradients; None does not clip.
+        gradient_clip_algorithm: "norm" (over all gradients together) or "value".
+        limit_train_batches: micro-batches of an epoch: an int counts them, a float in [0, 1] is a part.
+        limit_val_batches: likewise of each validation loader.
+        limit_test_batches: likewise of each test loader.
+        limit_predict_batches: likewise of each prediction loader.
+        val_check_interval: validate every so many micro-batches (int) or parts of an epoch (float).
+        check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count over epochs.
+        num_sanity_val_steps: validation micro-batches to try before training; -1 for all.
+        overfit_batches: train and validate on the first so many micro-batches, in the data's order.
+        fast_dev_run: try everything with one micro-batch (True) or so many (int), without loggers.
+        callbacks: one or a list; they join the default ones.
+        logger: None and True are the default logger, False none; or one, or a list.
+        log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
+        enable_progress_bar: show one.
+        enable_checkpointing: save checkpoints.
+        enable_model_summary: print one.
+        default_root_dir: where files go; the working directory by default.
+        seed: of initialisation, order and every generator.
+        deterministic: only deterministic algorithms; "warn" warns where there is none.
+        benchmark: cudnn's benchmark mode; None leaves it as it is.
+        inference_mode: evaluate in `torch.inference_mode`, else in `torch.no_grad`.
+        detect_anomaly: let autograd look for NaN in every backward.
+        compile: compile the steps; a dict is passed to `torch.compile`.
+        use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
+        sync_batchnorm: normalise over all ranks.
+        profiler: not settable yet.
+        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork".
+        environment: who started this process: "auto", a name, or an `Environment`.
+        barebones: leave out everything but the loop.
+        plugins: not settable yet.
+
+    Raises:
+        ConfigurationError: an argument is unknown, wrong, or contradicts another.
+    """
+
+    settings: Settings
+    """Every argument with where its value came from: code, environment, file or default."""
+
+    @resolved_settings
+    def __init__(
+        self,
+        *,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int | Precision = "32-true",
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | dict[str, float] | timedelta | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str = "norm",
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        val_check_interval: int | float | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        overfit_batches: int | float = 0,
+        fast_dev_run: bool | int = False,
+        callbacks: Callback | list[Callback] | None = None,
+        logger: bool | Logger | list[Logger] | None = None,
+        log_every_n_steps: int = 50,
+        enable_progress_bar: bool = True,
+        enable_checkpointing: bool = True,
+        enable_model_summary: bool = True,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        detect_anomaly: bool = False,
+        compile: bool | dict[str, Any] = False,
+        use_distributed_sampler: bool = True,
+        sync_batchnorm: bool = False,
+        profiler: object | None = None,
+        launcher: str = "auto",
+        environment: str | Environment = "auto",
+        barebones: bool = False,
+        plugins: object | None = None,
+    ) -> None:
+        values = {name: setting.value for name, setting in self.settings.items()}
+        chosen = frozenset(name for name, setting in self.settings.items() if setting.source != "default")
+        check_devices(accelerator, devices)
+        check_arguments(values, chosen)
+        if fast_dev_run:
+            batches = int(fast_dev_run)
+            max_epochs, max_steps, num_sanity_val_steps, logger = 1, batches, 0, False
+            limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
+            val_check_interval, check_val_every_n_epoch, enable_checkpointing = None, 1, False
+        if barebones:
+            enable_progress_bar = enable_checkpointing = enable_model_summary = False
+            logger, log_every_n_steps, num_sanity_val_steps = False, 0, 0
+        self.accelerator = accelerator
+        self.devices = devices
+        self.num_nodes = num_nodes
+        self.max_epochs = max_epochs
+        self.min_epochs = min_epochs
+        self.max_steps = max_steps
+        self.min_steps = min_steps
+        self.max_time = max_time
+        self.accumulate_grad_batches = accumulate_grad_batches
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = gradient_clip_algorithm
+        self.limit_train_batches: Limit = limit_train_batches
+        self.limit_val_batches: Limit = limit_val_batches
+        self.limit_test_batches: Limit = limit_test_batches
+        self.limit_predict_batches: Limit = limit_predict_batches
+        self.val_check_interval: Limit = val_check_interval
+        self.check_val_every_n_epoch = check_val_every_n_epoch
+        self.num_sanity_val_steps = num_sanity_val_steps
+        self.overfit_batches = overfit_batches
+        self.fast_dev_run = fast_dev_run
+        self.log_every_n_steps = log_every_n_steps
+        self.enable_checkpointing = enable_checkpointing
+        self.seed = None if seed is None else checked_seed(seed)
+        self.deterministic = deterministic
+        self.benchmark = benchmark
+        self.inference_mode = inference_mode
+        self.detect_anomaly = detect_anomaly
+        self.compile = compile
+        self.use_distributed_sampler = use_distributed_sampler
+        self.sync_batchnorm = sync_batchnorm
+        self.launcher = launcher
+        self.environment = environment
+        self.barebones = barebones
+        self.default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
+        self.strategy_setting: str | Strategy = strategy
+        self.precision_setting = precision
+        # Built now, so that an unknown name is refused now; "auto" waits for the number of processes.
+        self._strategy = strategy if isinstance(strategy, Strategy) else None
+        if isinstance(strategy, str) and strategy != "auto":
+            self._strategy = strategy_by_name(strategy)
+        elif not isinstance(strategy, str | Strategy):
+            raise ConfigurationError(
+                f"strategy={strategy!r}.", "it is a name or a Strategy.", "use strategy='ddp', or DDPStrategy(...)."
+            )
+        self.loggers: list[Logger] = default_loggers(logger, self.default_root_dir)
+        self.callbacks: list[Callback] = default_callbacks(
+            callbacks, progress_bar=enable_progress_bar, model_summary=enable_model_summary
+        )
+        self.state = "idle"
+        self._session: Session | None = None
+        self._collective_calls = CollectiveCalls()
+
+    # The four verbs
+
+    def fit(
+        self,
+        module: TrainModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Train ``module``.
+
+        Args:
+            module: what to train; afterwards it holds the trained weights.
+            train_dataloaders: the training loader; several as a dict, a list or a `CombinedLoader`.
+            val_dataloaders: one or several validation loaders.
+            datamodule: where the loaders come from instead.
+            ckpt_path: a checkpoint to go on from.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        self._launch("fit", module, Given(train_dataloaders, val_dataloaders, datamodule), ckpt_path)
+
+    def validate(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run ``validation_step`` over the validation loaders; returns each loader's reduced values."""
+        return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
+
+    def test(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, float]]:
+        """Run ``test_step`` over the test loaders; returns each loader's reduced values."""
+        return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
+
+    def predict(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+    ) -> list[Any]:
+        """Run ``predict_step``; returns each micro-batch's output in data-set order, on every rank."""
+        if isinstance(dataloaders, DataModule):
+            dataloaders, datamodule = None, dataloaders
+        outputs: list[Any] = self._launch("predict", module, Given(None, dataloaders, datamodule), ckpt_path)
+        return outputs
+
+    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Write a checkpoint. Collective: call it on every rank."""
+        session = self._running("save_checkpoint")
+        self._collective_calls.check(self.strategy.control, "save_checkpoint", every_time=True)
+        session.save(os.fspath(path), weights_only)
+
+    def _evaluate(
+        self, stage: str, module: TrainModule, loaders: Any, datamodule: DataModule | None, ckpt_path: Any, verbose: bool
+    ) -> list[dict[str, float]]:
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
+        if verbose and self.is_global_zero:
+            for index, result in enumerate(results):
+                head = f"{stage}" if len(results) == 1 else f"{stage}, loader {index}"
+                print(f"{head}: " + ", ".join(f"{name} {value:.6g}" for name, value in result.items()))
+        return results
+
+    def _launch(self, stage: str, module: Any, given: Given, ckpt_path: Any) -> Any:
+        if not isinstance(module, TrainModule):
+            raise ConfigurationError(
+                f"{stage} was given a {type(module).__name__}.",
+                "the engine drives a drivetrain.TrainModule: its steps, its optimizers, its hooks.",
+                "subclass TrainModule, write training_step and configure_optimizers; for compiling use Fit(compile=True).",
+            )
+        return launch(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path))
+
+    # What modules, callbacks and users read
+
+    @property
+    def session(self) -> Session | None:
+        """The run that is under way, or the last one."""
+        return self._session
+
+    @property
+    def metrics(self) -> Any:
+        """Where `TrainModule.log` writes."""
+        return self._running("log").metrics
+
+    @property
+    def progress(self) -> Progress:
+        """The counters."""
+        return Progress() if self._session is None else self._session.progress
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; with "auto" known once a run has begun."""
+        if self._strategy is None:
+            raise ConfigurationError(
+                "strategy='auto' is not resolved yet.",
+                "it depends on the number of processes, which is known once a run begins.",
+                "read it in or after fit, or name a strategy.",
+            )
+        return self._strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in use."""
+        return self.strategy.precision
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps made."""
+        return self.progress.global_step
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches trained on by this rank."""
+        return self.progress.micro_batches
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on by all ranks together."""
+        return self.progress.samples_seen
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Everything logged, by every name it is known by."""
+        return {} if self._session is None else self._session.metrics.callback_metrics()
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values that went to the loggers."""
+        return {} if self._session is None else self._session.metrics.logged_metrics()
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values logged with ``prog_bar=True``."""
+        return {} if self._session is None else self._session.metrics.progress_bar_metrics()
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it, on any rank, to end the run early; all ranks then stop after the same step."""
+        return self._session is not None and self._session.stop.requested
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._running("should_stop").stop.requested = bool(value)
+
+    @property
+    def joining(self) -> bool:
+        """True while this rank has no data and only keeps the others company."""
+        return self._session is not None and self._session.metrics.muted
+
+    @property
+    def sanity_checking(self) -> bool:
+        """True during the validation that is tried before training."""
+        return self._session is not None and self._session.sanity_checking
+
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The total norm before the last clipping, of shape (); None where nothing was clipped."""
+        return None if self._session is None else self._session.gradient_norm
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run together."""
+        return 1 if self._strategy is None else self._strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return 0 if self._strategy is None else self._strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return 0 if self._strategy is None else self._strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node among all."""
+        return 0 if self._strategy is None else self._strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on each rank; infinite where it is not known."""
+        limit = None if self._session is None else self._session.train_limit
+        return float("inf") if limit is None else limit
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Micro-batches of each validation loader."""
+        return self._limits("validate")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Micro-batches of each test loader."""
+        return self._limits("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Micro-batches of each prediction loader."""
+        return self._limits("predict")
+
+    def _limits(self, stage: str) -> list[int | float]:
+        limits = [] if self._session is None else self._session.limits.get(stage, [])
+        return [float("inf") if limit is None else limit for limit in limits]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole run; infinite where nothing bounds it."""
+        return self._running("estimated_stepping_batches").estimated_steps
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers."""
+        return [] if self._session is None else self._session.optimizers
+
+    @property
+    def optimizer_handles(self) -> list[OptimizerHandle]:
+        """What ``self.optimizers()`` gives in a module."""
+        return self._running("optimizers").handles
+
+    @property
+    def scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers and when they step."""
+        return [] if self._session is None else self._session.schedulers
+
+    @property
+    def lr_schedulers(self) -> list[Any]:
+        """The schedulers."""
+        return [config.scheduler for config in self.scheduler_configs]
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first callback that saves checkpoints."""
+        return next((callback for callback in self.callbacks if type(callback).__name__ == "Checkpoint"), None)
+
+    @property
+    def lightning_module(self) -> TrainModule | None:
+        """The module of the run, under the name that code written for Lightning reads."""
+        return None if self._session is None else self._session.module
+
+    # What modules and callbacks call
+
+    def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Send numbers to all loggers. On rank 0 only."""
+        if self.global_rank == 0:
+            at = self.global_step if step is None else step
+            for logger in self.loggers:
+                logger.log_metrics({"epoch": self.current_epoch, **values}, at)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on rank 0, on a line of its own above the progress bar."""
+        if self.global_rank != 0:
+            return
+        bar = next((callback for callback in self.callbacks if callable(getattr(callback, "write", None))), None)
+        if bar is None or options:
+            print(*args, **options)
+        else:
+            bar.write(" ".join(str(arg) for arg in args))
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """What `TrainModule.all_gather` does."""
+        self._running("all_gather")
+        self._collective_calls.check(self.strategy.control, "all_gather")
+        return self._collective_calls.gather(self.strategy, data, sync_grads)
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """What `TrainModule.manual_backward` does."""
+        manual = self._running("manual_backward").manual
+        if manual is None:
+            raise ConfigurationError(
+                "manual_backward was called in automatic optimization.",
+                "the engine runs backward on what training_step returns.",
+                "set self.automatic_optimization = False in __init__, or return the loss.",
+            )
+        manual.backward(loss)
+
+    def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
+        """What `TrainModule.clip_gradients` does."""
+        session = self._running("clip_gradients")
+        plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
+        session.gradient_norm = self.strategy.clip_gradients(plain, value, algorithm)
+
+    def facts(self) -> dict[str, Any]:
+        """The settings that must be alike on every rank, as the handshake compares them."""
+        names = (
+            "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
+            "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
+            "log_every_n_steps limit_train_batches limit_val_batches inference_mode use_distributed_sampler"
+        )
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
+        facts["strategy"] = self.strategy.name
+        facts["precision"] = self.strategy.precision.name
+        return facts
+
+    def _running(self, what: str) -> Session:
+        if self._session is None:
+            raise ConfigurationError(
+                f"{what} was used outside a run.", "it exists only while fit, validate, test or predict runs.",
+                "use it from a step or a hook.",
+            )
+        return self._session
