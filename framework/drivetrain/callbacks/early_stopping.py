@@ -115,6 +115,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "best_score": self.best_score,
             "stopped_epoch": self.stopped_epoch,
+            "stopping_reason": self.stopping_reason,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -122,6 +123,7 @@ class EarlyStopping(Callback):
         self.wait_count = state_dict["wait_count"]
         self.best_score = float(state_dict["best_score"])
         self.stopped_epoch = state_dict["stopped_epoch"]
+        self.stopping_reason = state_dict["stopping_reason"]
 
     def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
         """Evaluation outside a `fit` is none of our business."""

@@ -12,22 +12,25 @@ from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
+from drivetrain.hooks import is_overridden
+from drivetrain.module import TrainModule
 from drivetrain.precision.gradients import by_mesh
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
 
 _CAPACITY = 256  # micro-batches between two looks at most, whatever the window
 _LOSS, _GRADIENT, _PARAMETER = 0, 1, 2
 
 
 class _Mark(NamedTuple):
-    """Where a micro-batch was."""
+    """Which micro-batch it was."""
 
     epoch: int
     step: int
     batch_idx: int
+    weight: float | Tensor
+    """Over how many items its loss is a mean; the mean over none is NaN and counts for nothing."""
 
 
 class NonFiniteGuard(Callback):
@@ -65,6 +68,7 @@ class NonFiniteGuard(Callback):
         self.check_parameters = check_parameters
         self._window: Tensor | None = None
         self._marks: list[_Mark] = []
+        self._weighs = False
         self._step = 0  # steps made as the current micro-batch began
         self._looked_at = 0
 
@@ -88,12 +92,11 @@ class NonFiniteGuard(Callback):
             )
         self._window = None
         self._marks = []
+        self._weighs = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
         self._step = self._looked_at = trainer.global_step
 
     def on_before_backward(self, trainer: Fit, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
-        if trainer.joining:  # the mean over no items of its own may well be NaN, and counts for nothing
-            return
         # Several losses of one micro-batch share a place: NaN and infinity survive a sum.
         self._place(loss, _LOSS).add_(loss.detach())
 
@@ -111,7 +114,9 @@ class NonFiniteGuard(Callback):
         self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Note which micro-batch that was, and look when it is time."""
-        self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx))
+        # What weighs nothing is not read here: that could wait for the device.
+        weight = module.batch_weight(batch) if self._weighs and not trainer.joining else not trainer.joining
+        self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx, weight))
         self._step = step = trainer.global_step
         if step - self._looked_at >= self.every_n_steps or len(self._marks) == _CAPACITY:
             self._look(trainer, module)
@@ -157,7 +162,7 @@ class NonFiniteGuard(Callback):
             self._window.zero_()
             for index, row in enumerate(values):
                 for kind in (_LOSS, _GRADIENT):
-                    if not math.isfinite(row[kind]):
+                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or float(marks[index].weight) > 0):
                         return torch.tensor([index, kind, row[kind], -1.0], dtype=torch.float64)
         if self.check_parameters:
             first = _first_bad_parameter(module)

@@ -158,7 +158,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
         """Begin a validation's count."""
         title = "Sanity check" if trainer.sanity_checking else "Validation"
-        self._show(Phase(title, _total(trainer.num_val_batches), _now()))
+        self._show(Phase(title, _count(sum(trainer.num_val_batches)), _now()))
 
     def on_validation_batch_end(
         self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -178,7 +178,7 @@ class ProgressBar(Callback):
 
     def on_test_start(self, trainer: Fit, module: TrainModule) -> None:
         """Begin a test's count."""
-        self._show(Phase("Test", _total(trainer.num_test_batches), _now()))
+        self._show(Phase("Test", _count(sum(trainer.num_test_batches)), _now()))
 
     def on_test_batch_end(
         self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -192,7 +192,7 @@ class ProgressBar(Callback):
 
     def on_predict_start(self, trainer: Fit, module: TrainModule) -> None:
         """Begin a prediction's count."""
-        self._show(Phase("Prediction", _total(trainer.num_predict_batches), _now()))
+        self._show(Phase("Prediction", _count(sum(trainer.num_predict_batches)), _now()))
 
     def on_predict_batch_end(
         self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -281,10 +281,5 @@ def _now() -> float:
     return time.monotonic()
 
 
-def _count(total: float | None) -> int | None:
-    return None if total is None or math.isinf(total) else int(total)
-
-
-def _total(counts: list[int | None]) -> int | None:
-    known = [count for count in map(_count, counts) if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+def _count(total: float) -> int | None:
+    return None if math.isinf(total) else int(total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,6 +82,14 @@ class ThroughputMonitor(Callback):
         """The class and its settings."""
         settings = {"window": self.window, "peak_flops": self.peak_flops, "flops": self.flops}
         return f"{type(self).__qualname__}{settings!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest rates, for whoever started the run in other processes."""
+        return {"latest": dict(self.latest)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the rates back; the next window replaces them."""
+        self.latest = dict(state_dict["latest"])
 
     def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
         """Begin anew."""

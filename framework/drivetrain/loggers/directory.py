@@ -68,6 +68,10 @@ class RunDirectory:
             self._made = True
         return self.path
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy in another process writes where this one says it does.
+        return self.__dict__ | {"_version": self.version}
+
     def file(self, name: str) -> str:
         """The path of the file ``name`` in this directory."""
         return _join(self.path, name)

@@ -1,0 +1,70 @@
+"""A run in small: what callbacks read of one, with real values and a real control plane, driven by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drivetrain.control import ControlPlane, LocalControl
+from drivetrain.loops.optimizers import SchedulerConfig
+from drivetrain.precision import Precision
+
+
+@dataclass
+class Where:
+    """The strategy's part."""
+
+    control: ControlPlane = field(default_factory=LocalControl)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass
+class Run:
+    """The reads of a `Fit`, as attributes to set."""
+
+    strategy: Where = field(default_factory=Where)
+    precision: Precision = field(default_factory=Precision)
+    current_epoch: int = 0
+    global_step: int = 0
+    micro_batches: int = 0
+    samples_seen: int = 0
+    max_epochs: int | None = 10
+    num_training_batches: int | float = 10
+    num_val_batches: list[int | float] = field(default_factory=list)
+    num_test_batches: list[int | float] = field(default_factory=list)
+    num_predict_batches: list[int | float] = field(default_factory=list)
+    val_check_interval: int | float | None = None
+    check_val_every_n_epoch: int | None = 1
+    accumulate_grad_batches: int = 1
+    log_every_n_steps: int = 1
+    sanity_checking: bool = False
+    joining: bool = False
+    should_stop: bool = False
+    callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    progress_bar_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    scheduler_configs: list[SchedulerConfig] = field(default_factory=list)
+    loggers: list[Any] = field(default_factory=lambda: ["a logger"])
+    printed: list[str] = field(default_factory=list)
+    logged: list[tuple[int | None, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.strategy.control.rank == 0
+
+    def print(self, *parts: object) -> None:
+        self.printed.append(" ".join(map(str, parts)))
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, dict(metrics)))
+
+
+def distributed_run(**values: Any) -> Run:
+    """A run on the default process group of this process."""
+    from drivetrain_strategies.control_group import GroupControl
+
+    control = GroupControl(dist.group.WORLD, dist.HashStore(), dist.get_rank(), dist.get_world_size())
+    return Run(strategy=Where(control=control), **values)

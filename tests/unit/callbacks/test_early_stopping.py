@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from callback_run import Run, distributed_run
+
+from drivetrain.callbacks import EarlyStopping
+from drivetrain.errors import ConfigurationError
+from drivetrain.testing import run_distributed
+
+
+def _drive(callback: EarlyStopping, values: list[float], key: str = "val_loss") -> tuple[int | None, Run]:
+    """Feed one value an epoch; return the epoch it stopped in, and the run."""
+    run: Any = Run()
+    callback.setup(run, None, "fit")
+    callback.on_train_start(run, None)
+    for epoch, value in enumerate(values):
+        run.current_epoch = epoch
+        run.callback_metrics[key] = torch.tensor(value, dtype=torch.float64)
+        callback.on_train_epoch_end(run, None)
+        if run.should_stop:
+            return epoch, run
+    return None, run
+
+
+# What Lightning does with the same arguments and values.
+@pytest.mark.parametrize(
+    ("options", "values", "stops"),
+    [
+        ({"patience": 1}, [1.0, 0.5, 0.6, 0.4], 2),
+        ({"patience": 2}, [1.0, 0.5, 0.6, 0.55, 0.4], 3),
+        ({"patience": 3}, [6.0, 5.0, 5.0, 5.0, 5.0, 5.0], 4),
+        ({"patience": 0}, [1.0, 0.9, 0.95], 2),
+        ({"patience": 2, "mode": "max"}, [0.1, 0.5, 0.4, 0.5], 3),
+        ({"patience": 1, "min_delta": 0.1}, [1.0, 0.95], 1),
+        ({"patience": 1, "min_delta": -0.1, "mode": "max"}, [1.0, 1.05], 1),
+        ({"patience": 1, "min_delta": 0.1}, [1.0, 0.85, 0.7], None),
+        ({"patience": 9}, [1.0, math.nan], 1),
+        ({"patience": 9}, [1.0, math.inf], 1),
+        ({"patience": 9, "check_finite": False}, [1.0, math.nan, 0.5], None),
+        ({"patience": 9, "stopping_threshold": 0.3}, [1.0, 0.3, 0.29], 2),
+        ({"patience": 9, "stopping_threshold": 0.9, "mode": "max"}, [0.5, 0.95], 1),
+        ({"patience": 9, "divergence_threshold": 2.0}, [1.0, 2.0, 2.1], 2),
+        ({"patience": 9, "divergence_threshold": 0.2, "mode": "max"}, [0.5, 0.1], 1),
+    ],
+)
+def test_it_stops_when_told(options: dict[str, Any], values: list[float], stops: int | None) -> None:
+    callback = EarlyStopping("val_loss", **options)
+    epoch, _ = _drive(callback, values)
+    assert epoch == stops
+    assert callback.stopped_epoch == (stops or 0)
+    assert (callback.stopping_reason is None) == (stops is None)
+
+
+def test_verbose_says_what_happened() -> None:
+    _, run = _drive(EarlyStopping("val_loss", patience=1, verbose=True), [1.0, 0.5, 0.75])
+    assert "improved to 0.5" in run.printed[1]
+    assert "did not improve on 0.5" in run.printed[2]
+
+
+def test_a_missing_key_is_refused_with_the_nearest_and_the_known_ones() -> None:
+    # G-06
+    run: Any = Run(callback_metrics={"val_loss": torch.tensor(1.0), "train_loss": torch.tensor(2.0)})
+    callback = EarlyStopping("vall_loss")
+    callback.on_train_start(run, None)
+    with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'") as caught:
+        callback.on_train_epoch_end(run, None)
+    assert "train_loss, val_loss" in str(caught.value)
+
+
+def test_without_strict_a_missing_key_is_skipped_with_one_warning() -> None:
+    run: Any = Run()
+    callback = EarlyStopping("acc", strict=False)
+    callback.on_train_start(run, None)
+    with pytest.warns(RuntimeWarning, match="'acc'"):
+        callback.on_train_epoch_end(run, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback.on_train_epoch_end(run, None)
+    assert not run.should_stop
+    assert callback.wait_count == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "values", "at_epoch_end"),
+    [
+        (None, {"num_val_batches": [3]}, True),
+        (None, {"num_val_batches": [3], "val_check_interval": 1.0}, True),
+        (None, {"num_val_batches": [3], "val_check_interval": 0.5}, False),
+        (None, {"num_val_batches": [3], "check_val_every_n_epoch": 2}, False),
+        (None, {"num_val_batches": [], "check_val_every_n_epoch": 2}, True),
+        (False, {"num_val_batches": [3]}, False),
+        (True, {"num_val_batches": [3], "val_check_interval": 0.5}, True),
+    ],
+)
+def test_when_it_looks(asked: bool | None, values: dict[str, Any], at_epoch_end: bool) -> None:
+    run: Any = Run(callback_metrics={"loss": torch.tensor(math.nan)}, **values)
+    callback = EarlyStopping("loss", check_on_train_epoch_end=asked)
+    callback.setup(run, None, "fit")
+    callback.on_train_start(run, None)
+    run.sanity_checking = True
+    callback.on_validation_end(run, None)
+    assert not run.should_stop
+    run.sanity_checking = False
+    callback.on_validation_end(run, None)
+    assert run.should_stop is not at_epoch_end
+    run.should_stop = False
+    callback.on_train_epoch_end(run, None)
+    assert run.should_stop is at_epoch_end
+
+
+def test_a_validation_outside_fit_is_none_of_its_business() -> None:
+    run: Any = Run()
+    callback = EarlyStopping("loss", check_on_train_epoch_end=False)
+    callback.setup(run, None, "validate")
+    callback.on_validation_end(run, None)  # would refuse the missing key
+    assert not run.should_stop
+
+
+def test_its_state_goes_on_where_it_was() -> None:
+    # F-12
+    first = EarlyStopping("val_loss", patience=3)
+    _drive(first, [1.0, 0.5, 0.6, 0.7])
+    second = EarlyStopping("val_loss", patience=3)
+    second.load_state_dict(first.state_dict())
+    epoch, _ = _drive(second, [0.6])
+    assert epoch == 0
+    assert second.best_score == 0.5
+
+
+def test_two_with_different_settings_have_different_state_keys() -> None:
+    # F-12
+    keys = {
+        EarlyStopping("a").state_key,
+        EarlyStopping("b").state_key,
+        EarlyStopping("a", mode="max").state_key,
+        EarlyStopping("a", patience=4).state_key,
+        EarlyStopping("a", stopping_threshold=1.0).state_key,
+    }
+    assert len(keys) == 5
+    assert EarlyStopping("a").state_key == EarlyStopping("a").state_key
+
+
+@pytest.mark.parametrize("options", [{"mode": "mni"}, {"patience": -1}])
+def test_bad_arguments_are_refused(options: dict[str, Any]) -> None:
+    # G-06
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        EarlyStopping("loss", **options)
+
+
+def _local_values(rank_values: list[list[float | None]]) -> tuple[list[bool], float, int]:
+    run: Any = distributed_run()
+    rank = run.strategy.control.rank
+    callback = EarlyStopping("loss", patience=1)
+    callback.on_train_start(run, None)
+    decisions = []
+    for values in rank_values:
+        value = values[rank]
+        run.callback_metrics = {} if value is None else {"loss": torch.tensor(value)}
+        callback.on_train_epoch_end(run, None)
+        decisions.append(run.should_stop)
+    return decisions, callback.best_score, callback.wait_count
+
+
+def test_a_value_that_is_local_to_the_ranks_is_averaged_and_decided_alike() -> None:
+    # B-19. By its own values rank 0 would go on (1.0, 0.5, 0.4) and rank 1 would stop at the second (1.0, 3.0).
+    results = run_distributed(_local_values, 2, [[1.0, 1.0], [0.5, 3.0], [0.25, 0.25]])
+    assert results[0] == results[1] == ([False, True, True], 0.25, 0)
+    # A rank that had no data logged nothing: the others' mean counts.
+    results = run_distributed(_local_values, 3, [[1.0, 2.0, None], [1.0, None, None]])
+    assert results[0] == results[1] == results[2] == ([False, False], 1.0, 0)
+
+
+def _missing_everywhere() -> str:
+    run: Any = distributed_run()
+    callback = EarlyStopping("loss")
+    callback.on_train_start(run, None)
+    try:
+        callback.on_train_epoch_end(run, None)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_key_is_refused_on_every_rank() -> None:
+    # B-19: never a hang
+    assert all("'loss'" in text for text in run_distributed(_missing_everywhere, 2))
