@@ -53,7 +53,7 @@ class _Gather(torch.autograd.Function):
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous())
+    dist.all_gather(list(gathered), tensor.contiguous())
     return gathered
 
 

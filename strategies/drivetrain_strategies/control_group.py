@@ -55,7 +55,7 @@ class GroupControl:
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         gathered = values.new_empty((self.world_size, *values.shape))
-        dist.all_gather_into_tensor(gathered, values.contiguous(), group=self._group)
+        dist.all_gather(list(gathered), values.contiguous(), group=self._group)
         return gathered
 
     def all_reduce_async(self, values: torch.Tensor) -> Pending:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from drivetrain.launchers.choose import LAUNCHERS, Launcher, choose_launcher
 from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.choose import LAUNCHERS, Launcher, choose_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 from drivetrain.launchers.variables import suggested_threads

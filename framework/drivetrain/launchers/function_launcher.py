@@ -15,8 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers.elastic import Processes, polls
 from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.elastic import Processes, polls
 from drivetrain.launchers.lifeline import die_with_parent
 from drivetrain.launchers.variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.world import World, current_world, set_current_world

@@ -13,8 +13,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers.elastic import Processes
 from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.elastic import Processes
 from drivetrain.launchers.rerun import rerun_command
 from drivetrain.launchers.variables import thread_variables, torchrun_variables
 from drivetrain.launchers.world import (

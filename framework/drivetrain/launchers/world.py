@@ -11,8 +11,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.errors import DistributedError
-from drivetrain.launchers.elastic import Processes
 from drivetrain.failure import Failure, failure_file
+from drivetrain.launchers.elastic import Processes
 from drivetrain.launchers.lifeline import die_with_parent
 
 # In the environment of a process that runs the caller's script again, and nowhere else. The parent's id tells such a
