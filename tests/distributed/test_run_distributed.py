@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.launchers.failure import RankFailedError
+from drivetrain.failure import RankFailedError
 from drivetrain.testing import run_distributed
 
 

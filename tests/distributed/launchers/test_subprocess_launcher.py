@@ -47,7 +47,11 @@ def _write(tmp_path: Path, body: str, name: str = "script.py") -> Path:
 
 def _environment(tmp_path: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return inherited | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "TEST_FOLDER": str(tmp_path)}
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TEST_FOLDER": str(tmp_path),
+        "TMPDIR": str(tmp_path),  # a killed caller leaves its folder
+    }
 
 
 def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -163,16 +167,21 @@ def test_a_rank_that_outlives_the_caller_is_stopped_and_counts_as_failed(tmp_pat
     script = _write(
         tmp_path,
         """
+        current_world()  # joined by the main thread, which is what the kernel's signal is bound to
         worlds = []
-        # The thread's end is not the caller's.
-        thread = threading.Thread(target=lambda: worlds.append(launch(2, grace=1.0)))
+
+        def start():
+            worlds.append(launch(2, grace=1.0))
+            if worlds[0].is_caller:
+                worlds[0].store("").get("joined")
+
+        # The thread's end is not the caller's, though to the kernel the thread is the parent.
+        thread = threading.Thread(target=start)
         thread.start()
         thread.join()
-        if worlds[0].placement.rank == 1:
-            world = current_world()
-            world.store("").set("joined", "1")
+        if not worlds[0].is_caller:
+            worlds[0].store("").set("joined", "1")
             time.sleep(60)
-        worlds[0].store("").get("joined")
         time.sleep(0.3)
         say(worlds[0].ended())
         """,
@@ -206,12 +215,15 @@ def test_a_failing_caller_takes_the_others_with_it(tmp_path: Path) -> None:  # G
     _assert_gone(tmp_path)
 
 
-def test_a_killed_caller_leaves_nobody(tmp_path: Path) -> None:  # G-02
+@pytest.mark.parametrize(
+    "how", ["launch(2)", "thread = threading.Thread(target=launch, args=(2,)); thread.start(); thread.join()"]
+)
+def test_a_killed_caller_leaves_nobody(tmp_path: Path, how: str) -> None:  # G-02
     script = _write(
         tmp_path,
-        """
-        world = launch(2)
-        if world.placement.rank == 1:
+        f"""
+        {how}
+        if current_world().placement.rank == 1:
             say("ready")
         time.sleep(60)
         """,
