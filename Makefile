@@ -47,7 +47,7 @@ parity: $(VENV)/.stamp-dev ## Print the matrix of strategies and parity cases
 	@$(BIN)/python -m tests.parity $(ARGS)
 
 docs: $(VENV)/.stamp-docs ## Build the documentation into site/, warnings being errors
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The documentation is in site/index.html"
 
 clean: ## Remove what builds, tests and runs left behind

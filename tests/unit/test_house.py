@@ -23,8 +23,7 @@ FLOORS: list[set[str]] = [
     {"failure"},
     {
         *{"accelerators", "arguments", "config", "control", "environments", "hyper_parameters", "module_hooks"},
-        *{"optimizer_state", "precision", "process_state", "seed"},
-        "data.transfer",  # moving a batch is the strategies' business too; it knows nothing of the rest of data
+        *{"optimizer_state", "precision", "process_state", "seed", "transfer"},
     },
     {"callback", "handshake", "module", "strategy"},
     {"hooks"},
@@ -109,9 +108,7 @@ IMPORTS = [found for name, path in MODULES.items() for found in imports_of(name,
 
 def unit_of(name: str) -> str:
     """``drivetrain.loops.train`` is in the unit ``loops``."""
-    parts = name.split(".")[1:]
-    pair = ".".join(parts[:2])
-    return pair if pair in FLOOR_OF else parts[0]
+    return name.split(".")[1]
 
 
 def floor_of(name: str) -> int:

@@ -1,0 +1,82 @@
+"""The code in README.md and docs/ runs as it stands, and the links between the pages lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)#\s]+)(?:#[^)]*)?\)")
+
+
+def runnable(markdown: str) -> str:
+    """The page's ``python`` blocks as one script, every line where it stands on the page; ``notest`` leaves one out.
+
+    Blocks on one page share a namespace, and a traceback names the line of the page.
+    """
+    script: list[str] = []
+    closing = indent = ""
+    running = False
+    for line in markdown.splitlines():
+        fence = FENCE.match(line)
+        if closing:
+            if fence and fence["fence"] == closing and not fence["info"].strip():
+                closing, running = "", False
+            script.append(line.removeprefix(indent) if running else "")
+            continue
+        if fence:
+            words = fence["info"].replace("{", " ").replace("}", " ").replace(".", " ").split()
+            closing, indent = fence["fence"], fence["indent"]
+            running = bool(words) and words[0] in {"python", "py"} and "notest" not in words
+        script.append("")
+    return "\n".join(script)
+
+
+def test_blocks_keep_their_lines() -> None:
+    skipped = "```{.python .notest}\nraise\n```\n```python notest\nraise\n```\n```bash\nls\n```\n"
+    page = f"text\n```python\na = 1\n```\n{skipped}    ```python\n    b = a\n    ```\n"
+    assert runnable(page).splitlines() == ["", "", "a = 1", *[""] * 11, "b = a"]
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page.read_text()).strip()], ids=_name)
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    # A script of its own, so that pages may start further processes of themselves, as a user's script does.
+    script = tmp_path / f"{page.stem.replace('-', '_')}.py"
+    script.write_text(runnable(page.read_text()))
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, f"{_name(page)} (line numbers are the page's)\n{done.stdout[-6000:]}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = {link["target"] for link in LINK.finditer(page.read_text())}
+    local = {target for target in targets if "://" not in target and not target.startswith("mailto:")}
+    missing = {target for target in local if not (page.parent / target).exists()}
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert not {page for page in pages if page not in navigation}
