@@ -55,14 +55,18 @@ def resolve_devices(accelerator: str, devices: int | str | Sequence[int]) -> Dev
     if asked == "auto" or asked == -1:
         if asked == -1 and available is None:
             raise ConfigurationError(
-                "devices=-1 on the CPU.", "-1 stands for all devices, and CPU processes are not counted.",
+                "devices=-1 on the CPU.",
+                "-1 stands for all devices, and CPU processes are not counted.",
                 "give the number of processes, devices=2.",
             )
         return Devices(kind, tuple(range(available or 1)), chosen=asked == -1)
+    assert not isinstance(asked, str)
     indices = tuple(range(asked)) if isinstance(asked, int) else tuple(asked)
     if kind == "cpu" and not isinstance(asked, int):
         raise ConfigurationError(
-            f"devices={devices!r} on the CPU.", "CPU processes have no index.", f"give their number, devices={len(indices)}."
+            f"devices={devices!r} on the CPU.",
+            "CPU processes have no index.",
+            f"give their number, devices={len(indices)}.",
         )
     missing = [index for index in indices if available is not None and not 0 <= index < available]
     if missing or not indices or len(set(indices)) != len(indices):
@@ -120,11 +124,7 @@ def _asked(devices: object) -> int | str | Sequence[int]:
         except ValueError:
             raise wrong from None
         devices = numbers if "," in text else numbers[0] if numbers else 0
-    if isinstance(devices, bool):
-        raise wrong
-    if isinstance(devices, int):
-        if devices == 0 or devices < -1:
-            raise wrong
+    if type(devices) is int and (devices > 0 or devices == -1):
         return devices
     if isinstance(devices, list | tuple) and devices and all(type(index) is int for index in devices):
         return devices

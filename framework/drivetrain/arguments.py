@@ -123,8 +123,17 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
 
 
 def _check_barebones(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
-    for name in ("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger", "profiler",
-                 "num_sanity_val_steps", "log_every_n_steps", "fast_dev_run", "detect_anomaly"):
+    for name in (
+        "enable_progress_bar",
+        "enable_model_summary",
+        "enable_checkpointing",
+        "logger",
+        "profiler",
+        "num_sanity_val_steps",
+        "log_every_n_steps",
+        "fast_dev_run",
+        "detect_anomaly",
+    ):
         if name in chosen and values[name]:
             raise ConfigurationError(
                 f"barebones=True with {name}={values[name]!r}.",

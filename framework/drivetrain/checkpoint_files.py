@@ -41,7 +41,7 @@ class CheckpointFiles:
 
 def untied(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Split a state dict into one tensor for each storage, and the names of the others."""
-    first: dict[tuple[int, tuple[int, ...], int], str] = {}
+    first: dict[Any, str] = {}
     weights: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     for name, tensor in state.items():
@@ -81,7 +81,9 @@ def write_files(path: str, files: CheckpointFiles) -> None:
                 stream.write(content)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {path!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+            f"The checkpoint {path!r} could not be written: {error}.",
+            "",
+            "check the path, its permissions and the space.",
         ) from error
 
 

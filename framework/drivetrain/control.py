@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.failure import Failure
 
@@ -27,8 +27,10 @@ class ControlPlane(Protocol):
 
     rank: int
     world_size: int
-    store: Store | None
-    """Shared key-value store under this run's own prefix; None for a single process."""
+
+    @property
+    def store(self) -> Store | None:
+        """Shared key-value store under this run's own prefix; None for a single process."""
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """Gather a CPU tensor of shape (n,), the same n everywhere, into (W, n)."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.accelerators import check_devices
 from drivetrain.arguments import check_arguments
 from drivetrain.callback import Callback
+from drivetrain.callbacks import ProgressBar
 from drivetrain.config import Settings, resolved_settings
 from drivetrain.data import DataModule
 from drivetrain.engine.collective_calls import CollectiveCalls
@@ -264,7 +265,13 @@ class Fit:
         session.save(os.fspath(path), weights_only)
 
     def _evaluate(
-        self, stage: str, module: TrainModule, loaders: Any, datamodule: DataModule | None, ckpt_path: Any, verbose: bool
+        self,
+        stage: str,
+        module: TrainModule,
+        loaders: Any,
+        datamodule: DataModule | None,
+        ckpt_path: Any,
+        verbose: bool,
     ) -> list[dict[str, float]]:
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
@@ -280,7 +287,7 @@ class Fit:
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",
                 "the engine drives a drivetrain.TrainModule: its steps, its optimizers, its hooks.",
-                "subclass TrainModule, write training_step and configure_optimizers; for compiling use Fit(compile=True).",
+                "subclass TrainModule, write training_step and configure_optimizers; to compile it use Fit(compile=True).",
             )
         return launch(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path))
 
@@ -479,11 +486,11 @@ class Fit:
         """Print on rank 0, on a line of its own above the progress bar."""
         if self.global_rank != 0:
             return
-        bar = next((callback for callback in self.callbacks if callable(getattr(callback, "write", None))), None)
-        if bar is None or options:
+        write = next((callback.write for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+        if write is None or options:
             print(*args, **options)
         else:
-            bar.write(" ".join(str(arg) for arg in args))
+            write(" ".join(str(arg) for arg in args))
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """What `TrainModule.all_gather` does."""
@@ -523,7 +530,8 @@ class Fit:
     def _running(self, what: str) -> Session:
         if self._session is None:
             raise ConfigurationError(
-                f"{what} was used outside a run.", "it exists only while fit, validate, test or predict runs.",
+                f"{what} was used outside a run.",
+                "it exists only while fit, validate, test or predict runs.",
                 "use it from a step or a hook.",
             )
         return self._session

@@ -62,7 +62,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 
 def _arguments(frame: FrameType) -> dict[str, Any]:
-    names, varargs, varkw, values = inspect.getargvalues(frame)
+    names, _, varkw, values = inspect.getargvalues(frame)
     arguments = {name: values[name] for name in names[1:] if name in values}
     code = frame.f_code
     keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]

@@ -346,7 +346,7 @@ class TrainModule(ModuleHooks, nn.Module):
                 "the strategy and the optimizer hold its parameters; new ones would silently stop training.",
                 "choose the place and the dtype with Fit(accelerator=..., precision=...).",
             )
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class ModuleHooks:
         """Called last, also after a failure."""
 
     def configure_model(self) -> None:
-        """Build or replace layers under the strategy's device, dtype and meta contexts. Called once a run: idempotent."""
+        """Build or replace layers under the strategy's device and dtype contexts. Called once a run: idempotent."""
 
     def configure_callbacks(self) -> Any:
         """Return a callback or a list of them to join the run's."""

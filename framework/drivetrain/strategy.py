@@ -1,4 +1,4 @@
-"""Strategy: the interface of everything that decides *where* a run computes, and the registry that finds one by name."""
+"""Strategy: the interface of what decides *where* a run computes, and the registry that finds one by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from drivetrain.control import ControlPlane, LocalControl
@@ -198,7 +198,7 @@ class Strategy(ABC):
             self.module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
-        """``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}`` of one optimizer."""
+        """One optimizer's ``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}``."""
         assert self.module is not None
         return named_optimizer_state(self.module, self.optimizers[index])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,19 @@ def broadcast(tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
     return result
 
 
+def broadcast_together(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite tensors with rank 0's, packed into one broadcast a dtype."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        packed = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        dist.broadcast(packed, 0)
+        with torch.no_grad():
+            for tensor, part in zip(group, torch.split(packed, [tensor.numel() for tensor in group]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
 class _Gather(torch.autograd.Function):
     """All-gather whose backward gives each rank the sum, over the ranks, of the gradients of its own part."""
 
@@ -45,7 +59,7 @@ class _Gather(torch.autograd.Function):
         return _gather(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         total = gradient.contiguous()
         dist.all_reduce(total)
         return total[dist.get_rank()]
@@ -60,6 +74,6 @@ def _gather(tensor: torch.Tensor) -> torch.Tensor:
 def all_gather(tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
     """Return shape (W, *tensor.shape), in rank order."""
     if sync_grads and tensor.requires_grad and torch.is_grad_enabled():
-        gathered: torch.Tensor = _Gather.apply(tensor)
+        gathered: torch.Tensor = _Gather.apply(tensor)  # type: ignore[no-untyped-call]
         return gathered
     return _gather(tensor.detach())

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.control import Pending, spread
 from drivetrain.errors import DistributedError
@@ -41,7 +42,7 @@ class GroupControl:
         world_size: among how many.
     """
 
-    def __init__(self, group: Any, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, group: Any, store: Store, rank: int, world_size: int) -> None:
         self._group = group
         self.store = store
         self.rank = rank

@@ -9,9 +9,8 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,7 +20,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner, Strategy
 from drivetrain_strategies import ddp_reducer
-from drivetrain_strategies.collectives import all_gather, broadcast, reduce
+from drivetrain_strategies.collectives import all_gather, broadcast, broadcast_together, reduce
 from drivetrain_strategies.comm_hooks import CommHook, register_comm_hook
 from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
 from drivetrain_strategies.placement import HomeDevice
@@ -208,7 +207,7 @@ class DDPStrategy(Strategy):
     def sync_buffers(self, module: nn.Module) -> None:
         buffers = list(module.buffers())
         if buffers:
-            dist._broadcast_coalesced(dist.group.WORLD, buffers, 256 * 1024 * 1024, 0)
+            broadcast_together(buffers)
 
     def restore_module(self) -> None:
         if self.module is not None:

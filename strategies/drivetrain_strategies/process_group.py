@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
@@ -33,7 +34,7 @@ class ProcessGroup:
         self._control_group: Any = None
         self.control: GroupControl | None = None
 
-    def open(self, placement: Placement, device: torch.device, store: dist.Store | None) -> GroupControl:
+    def open(self, placement: Placement, device: torch.device, store: Store | None) -> GroupControl:
         """Join the default process group, making it over ``store`` where the user has none.
 
         Raises:
@@ -51,12 +52,12 @@ class ProcessGroup:
                 "neither a process group nor a store's address (MASTER_ADDR, MASTER_PORT) is there.",
                 "start the processes with torchrun, or let Fit start them (launcher='auto').",
             )
-        run_store = dist.PrefixStore(f"drivetrain/run{next(_runs)}", store)
+        run_store = PrefixStore(f"drivetrain/run{next(_runs)}", store)
         if not dist.is_initialized():
             default = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(
                 self._backend or default,
-                store=dist.PrefixStore("default", run_store),
+                store=PrefixStore("default", run_store),
                 rank=placement.rank,
                 world_size=placement.world_size,
                 timeout=self._timeout,
@@ -64,7 +65,7 @@ class ProcessGroup:
             self._owned = True
         self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
         self.control = GroupControl(
-            self._control_group, dist.PrefixStore("control", run_store), placement.rank, placement.world_size
+            self._control_group, PrefixStore("control", run_store), placement.rank, placement.world_size
         )
         return self.control
 

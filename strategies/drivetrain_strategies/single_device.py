@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError

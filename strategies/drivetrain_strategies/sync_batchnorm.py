@@ -6,12 +6,12 @@ from torch import nn
 
 
 class SyncBatchNormSwap:
-    """Puts SyncBatchNorm in the place of every BatchNorm of ``module``; parameters and buffers stay the same objects."""
+    """Puts SyncBatchNorm in the place of every BatchNorm of ``module``; parameters and buffers stay the same."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         before = dict(module.named_modules())
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._replaced = {
             name: before[name]
             for name, child in module.named_modules()

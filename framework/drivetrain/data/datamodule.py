@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain.transfer import move_to
 from drivetrain.errors import ConfigurationError
 from drivetrain.hyper_parameters import HyperParameters, collect_init_arguments
+from drivetrain.transfer import move_to
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit

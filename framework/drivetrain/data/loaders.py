@@ -26,10 +26,10 @@ from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.data.sharding import Deal, Share
 from drivetrain.data.source import BatchSource
 from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
-from drivetrain.transfer import first_tensor
 from drivetrain.data.workers import SeededDataset, SeededIterable, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.seed import derive_seed
+from drivetrain.transfer import first_tensor
 
 
 def prepare_loader(

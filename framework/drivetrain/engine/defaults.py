@@ -28,12 +28,10 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool) ->
                 "the engine calls a Callback's hooks.",
                 "pass an instance of a drivetrain.Callback subclass.",
             )
-    if progress_bar:
-        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            callbacks.append(default_progress_bar())
-    if model_summary:
-        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
-            callbacks.append(ModelSummary())
+    if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        callbacks.append(default_progress_bar())
+    if model_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):
+        callbacks.append(ModelSummary())
     return callbacks
 
 

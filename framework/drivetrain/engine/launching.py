@@ -57,9 +57,7 @@ def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_pat
     return run_here(trainer, stage, module, given, ckpt_path, place)
 
 
-def run_here(
-    trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, place: Place
-) -> Any:
+def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, place: Place) -> Any:
     """Run ``stage`` in this process, which has its place."""
     device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
     if trainer._strategy is None:

@@ -128,9 +128,11 @@ def _is_several(loaders: Any) -> bool:
     """Whether this is a collection of loaders, and not one loader that happens to be a list of batches."""
     if isinstance(loaders, Mapping):
         return True
-    return isinstance(loaders, list | tuple) and any(
-        isinstance(loader, DataLoader | CombinedLoader | Mapping) or _is_several(loader) for loader in loaders
-    ) and not any(isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in loaders)
+    return (
+        isinstance(loaders, list | tuple)
+        and any(isinstance(loader, DataLoader | CombinedLoader | Mapping) or _is_several(loader) for loader in loaders)
+        and not any(isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in loaders)
+    )
 
 
 def _holds_loaders(loaders: Mapping[Any, Any]) -> bool:

@@ -145,13 +145,19 @@ class Session:
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_generators(trainer.seed, strategy.data_rank)
         move = batch_mover(self.module, self.given.datamodule, strategy)
-        result = self._fit(runner, move) if self.stage == "fit" else self._evaluate(self.stage, runner, move)
+        result = self._stage_result(runner, move)
         self.module.__dict__.pop("_held", None)
         strategy.restore_module()
         self._call("teardown", self.stage)
         self._finish("success")
         strategy.teardown()
         return result
+
+    def _stage_result(self, runner: StepRunner, move: Move | None) -> Any:
+        if self.stage != "fit":
+            return self._evaluate(self.stage, runner, move)
+        self._fit(runner, move)
+        return None
 
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
         trainer, hooks = self.trainer, self._hooks()
@@ -301,7 +307,7 @@ class Session:
     def _compile(self) -> None:
         options = self.trainer.compile if isinstance(self.trainer.compile, dict) else {}
         # Logging writes to plain Python objects: traced, it would be guarded on every value it holds.
-        self.metrics.record = torch.compiler.disable(self.metrics.record)  # type: ignore[method-assign]
+        self.metrics.record = torch.compiler.disable(self.metrics.record)  # type: ignore[method-assign,no-untyped-call]
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             self.module.__dict__[name] = torch.compile(getattr(self.module, name), **options)
 
@@ -321,9 +327,7 @@ class Session:
         self._checkpoint().save(path, weights_only)
 
     def _checkpoint(self) -> PlainCheckpoint:
-        return PlainCheckpoint(
-            self.trainer, self.module, self.strategy, self.callbacks, self.progress, self.schedulers
-        )
+        return PlainCheckpoint(self.trainer, self.module, self.strategy, self.callbacks, self.progress, self.schedulers)
 
     # Reads
 

@@ -81,7 +81,7 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
 
 
 def _step(session: Session, runner: StepRunner) -> TrainStep:
-    module, strategy, trainer, hooks = session.module, session.strategy, session.trainer, session.hooks
+    module, strategy, hooks = session.module, session.strategy, session.hooks
     assert hooks is not None
     takes = StepArguments(module.training_step)
     arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes

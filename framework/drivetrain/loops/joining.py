@@ -20,7 +20,9 @@ def without_gradient(module: nn.Module) -> Iterator[None]:
     Multiplying the loss by zero would not do: the mean over no items is NaN, and NaN times zero is NaN.
     """
     handles = [
-        parameter.register_hook(torch.zeros_like) for parameter in module.parameters() if parameter.requires_grad
+        parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        for parameter in module.parameters()
+        if parameter.requires_grad
     ]
     try:
         yield

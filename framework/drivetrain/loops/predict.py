@@ -58,7 +58,7 @@ class PredictLoop:
         self._arguments = StepArguments(module.predict_step, several=len(sources) > 1)
 
     def run(self) -> list[Any]:
-        """Predict; returns each micro-batch's output in data-set order on every rank, a list of lists for several loaders."""
+        """Predict; returns each micro-batch's output in data-set order, on every rank (a list for each of several loaders)."""
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
         gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
@@ -103,9 +103,7 @@ def _merged(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
     if len(by_rank) == 1:
         return [output for _, _, output in by_rank[0]]
     everything = [
-        (start, batch_idx, rank, output)
-        for rank, part in enumerate(by_rank)
-        for start, batch_idx, output in part
+        (start, batch_idx, rank, output) for rank, part in enumerate(by_rank) for start, batch_idx, output in part
     ]
     everything.sort(key=lambda item: item[:3])
     return [output for *_, output in everything]

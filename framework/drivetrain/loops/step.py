@@ -164,9 +164,7 @@ class AutomaticStep:
                 warnings.warn(f"A window made no step: {why}. Said once.", stacklevel=2)
             self.drop_window()
             return False
-        gradients = [
-            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
-        ]
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_(gradients, window_weight / contributed)
         return True
 

@@ -210,7 +210,5 @@ def detached(output: Any) -> dict[str, Any]:
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
     if isinstance(output, dict):
-        return {
-            name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in output.items()
-        }
+        return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in output.items()}
     return {} if output is None else {"outputs": output}

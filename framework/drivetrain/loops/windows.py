@@ -13,7 +13,7 @@ from drivetrain.control import ControlPlane, Pending
 from drivetrain.data import Share
 from drivetrain.errors import ConfigurationError
 
-Weigh = Callable[[Any], float]
+Weigh = Callable[[Any], int | float | torch.Tensor]
 
 
 class MicroBatch(NamedTuple):
@@ -106,7 +106,7 @@ def exchanged_windows(
     def read() -> tuple[list[tuple[Any, Share, float]], Pending]:
         nonlocal last, number
         room = size if limit is None else max(0, min(size, limit - number))
-        taken = []
+        taken: list[tuple[Any, Share, float]] = []
         for batch, share in islice(pairs, room):
             last = batch
             weight = 0.0 if share.joins else float(share.samples)

@@ -114,9 +114,7 @@ class MetricStore:
             entry.last = metric._forward_cache
             entry.fresh = True
 
-    def _open(
-        self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None
-    ) -> Entry:
+    def _open(self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None) -> Entry:
         if self.stage is None or self.stage == "predict":
             raise ConfigurationError(
                 f"log({name!r}) was called {'in prediction' if self.stage else 'outside the loops'}.",
@@ -154,7 +152,7 @@ class MetricStore:
             name,
             options,
             on_step=in_step if on_step is None else on_step,
-            on_epoch=(not in_step or metric is not None and on_step is None) if on_epoch is None else on_epoch,
+            on_epoch=(not in_step or (metric is not None and on_step is None)) if on_epoch is None else on_epoch,
             prog_bar=prog_bar,
             logger=logger,
             operation=operation,
@@ -168,7 +166,7 @@ class MetricStore:
     def _attribute_of(self, name: str, metric: Any) -> str:
         for attribute, child in self._module.named_modules():
             if child is metric:
-                return attribute
+                return str(attribute)
         raise ConfigurationError(
             f"log({name!r}) was given a {type(metric).__name__} that is no attribute of the module.",
             "a metric must move with the module, and be found again on every rank and after a resume.",
@@ -220,16 +218,18 @@ class MetricStore:
         totals = [entry.epoch_total() for entry in [*shared, *local]]
         known = to_host([0.0 if total is None else total for total in totals])
         numbers = [
-            number
-            for entry, total in zip([*shared, *local], known, strict=True)
-            for number in (total, entry.weight)
+            number for entry, total in zip([*shared, *local], known, strict=True) for number in (total, entry.weight)
         ]
         results: dict[str, torch.Tensor] = {}
         split = 2 * len(shared)
         if together:
             keys = [
                 *(_key(entry) for entry in shared),
-                *(f"{entry.epoch_name}\tmetric\t{entry.attribute}" for entry in metrics if entry.sync_dist is not False),
+                *(
+                    f"{entry.epoch_name}\tmetric\t{entry.attribute}"
+                    for entry in metrics
+                    if entry.sync_dist is not False
+                ),
             ]
             takes_part = self.had_data or bool(keys)
             keys, table = gather_packed(self.control, keys, numbers[:split], takes_part)
@@ -306,7 +306,7 @@ class MetricStore:
         return self._chosen("prog_bar")
 
     def agreed(self, name: str) -> float | None:
-        """Return a logged value that is the same on every rank, for a decision; None where nobody logged it. Collective.
+        """Return a logged value, the same on every rank, for a decision; None where nobody logged it. Collective.
 
         What is local to a rank (a step's value, ``sync_dist=False``) is averaged over the ranks that have it.
         """
