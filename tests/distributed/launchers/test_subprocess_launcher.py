@@ -216,7 +216,9 @@ def test_a_failing_caller_takes_the_others_with_it(tmp_path: Path) -> None:  # G
 
 
 @pytest.mark.parametrize(
-    "how", ["launch(2)", "thread = threading.Thread(target=launch, args=(2,)); thread.start(); thread.join()"]
+    "how",
+    ["launch(2)", "thread = threading.Thread(target=launch, args=(2,)); thread.start(); thread.join()"],
+    ids=["from the main thread", "from a thread that has ended"],
 )
 def test_a_killed_caller_leaves_nobody(tmp_path: Path, how: str) -> None:  # G-02
     script = _write(
