@@ -22,8 +22,8 @@ FLOORS: list[set[str]] = [
     {"errors", "setting_types"},
     {"failure"},
     {
-        *{"accelerators", "arguments", "config", "control", "environments", "hyper_parameters", "module_hooks"},
-        *{"optimizer_state", "precision", "process_state", "seed", "transfer"},
+        *{"accelerators", "arguments", "checkpoint_files", "config", "control", "environments"},
+        *{"hyper_parameters", "module_hooks", "optimizer_state", "precision", "process_state", "seed", "transfer"},
     },
     {"callback", "handshake", "module", "strategy"},
     {"hooks"},
