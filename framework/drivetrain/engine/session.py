@@ -12,25 +12,17 @@ from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
 from drivetrain.checkpoint.plain import PlainCheckpoint
-from drivetrain.data import BatchSource
 from drivetrain.engine.batches import Move, batch_mover
 from drivetrain.engine.failing import cause_of, tell_others
-from drivetrain.engine.loaders import (
-    Dealing,
-    Given,
-    evaluation_sources,
-    find_loaders,
-    limit_of,
-    training_source,
-)
+from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
 from drivetrain.engine.seeding import order_seed, seed_generators
 from drivetrain.engine.settings import apply_switches
+from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
-from drivetrain.errors import ConfigurationError
 from drivetrain.handshake import facts_about, shake_hands
-from drivetrain.hooks import HookTable, is_overridden
-from drivetrain.loops.evaluate import NAMES, EvaluateLoop
+from drivetrain.hooks import HookTable
+from drivetrain.loops.evaluate import EvaluateLoop
 from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_optimizers
 from drivetrain.loops.predict import PredictLoop
@@ -86,10 +78,7 @@ class Session:
         self.manual: ManualStep | None = None
         self.callbacks: list[Callback] = []
         self.hooks: HookTable | None = None
-        self.train_source: BatchSource | None = None
-        self.sources: dict[str, list[BatchSource]] = {}
-        self.limits: dict[str, list[int | None]] = {}
-        self.train_limit: int | None = None
+        self.data: StageData | None = None
         self.sanity_checking = False
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
@@ -139,9 +128,10 @@ class Session:
             order_seed(trainer.seed, strategy.control),
             trainer.use_distributed_sampler,
         )
-        self._find_loaders(dealing)
+        self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
         runner = self._set_up_module()
-        shake_hands(strategy.control, {**trainer.facts(), **facts_about(self.module), **self._facts()})
+        facts = {"stage": self.stage, **trainer.facts(), **self.data.facts(), **facts_about(self.module)}
+        shake_hands(strategy.control, facts)
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_generators(trainer.seed, strategy.data_rank)
         move = batch_mover(self.module, self.given.datamodule, strategy)
@@ -164,7 +154,7 @@ class Session:
         self._set_up_optimizers()
         if self.ckpt_path is not None:
             self._checkpoint().load(self.ckpt_path)
-        if self.sources.get("validate"):
+        if self._data().sources.get("validate"):
             self.validate = self._evaluation("validate", runner, move)
         loop = build_training(self, runner, move)
         logger.info(self.strategy.precision.describe())
@@ -182,9 +172,9 @@ class Session:
         steps, hooks = self.trainer.num_sanity_val_steps, self._hooks()
         if not steps or self.validate is None or self.ckpt_path is not None:
             return
-        limits = [steps if limit is None else min(steps, limit) for limit in self.limits["validate"]]
+        limits = [steps if limit is None else min(steps, limit) for limit in self._data().limits["validate"]]
         if steps == -1:
-            limits = list(self.limits["validate"])  # type: ignore[arg-type]
+            limits = list(self._data().limits["validate"])  # type: ignore[arg-type]
         self.sanity_checking = True
         for hook in hooks.on_sanity_check_start:
             hook()
@@ -205,8 +195,8 @@ class Session:
                 strategy=self.strategy,
                 hooks=self._hooks(),
                 metrics=self.metrics,
-                sources=self.sources["predict"],
-                limits=self.limits["predict"],
+                sources=self._data().sources["predict"],
+                limits=self._data().limits["predict"],
                 move=move,
                 inference_mode=self.trainer.inference_mode,
             ).run()
@@ -223,8 +213,8 @@ class Session:
             strategy=self.strategy,
             hooks=self._hooks(),
             metrics=self.metrics,
-            sources=self.sources[stage],
-            limits=self.limits[stage] if limits is None else limits,
+            sources=self._data().sources[stage],
+            limits=self._data().limits[stage] if limits is None else limits,
             move=move,
             inference_mode=self.trainer.inference_mode and not (within_fit and self.strategy.shards_parameters),
             log=None if limits is not None else self.logger_call(),
@@ -245,53 +235,6 @@ class Session:
         replaced = {type(callback) for callback in own}
         self.callbacks = [callback for callback in self.trainer.callbacks if type(callback) not in replaced] + own
         self.hooks = HookTable(self.trainer, self.module, self.callbacks)
-
-    def _find_loaders(self, dealing: Dealing) -> None:
-        trainer = self.trainer
-        if self.stage == "fit":
-            loaders = find_loaders("train", self.given.train, self.given.datamodule, self.module)
-            if loaders is None:
-                raise ConfigurationError(
-                    "fit was given no training loader.",
-                    "there is nothing to train on.",
-                    "pass it to fit, as Fit().fit(module, loader), in a DataModule, or as module.train_dataloader().",
-                )
-            self.train_source = training_source(loaders, dealing, sequential=bool(trainer.overfit_batches))
-            setting, name = trainer.limit_train_batches, "limit_train_batches"
-            if trainer.overfit_batches:
-                setting, name = trainer.overfit_batches, "overfit_batches"
-            self.train_limit = limit_of(setting, self.train_source.length, name)
-            if is_overridden("validation_step", self.module, TrainModule):
-                self._find_evaluation("validate", dealing, required=False)
-        else:
-            self._find_evaluation(self.stage, dealing, required=True)
-
-    def _find_evaluation(self, stage: str, dealing: Dealing, required: bool) -> None:
-        trainer = self.trainer
-        loaders = find_loaders(stage, self.given.evaluate, self.given.datamodule, self.module)
-        if loaders is None:
-            if required:
-                raise ConfigurationError(
-                    f"{stage} was given no loader.",
-                    "there is nothing to run on.",
-                    f"pass dataloaders= to {stage}, a DataModule, or write the module's own loader method.",
-                )
-            return
-        if stage != "predict" and not is_overridden(f"{NAMES[stage]}_step", self.module, TrainModule):
-            raise ConfigurationError(
-                f"{type(self.module).__name__} has no {NAMES[stage]}_step.",
-                f"{stage} runs it on every batch.",
-                f"write def {NAMES[stage]}_step(self, batch, batch_idx).",
-            )
-        name = {"validate": "limit_val_batches"}.get(stage, f"limit_{stage}_batches")
-        setting = getattr(trainer, name)
-        if setting == 0 and stage == "validate" and not required:
-            return
-        if trainer.overfit_batches and stage == "validate" and self.stage == "fit":
-            setting = trainer.overfit_batches
-        sources = evaluation_sources(loaders, dealing, predicting=stage == "predict")
-        self.sources[stage] = sources
-        self.limits[stage] = [limit_of(setting, source.length, name) for source in sources]
 
     def _set_up_module(self) -> StepRunner:
         module, strategy = self.module, self.strategy
@@ -335,9 +278,10 @@ class Session:
     def estimated_steps(self) -> int | float:
         """Optimizer steps of the whole run; infinite where neither data nor limits bound it."""
         trainer = self.trainer
-        if self.train_limit is None or trainer.max_epochs in (None, -1):
+        limit = self._data().train_limit
+        if limit is None or trainer.max_epochs in (None, -1):
             return math.inf if trainer.max_steps == -1 else trainer.max_steps
-        steps = math.ceil(self.train_limit / trainer.accumulate_grad_batches) * trainer.max_epochs
+        steps = math.ceil(limit / trainer.accumulate_grad_batches) * trainer.max_epochs
         return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
     def logger_call(self) -> Callable[[dict[str, float]], None] | None:
@@ -346,13 +290,9 @@ class Session:
             return None
         return self.trainer.log_metrics
 
-    def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"stage": self.stage}
-        if self.train_source is not None and self.train_source.static:
-            facts["training micro-batches"] = self.train_source.length
-        for stage, sources in self.sources.items():
-            facts[f"{stage} micro-batches"] = [source.length if source.static else None for source in sources]
-        return facts
+    def _data(self) -> StageData:
+        assert self.data is not None
+        return self.data
 
     def _hooks(self) -> HookTable:
         assert self.hooks is not None
@@ -368,9 +308,8 @@ class Session:
     # The end
 
     def _finish(self, status: str) -> None:
-        for source in [self.train_source, *(source for sources in self.sources.values() for source in sources)]:
-            if source is not None:
-                source.close()
+        if self.data is not None:
+            self.data.close()
         if self.strategy.rank == 0:
             for one in self.trainer.loggers:
                 one.finalize(status)

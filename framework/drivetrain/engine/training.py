@@ -37,7 +37,8 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
     session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     module = session.module
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
-    validate = session.validate
+    data = session.data
+    assert data is not None
     return TrainLoop(
         step=_step(session, runner),
         micro_batches=_micro_batches(session, move),
@@ -53,15 +54,15 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
             lambda: list(metrics.callback_metrics()),
         ),
         validation=ValidationPlan(
-            validate,
+            session.validate,
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
-            session.train_limit,
+            data.train_limit,
             session.stop,
             metrics,
         ),
         control=strategy.control,
-        length=session.train_limit,
+        length=data.train_limit,
         log=session.logger_call(),
     )
 
@@ -141,15 +142,17 @@ def _clipping(session: Session) -> Callable[[Sequence[Optimizer]], Any] | None:
 
 def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
-    source, strategy, trainer, module = session.train_source, session.strategy, session.trainer, session.module
-    assert source is not None
+    data, strategy, trainer, module = session.data, session.strategy, session.trainer, session.module
+    assert data is not None
+    assert data.train is not None
+    source = data.train
     weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
     if not module.automatic_optimization:
         weigh = None
     ranks = strategy.data_world_size
 
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
-        limit, size = session.train_limit, trainer.accumulate_grad_batches
+        limit, size = data.train_limit, trainer.accumulate_grad_batches
         room = None if limit is None else max(0, limit - first)
         # The epoch's order stays the first one's where the run overfits a few batches.
         pairs = source.epoch(0 if trainer.overfit_batches else epoch, first)

@@ -58,7 +58,7 @@ class PredictLoop:
         self._arguments = StepArguments(module.predict_step, several=len(sources) > 1)
 
     def run(self) -> list[Any]:
-        """Predict; returns each micro-batch's output in data-set order, on every rank (a list for each of several loaders)."""
+        """Predict; returns each micro-batch's output in data-set order, on every rank; a list for each loader."""
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
         gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()

@@ -1,0 +1,226 @@
+"""What modules, callbacks and users read of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain.callback import Callback
+from drivetrain.engine.session import Session
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import Logger
+from drivetrain.loops.manual_step import OptimizerHandle
+from drivetrain.loops.optimizers import SchedulerConfig
+from drivetrain.loops.progress import Progress
+from drivetrain.module import TrainModule
+from drivetrain.precision import Precision
+from drivetrain.strategy import Strategy
+
+
+class RunReads:
+    """The reads of `Fit`, over the run that is under way or was the last one."""
+
+    callbacks: list[Callback]
+    """Those of every run, the default ones included."""
+
+    loggers: list[Logger]
+    """Where numbers go."""
+
+    state: str
+    """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
+
+    _strategy: Strategy | None
+    _session: Session | None
+
+    @property
+    def session(self) -> Session | None:
+        """The run that is under way, or the last one."""
+        return self._session
+
+    @property
+    def metrics(self) -> Any:
+        """Where `TrainModule.log` writes."""
+        return self._running("log").metrics
+
+    @property
+    def progress(self) -> Progress:
+        """The counters."""
+        return Progress() if self._session is None else self._session.progress
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; with "auto" known once a run has begun."""
+        if self._strategy is None:
+            raise ConfigurationError(
+                "strategy='auto' is not resolved yet.",
+                "it depends on the number of processes, which is known once a run begins.",
+                "read it in or after fit, or name a strategy.",
+            )
+        return self._strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in use."""
+        return self.strategy.precision
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps made."""
+        return self.progress.global_step
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches trained on by this rank."""
+        return self.progress.micro_batches
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on by all ranks together."""
+        return self.progress.samples_seen
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Everything logged, by every name it is known by."""
+        return {} if self._session is None else self._session.metrics.callback_metrics()
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values that went to the loggers."""
+        return {} if self._session is None else self._session.metrics.logged_metrics()
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values logged with ``prog_bar=True``."""
+        return {} if self._session is None else self._session.metrics.progress_bar_metrics()
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it, on any rank, to end the run early; all ranks then stop after the same step."""
+        return self._session is not None and self._session.stop.requested
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        self._running("should_stop").stop.requested = bool(value)
+
+    @property
+    def joining(self) -> bool:
+        """True while this rank has no data and only keeps the others company."""
+        return self._session is not None and self._session.metrics.muted
+
+    @property
+    def sanity_checking(self) -> bool:
+        """True during the validation that is tried before training."""
+        return self._session is not None and self._session.sanity_checking
+
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The total norm before the last clipping, of shape (); None where nothing was clipped."""
+        return None if self._session is None else self._session.gradient_norm
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run together."""
+        return 1 if self._strategy is None else self._strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return 0 if self._strategy is None else self._strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+        return 0 if self._strategy is None else self._strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This node among all."""
+        return 0 if self._strategy is None else self._strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on each rank; infinite where it is not known."""
+        data = None if self._session is None else self._session.data
+        limit = None if data is None else data.train_limit
+        return float("inf") if limit is None else limit
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Micro-batches of each validation loader."""
+        return self._limits("validate")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Micro-batches of each test loader."""
+        return self._limits("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Micro-batches of each prediction loader."""
+        return self._limits("predict")
+
+    def _limits(self, stage: str) -> list[int | float]:
+        data = None if self._session is None else self._session.data
+        limits = [] if data is None else data.limits.get(stage, [])
+        return [float("inf") if limit is None else limit for limit in limits]
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole run; infinite where nothing bounds it."""
+        return self._running("estimated_stepping_batches").estimated_steps
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers."""
+        return [] if self._session is None else self._session.optimizers
+
+    @property
+    def optimizer_handles(self) -> list[OptimizerHandle]:
+        """What ``self.optimizers()`` gives in a module."""
+        return self._running("optimizers").handles
+
+    @property
+    def scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers and when they step."""
+        return [] if self._session is None else self._session.schedulers
+
+    @property
+    def lr_schedulers(self) -> list[Any]:
+        """The schedulers."""
+        return [config.scheduler for config in self.scheduler_configs]
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def checkpoint_callback(self) -> Callback | None:
+        """The first callback that saves checkpoints."""
+        return next((callback for callback in self.callbacks if type(callback).__name__ == "Checkpoint"), None)
+
+    @property
+    def lightning_module(self) -> TrainModule | None:
+        """The module of the run, under the name that code written for Lightning reads."""
+        return None if self._session is None else self._session.module
+
+    def _running(self, what: str) -> Session:
+        if self._session is None:
+            raise ConfigurationError(
+                f"{what} was used outside a run.",
+                "it exists only while fit, validate, test or predict runs.",
+                "use it from a step or a hook.",
+            )
+        return self._session
