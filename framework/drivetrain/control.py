@@ -62,11 +62,14 @@ class ControlPlane(Protocol):
             DistributedError: a rank came for another purpose, or not within ``timeout``; it is named.
         """
 
-    def report_failure(self, failure: Failure, echo: bool) -> None:
-        """Tell the others. ``echo``: it only follows from another rank's. Not collective."""
+    def report_failure(self, failure: Failure) -> None:
+        """Tell the others. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        """Return the first failure that is a cause, if one was reported within ``wait``. Not collective."""
+        """Return the failure that the others follow from, if one was reported within ``wait``. Not collective."""
+
+    def everybody_failed(self) -> bool:
+        """Whether all ranks have reported a failure: no further one will come. Not collective."""
 
     def settle(self, wait: timedelta) -> None:
         """Linger after a failure, ``wait`` at most, until all ranks have seen it. Not collective."""
@@ -110,11 +113,14 @@ class LocalControl:
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         return tuple(int(flag) for flag in flags)
 
-    def report_failure(self, failure: Failure, echo: bool) -> None:
+    def report_failure(self, failure: Failure) -> None:
         return None
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         return None
+
+    def everybody_failed(self) -> bool:
+        return True
 
     def settle(self, wait: timedelta) -> None:
         return None

@@ -69,6 +69,13 @@ class Failure:
         message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
         return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message)
 
+    @property
+    def follows_from_another(self) -> bool:
+        """Whether it only tells of another rank that is gone or does not answer."""
+        if self.error_type is None:
+            return False
+        return self.error_type.endswith(_PEER_ERRORS) or any(text in self.message for text in _PEER_MESSAGES)
+
     def load_error(self) -> BaseException | None:
         """Return the exception itself, or None where it could not be brought over."""
         if self.pickled_error is None:
@@ -139,13 +146,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     What happened first comes first, but an error that only tells of a lost or silent peer comes after all others: it
     may well be reported before that peer's own end is noticed.
     """
-    return min(failures, key=lambda failure: (_follows_from_another(failure), failure.time_ns))
-
-
-def _follows_from_another(failure: Failure) -> bool:
-    if failure.error_type is None:
-        return False
-    return failure.error_type.endswith(_PEER_ERRORS) or any(text in failure.message for text in _PEER_MESSAGES)
+    return min(failures, key=lambda failure: (failure.follows_from_another, failure.time_ns))
 
 
 def _dump(error: BaseException) -> str | None:

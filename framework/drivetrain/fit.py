@@ -284,7 +284,7 @@ class Fit(RunReads):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",
                 "the engine drives a drivetrain.TrainModule: its steps, its optimizers, its hooks.",
-                "subclass TrainModule, write training_step and configure_optimizers; to compile, use Fit(compile=True).",
+                "subclass TrainModule, write training_step and configure_optimizers; to compile: Fit(compile=True).",
             )
         return launch(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path))
 

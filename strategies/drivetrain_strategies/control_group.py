@@ -14,7 +14,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.control import Pending, spread
 from drivetrain.errors import DistributedError
-from drivetrain.failure import Failure, RankFailedError
+from drivetrain.failure import Failure, RankFailedError, first_cause
 
 _FIELD = 20  # bits an agreement spends on one count: up to a million ranks
 _POLL = timedelta(seconds=1)
@@ -148,21 +148,24 @@ class GroupControl:
 
     # Failures
 
-    def report_failure(self, failure: Failure, echo: bool) -> None:
+    def report_failure(self, failure: Failure) -> None:
         number = self.store.add("failures", 1)
-        self.store.set(f"failure/{number}", json.dumps({"echo": echo, "failure": asdict(failure)}))
+        self.store.set(f"failure/{number}", json.dumps(asdict(failure)))
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
         while True:
             count = self.store.add("failures", 0)
-            reports = [json.loads(self.store.get(f"failure/{number + 1}")) for number in range(count)]
-            causes = [report for report in reports if not report["echo"]]
+            reports = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
+            causes = [failure for failure in reports if not failure.follows_from_another]
             if causes:
-                return Failure(**causes[0]["failure"])
+                return first_cause(causes)
             if len(reports) >= self.world_size or time.monotonic() >= end:
                 return None
             time.sleep(0.05)
+
+    def everybody_failed(self) -> bool:
+        return bool(self.store.add("failures", 0) >= self.world_size)
 
     def settle(self, wait: timedelta) -> None:
         """Linger after a failure until all ranks have seen it, since this process may host the store."""

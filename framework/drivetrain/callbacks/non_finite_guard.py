@@ -69,6 +69,7 @@ class NonFiniteGuard(Callback):
         self._window: Tensor | None = None
         self._marks: list[_Mark] = []
         self._weighs = False
+        self._joined = False  # this rank had no data for the micro-batch and only kept the others company
         self._step = 0  # steps made as the current micro-batch began
         self._looked_at = 0
 
@@ -97,6 +98,7 @@ class NonFiniteGuard(Callback):
 
     def on_before_backward(self, trainer: Fit, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
+        self._joined = trainer.joining
         # Several losses of one micro-batch share a place: NaN and infinity survive a sum.
         self._place(loss, _LOSS).add_(loss.detach())
 
@@ -115,7 +117,8 @@ class NonFiniteGuard(Callback):
     ) -> None:
         """Note which micro-batch that was, and look when it is time."""
         # What weighs nothing is not read here: that could wait for the device.
-        weight = module.batch_weight(batch) if self._weighs and not trainer.joining else not trainer.joining
+        weight = module.batch_weight(batch) if self._weighs and not self._joined else not self._joined
+        self._joined = False
         self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx, weight))
         self._step = step = trainer.global_step
         if step - self._looked_at >= self.every_n_steps or len(self._marks) == _CAPACITY:

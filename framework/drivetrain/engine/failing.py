@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from drivetrain.control import ControlPlane
-from drivetrain.failure import Failure, RankFailedError
+from drivetrain.failure import Failure, RankFailedError, first_cause
 from drivetrain.launchers import World
 
 _HEAR = timedelta(seconds=10)
 """How long a rank that lost its connection waits to hear why."""
 
+_LOOK = timedelta(seconds=0.2)
+"""How long it waits for a report before it asks after the processes."""
+
 _LINGER = timedelta(seconds=5)
 """How long a failed rank stays, so that the others can hear from it."""
 
-_ECHOES = ("connection closed by peer", "connection reset", "broken pipe", "read error", "write error", "socket")
 
-
-def is_echo(error: BaseException) -> bool:
-    """Whether an error only follows from another rank's: a connection whose other end is gone."""
-    if isinstance(error, RankFailedError | dist.DistNetworkError | dist.DistStoreError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in _ECHOES)
-
-
-def tell_others(control: ControlPlane, rank: int, error: BaseException) -> None:
+def tell_others(control: ControlPlane, failure: Failure) -> None:
     """Leave word of this rank's failure. Before the process group is dropped: the others then fall out and look."""
     try:
-        control.report_failure(Failure.of_exception(rank, error), is_echo(error))
+        control.report_failure(failure)
     except RuntimeError:
         return  # the store went with the process that hosted it
 
 
-def cause_of(control: ControlPlane, world: World | None, error: BaseException) -> BaseException:
-    """Return what to raise: the error itself, or where it is an echo, the failure behind it."""
+def cause_of(control: ControlPlane, world: World | None, failure: Failure, error: BaseException) -> BaseException:
+    """Return what to raise: the error itself, or where it only follows from another rank's, that one."""
     try:
-        if not is_echo(error):
+        if not failure.follows_from_another or isinstance(error, RankFailedError):
             control.settle(_LINGER)
             return error
-        if isinstance(error, RankFailedError):
-            control.settle(_LINGER)
-            return error
-        failure = control.first_failure(_HEAR)
-        if failure is None and world is not None:
-            failure = next(iter(world.failures()), None)
+        cause = _hear_of_cause(control, world)
         control.settle(timedelta(0))
-        return error if failure is None else RankFailedError(failure)
+        return error if cause is None else RankFailedError(cause)
     except RuntimeError:
         return error
+
+
+def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None:
+    """Wait for word of the cause: from the rank itself, or from whoever watches its process."""
+    end = time.monotonic() + _HEAR.total_seconds()
+    while True:
+        cause = control.first_failure(_LOOK)
+        if cause is not None:
+            return cause
+        if world is not None and world.failures():
+            return first_cause(world.failures())
+        if control.everybody_failed() or time.monotonic() >= end:
+            return None

@@ -12,6 +12,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from drivetrain.accelerators import Devices
 from drivetrain.environments import Environment, Placement, PlainEnvironment
 from drivetrain.errors import ConfigurationError
+from drivetrain.failure import RankFailedError, first_cause
 from drivetrain.launchers import World, current_world
 
 _CONNECT = timedelta(minutes=5)
@@ -92,6 +93,9 @@ def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Place
 def _in_world(world: World, asked: int, chosen: bool, alone: bool) -> Place:
     if alone:
         return Place(Placement(), HashStore(), world)
+    failures = world.failures()
+    if failures:  # a process that has ended cannot come back
+        raise RankFailedError(first_cause(failures))
     size = world.placement.world_size
     if chosen and asked != size:
         raise ConfigurationError(

@@ -20,6 +20,7 @@ from drivetrain.engine.seeding import order_seed, seed_generators
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
+from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
 from drivetrain.loops.evaluate import EvaluateLoop
@@ -323,8 +324,9 @@ class Session:
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell hooks and ranks, let go of everything, and return what to raise."""
-        control, rank = self.strategy.control, self.strategy.rank
-        tell_others(control, rank, error)
+        control = self.strategy.control
+        failure = Failure.of_exception(self.strategy.rank, error)
+        tell_others(control, failure)
         self.module.__dict__.pop("_held", None)
         calls: list[Callable[[], Any]] = []
         if self.hooks is not None:
@@ -338,4 +340,4 @@ class Session:
                 call()
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
-        return cause_of(control, self.place.world, error)
+        return cause_of(control, self.place.world, failure, error)
