@@ -9,7 +9,7 @@ PYTHON ?= $(shell for candidate in python3 python3.11 python3.12 python3.13 pyth
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
 
 # Build isolation reads the pins from here; the name it reads depends on pip's version.
@@ -62,13 +62,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.stamp-demo: $(SETUP) | $(BIN)/python
-	$(INSTALL) -e '.[rich]'
+	@echo "Setting up $(VENV) with the extra 'rich' (once, and after a change of pins) ..."
+	@$(INSTALL) -e '.[rich]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(SETUP) | $(BIN)/python
-	$(INSTALL) -e '.[dev]'
+	@echo "Setting up $(VENV) with the extra 'dev' (once, and after a change of pins) ..."
+	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.stamp-docs: $(SETUP) | $(BIN)/python
-	$(INSTALL) -e '.[docs]'
+	@echo "Setting up $(VENV) with the extra 'docs' (once, and after a change of pins) ..."
+	@$(INSTALL) -e '.[docs]'
 	@touch $@
