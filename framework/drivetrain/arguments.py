@@ -49,6 +49,13 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
             "give val_check_interval as an int.",
         )
     _check_clipping(values["gradient_clip_val"], values["gradient_clip_algorithm"])
+    for name in ("profiler", "plugins"):
+        if values[name] is not None:
+            raise ConfigurationError(
+                f"{name}={values[name]!r}.",
+                "this version has nothing to plug in there: the name is kept for a later one.",
+                "drop it; profile with torch.profiler around fit, and pass objects as strategy=, precision=, environment=.",
+            )
     if values["barebones"]:
         _check_barebones(values, chosen)
 

@@ -73,11 +73,11 @@ class Fit(RunReads):
         compile: compile the steps; a dict is passed to `torch.compile`.
         use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
         sync_batchnorm: normalise over all ranks.
-        profiler: not settable yet.
+        profiler: kept for a later version; refused.
         launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork".
         environment: who started this process: "auto", a name, or an `Environment`.
         barebones: leave out everything but the loop.
-        plugins: not settable yet.
+        plugins: kept for a later version; refused.
 
     Raises:
         ConfigurationError: an argument is unknown, wrong, or contradicts another.

@@ -212,12 +212,12 @@ class DDPStrategy(Strategy):
     def restore_module(self) -> None:
         if self.module is not None:
             self.sync_buffers(self.module)
+
+    def teardown(self) -> None:
         if self._swap is not None:
             self._swap.undo()
         if self._home is not None:
             self._home.restore()
-
-    def teardown(self) -> None:
         if self._ddp is not None:
             ddp_reducer.let_go(self._ddp)
         self._ddp = None

@@ -53,11 +53,9 @@ class SingleDeviceStrategy(Strategy):
         module.to(self.device)
         return operator.call
 
-    def restore_module(self) -> None:
+    def teardown(self) -> None:
         if self._home is not None:
             self._home.restore()
-
-    def teardown(self) -> None:
         self.module = None
         self.optimizers = []
         self._home = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from drivetrain.engine.place import Place, find_place
 from drivetrain.engine.session import Session
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher, suggested_threads
 from drivetrain.module import TrainModule
 from drivetrain.precision import resolve_precision
 from drivetrain.strategy import Strategy, strategy_by_name
@@ -72,11 +73,17 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
     session = Session(trainer, stage, module, given, ckpt_path, strategy, place)
     trainer._session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
+    threads = torch.get_num_threads()
+    if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
+        # The processes started beside this one take their part of the cores; it keeps to its own.
+        torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
     try:
         result = session.execute()
     except BaseException:
         trainer.state = "interrupted"
         raise
+    finally:
+        torch.set_num_threads(threads)
     trainer.state = "finished"
     return result
 

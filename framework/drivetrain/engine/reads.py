@@ -14,7 +14,6 @@ from drivetrain.loggers import Logger
 from drivetrain.loops.manual_step import OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig
 from drivetrain.loops.progress import Progress
-from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategy import Strategy
 
@@ -210,11 +209,6 @@ class RunReads:
     def checkpoint_callback(self) -> Callback | None:
         """The first callback that saves checkpoints."""
         return next((callback for callback in self.callbacks if type(callback).__name__ == "Checkpoint"), None)
-
-    @property
-    def lightning_module(self) -> TrainModule | None:
-        """The module of the run, under the name that code written for Lightning reads."""
-        return None if self._session is None else self._session.module
 
     def _running(self, what: str) -> Session:
         if self._session is None:
