@@ -54,7 +54,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
             raise ConfigurationError(
                 f"{name}={values[name]!r}.",
                 "this version has nothing to plug in there: the name is kept for a later one.",
-                "drop it; profile with torch.profiler around fit, and pass objects as strategy=, precision=, environment=.",
+                "drop it; wrap fit in torch.profiler, and pass objects as strategy=, precision= or environment=.",
             )
     if values["barebones"]:
         _check_barebones(values, chosen)
