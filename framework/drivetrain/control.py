@@ -68,6 +68,9 @@ class ControlPlane(Protocol):
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         """Return the failure that the others follow from, if one was reported within ``wait``. Not collective."""
 
+    def leave(self) -> None:
+        """Part at the end of a run: who hosts the store stays until nobody reads from it any more."""
+
     def everybody_failed(self) -> bool:
         """Whether all ranks have reported a failure: no further one will come. Not collective."""
 
@@ -117,6 +120,9 @@ class LocalControl:
         return None
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
+        return None
+
+    def leave(self) -> None:
         return None
 
     def everybody_failed(self) -> bool:

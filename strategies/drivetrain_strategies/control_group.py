@@ -17,7 +17,8 @@ from drivetrain.errors import DistributedError
 from drivetrain.failure import Failure, RankFailedError, first_cause
 
 _FIELD = 20  # bits an agreement spends on one count: up to a million ranks
-_POLL = timedelta(seconds=1)
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two looks at the store
+_LOOK_FOR_FAILURES = 1.0  # seconds of waiting between two looks at whether a rank has failed
 
 
 class _Reduction:
@@ -118,14 +119,16 @@ class GroupControl:
         return [f"{key}/{rank}" for rank in range(self.world_size)]
 
     def _wait(self, key: str, purpose: str, timeout: timedelta | None, arrivals: list[str]) -> None:
-        end = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        while True:
-            try:
-                self.store.wait([key], _POLL)
-                return
-            except RuntimeError as error:  # DistStoreError on a timeout; a lost connection is no timeout
-                if "timeout" not in str(error).lower():
-                    raise
+        # Asked again and again, since a `Store.wait` that times out writes two warnings to the terminal every time.
+        begun = time.monotonic()
+        end = None if timeout is None else begun + timeout.total_seconds()
+        look = begun + _LOOK_FOR_FAILURES
+        while not self.store.check([key]):
+            waited = time.monotonic() - begun
+            time.sleep(min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+            if time.monotonic() < look:
+                continue
+            look += _LOOK_FOR_FAILURES
             failure = self.first_failure()
             if failure is not None:
                 raise RankFailedError(failure)
@@ -145,6 +148,13 @@ class GroupControl:
         if self.rank == 0:
             self.store.delete_key(f"agree/{number}")
             self.store.delete_key(f"agree/{number}/done")
+
+    def leave(self) -> None:
+        self.agree("the end of the run")
+        if self.store.add("left", 1) == self.world_size:
+            self.store.set("all left", "")
+        elif self.rank == 0:
+            self.store.wait(["all left"], _PART)
 
     # Failures
 

@@ -30,15 +30,33 @@ from drivetrain_strategies.sync_batchnorm import SyncBatchNormSwap
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
+class _Rest:
+    """The dict that a step returned, carried through DDP untouched: it holds no tensor that DDP can see."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, output: dict[str, Any]) -> None:
+        self.output = output
+
+
 class _Step(nn.Module):
-    """What DDP wraps: its forward is whatever step it is handed, so that every path through the module synchronises."""
+    """What DDP wraps: its forward is whatever step it is handed, so that every path through the module synchronises.
+
+    Of a dict it returns the loss alone, and the rest beside it. DDP plans a static graph from the outputs that it finds,
+    and in a dict of another class (a Hugging Face ``ModelOutput``) finds none: the ranks would part in silence. And what
+    only another output uses is not used, since nothing but the loss has a backward.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        return step(*args)
+        output = step(*args)
+        if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
+            return output["loss"], _Rest(output)
+        return output
 
 
 class DDPStrategy(Strategy):
@@ -95,6 +113,7 @@ class DDPStrategy(Strategy):
         self._swap: SyncBatchNormSwap | None = None
         self._ddp: DistributedDataParallel | None = None
         self._manual = False
+        self._plain = False
         self._unverified = False
         self._first_window = True
 
@@ -150,7 +169,7 @@ class DDPStrategy(Strategy):
         register_comm_hook(ddp, self.comm_hook)
         self._ddp = ddp
         self._first_window = True
-        self._unverified = not (self.static_graph or self.find_unused_parameters or self._manual)
+        self._plain = self._unverified = not (self.static_graph or self.find_unused_parameters or self._manual)
         if self._manual:
             return operator.call  # each backward is announced by itself, in `backward`
 
@@ -158,10 +177,16 @@ class DDPStrategy(Strategy):
             if not torch.is_grad_enabled():
                 return step(*args)  # nothing to reduce; buffers were given out before the evaluation
             try:
-                return ddp(step, *args)
+                output = ddp(step, *args)
             except RuntimeError as error:
                 ddp_reducer.explain(error, ddp)
                 raise
+            if type(output) is tuple and len(output) == 2 and type(output[1]) is _Rest:
+                loss, rest = output
+                if rest.output["loss"] is not loss:  # DDP put a node of its own behind it
+                    rest.output["loss"] = loss
+                return rest.output
+            return output
 
         return run
 
@@ -185,8 +210,12 @@ class DDPStrategy(Strategy):
             raise
         if self._unverified and ddp.require_backward_grad_sync:
             self._unverified = False
-            if not ddp_reducer.gradients_arrived(ddp):
-                raise ddp_reducer.unused_error(ddp)
+            self._refuse_unused(ddp)
+
+    def _refuse_unused(self, ddp: DistributedDataParallel) -> None:
+        names = ddp_reducer.awaited_parameters(ddp)
+        if names:
+            raise ddp_reducer.unused_error(names)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         self._first_window = False
@@ -210,6 +239,8 @@ class DDPStrategy(Strategy):
             broadcast_together(buffers)
 
     def restore_module(self) -> None:
+        if self._ddp is not None and self._plain:
+            self._refuse_unused(self._ddp)  # in the last step; in any other the next forward would have told
         if self.module is not None:
             self.sync_buffers(self.module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -10,13 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.errors import ConfigurationError
 
 
-def gradients_arrived(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer finished after a backward: False where it still waits for some parameter's gradient."""
+_INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+
+
+def awaited_parameters(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the parameters whose gradients the reducer still waits for after a backward."""
     try:
         ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return False
-    return True
+    except RuntimeError as error:
+        return _names_in(str(error), ddp)
+    return []
 
 
 def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
@@ -44,7 +48,7 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> None:
     text = str(error)
     said = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
     if "Expected to have finished reduction in the prior iteration" in text:
-        raise unused_error(ddp) from error
+        raise unused_error(_names_in(text, ddp)) from error
     if "Your training graph has changed" in text:
         raise ConfigurationError(
             "The graph of training_step changed under static_graph=True.",
@@ -61,17 +65,19 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> None:
         ) from error
 
 
-def unused_error(ddp: DistributedDataParallel) -> ConfigurationError:
+def unused_error(names: list[str]) -> ConfigurationError:
     """The refusal of parameters that got no gradient under plain DDP, by the names they have in the bare module."""
-    names = [
-        name.removeprefix("module.")
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
     return ConfigurationError(
         f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
         f"{', ...' if len(names) > 20 else ''}.",
         "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
         "use DDPStrategy(static_graph=True) where it is always the same ones, "
-        "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False).",
+        "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False) before fit.",
     )
+
+
+def _names_in(text: str, ddp: DistributedDataParallel) -> list[str]:
+    """Read the reducer's complaint, which tells parameters by their number among those that trained at the start."""
+    trained: list[str] = ddp.module.trained
+    found = _INDICES.search(text)
+    return [trained[int(index)] for index in found[1].split()] if found else ["one that torch does not name"]

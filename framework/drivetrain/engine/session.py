@@ -130,9 +130,7 @@ class Session:
             trainer.use_distributed_sampler,
         )
         self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
-        runner = self._set_up_module()
-        facts = {"stage": self.stage, **trainer.facts(), **self.data.facts(), **facts_about(self.module)}
-        shake_hands(strategy.control, facts)
+        runner = self._set_up_module(self.data)
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_generators(trainer.seed, strategy.data_rank)
         move = batch_mover(self.module, self.given.datamodule, strategy)
@@ -141,6 +139,7 @@ class Session:
         strategy.restore_module()
         self._call("teardown", self.stage)
         self._finish("success")
+        strategy.control.leave()
         strategy.teardown()
         return result
 
@@ -179,7 +178,9 @@ class Session:
         self.sanity_checking = True
         for hook in hooks.on_sanity_check_start:
             hook()
-        self._evaluation("validate", runner, move, limits)()
+        # What training draws must not depend on whether something was tried before it.
+        with ProcessState(generators=True):
+            self._evaluation("validate", runner, move, limits)()
         self.metrics.forget("validate")
         for hook in hooks.on_sanity_check_end:
             hook()
@@ -237,11 +238,13 @@ class Session:
         self.callbacks = [callback for callback in self.trainer.callbacks if type(callback) not in replaced] + own
         self.hooks = HookTable(self.trainer, self.module, self.callbacks)
 
-    def _set_up_module(self) -> StepRunner:
+    def _set_up_module(self, data: StageData) -> StepRunner:
         module, strategy = self.module, self.strategy
         with strategy.module_init_context():
             module.configure_model()
         strategy.check(module)
+        facts = {"stage": self.stage, **self.trainer.facts(), **data.facts(), **facts_about(module)}
+        shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
         if self.trainer.compile:
             self._compile()
         runner = under_context(strategy.setup_module(module), strategy.precision)

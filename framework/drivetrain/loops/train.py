@@ -96,6 +96,8 @@ class TrainLoop:
 
     def run(self) -> None:
         """Train until a limit is reached or somebody asks to stop."""
+        if self._length == 0:  # limit_train_batches=0
+            return
         while not self._finished():
             if self._progress.batch_idx == 0:
                 self._metrics.enter("train")
