@@ -18,6 +18,7 @@ from drivetrain.failure import Failure, RankFailedError, first_cause
 
 _FIELD = 20  # bits an agreement spends on one count: up to a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two looks at the store
+_PART = timedelta(seconds=30)  # how long rank 0 waits for the others to have read what it hosts
 _LOOK_FOR_FAILURES = 1.0  # seconds of waiting between two looks at whether a rank has failed
 
 
