@@ -19,15 +19,7 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool) ->
     Raises:
         ConfigurationError: something given is no `Callback`.
     """
-    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
-    for callback in callbacks:
-        if not isinstance(callback, Callback):
-            named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-            raise ConfigurationError(
-                f"callbacks holds {named}, which is no Callback.",
-                "the engine calls a Callback's hooks.",
-                "pass an instance of a drivetrain.Callback subclass.",
-            )
+    callbacks = checked_callbacks(given, "callbacks holds")
     if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
         callbacks.append(default_progress_bar())
     if model_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):
@@ -54,3 +46,25 @@ def default_loggers(given: Any, root: str) -> list[Logger]:
                 "pass a drivetrain.Logger, a list of them, True, False or None.",
             )
     return loggers
+
+
+def checked_callbacks(given: Any, what: str) -> list[Callback]:
+    """Return one callback, several or none as a list.
+
+    Args:
+        given: a callback, a list of them, or None.
+        what: begins the error's sentence: "callbacks holds".
+
+    Raises:
+        ConfigurationError: something in it is no `Callback`.
+    """
+    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigurationError(
+                f"{what} {named}, which is no Callback.",
+                "the engine calls a Callback's hooks.",
+                "pass an instance of a drivetrain.Callback subclass.",
+            )
+    return callbacks

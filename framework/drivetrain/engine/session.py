@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from drivetrain.callback import Callback
 from drivetrain.checkpoint.plain import PlainCheckpoint
 from drivetrain.engine.batches import Move, batch_mover
+from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.failing import cause_of, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
@@ -83,7 +84,10 @@ class Session:
         self.sanity_checking = False
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
-        self._set_up = False
+        self._teardowns: list[Callable[[str], None]] = []
+        """Those still to be called, from when the first set-up is."""
+        self._compiled: dict[str, Any] = {}
+        """What the module itself held in place of each compiled step."""
 
     def execute(self) -> Any:
         """Run the stage; returns what it returns. Everything that is not ours is as before afterwards.
@@ -121,8 +125,7 @@ class Session:
             self.given.datamodule.__dict__["_trainer"] = trainer
         self._prepare_data()
         self._assemble()
-        self._call("setup", self.stage)
-        self._set_up = True
+        self._set_up()
         dealing = Dealing(
             strategy.data_rank,
             strategy.data_world_size,
@@ -137,7 +140,8 @@ class Session:
         result = self._stage_result(runner, move)
         self.module.__dict__.pop("_held", None)
         strategy.restore_module()
-        self._call("teardown", self.stage)
+        while self._teardowns:
+            self._teardowns.pop(0)(self.stage)
         self._finish("success")
         strategy.control.leave()
         strategy.teardown()
@@ -161,10 +165,12 @@ class Session:
         for hook in hooks.on_fit_start:
             hook()
         self._sanity_check(runner, move)
+        self.metrics.enter("train")
         for hook in hooks.on_train_start:
             hook()
         trainer.state = "fitting"
         loop.run()
+        self.metrics.enter(None)
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
 
@@ -232,8 +238,7 @@ class Session:
         self.strategy.control.agree("the end of prepare_data")
 
     def _assemble(self) -> None:
-        own = self.module.configure_callbacks()
-        own = list(own) if isinstance(own, list | tuple) else [own]
+        own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
         replaced = {type(callback) for callback in own}
         self.callbacks = [callback for callback in self.trainer.callbacks if type(callback) not in replaced] + own
         self.hooks = HookTable(self.trainer, self.module, self.callbacks)
@@ -256,6 +261,7 @@ class Session:
         # Logging writes to plain Python objects: traced, it would be guarded on every value it holds.
         self.metrics.record = torch.compiler.disable(self.metrics.record)  # type: ignore[method-assign,no-untyped-call]
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
+            self._compiled[name] = self.module.__dict__.get(name)
             self.module.__dict__[name] = torch.compile(getattr(self.module, name), **options)
 
     def _set_up_optimizers(self) -> None:
@@ -302,12 +308,15 @@ class Session:
         assert self.hooks is not None
         return self.hooks
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        datamodule = self.given.datamodule
-        if datamodule is not None and name in ("setup", "teardown"):
-            getattr(datamodule, name)(*arguments)
-        for hook in getattr(self._hooks(), name):
-            hook(*arguments)
+    def _set_up(self) -> None:
+        datamodule, hooks = self.given.datamodule, self._hooks()
+        setups: list[Callable[[str], None]] = [*hooks.setup]
+        self._teardowns = [*hooks.teardown]
+        if datamodule is not None:
+            setups.insert(0, datamodule.setup)
+            self._teardowns.insert(0, datamodule.teardown)
+        for setup in setups:
+            setup(self.stage)
 
     # The end
 
@@ -319,9 +328,12 @@ class Session:
                 one.finalize(status)
 
     def _detach(self) -> None:
-        for name in ("_held", "_trainer", "training_step", "validation_step", "test_step", "predict_step"):
-            if name not in type(self.module).__dict__ or name.startswith("_"):
-                self.module.__dict__.pop(name, None)
+        for name in ("_held", "_trainer"):
+            self.module.__dict__.pop(name, None)
+        for name, before in self._compiled.items():
+            self.module.__dict__.pop(name)
+            if before is not None:
+                self.module.__dict__[name] = before
         if self.given.datamodule is not None:
             self.given.datamodule.__dict__.pop("_trainer", None)
 
@@ -334,8 +346,7 @@ class Session:
         calls: list[Callable[[], Any]] = []
         if self.hooks is not None:
             calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
-            if self._set_up:
-                calls.append(lambda: self._call("teardown", self.stage))
+            calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         calls += [lambda: self._finish(status), self.strategy.teardown]
         for call in calls:

@@ -1,0 +1,322 @@
+"""The full order of hooks, as api.md gives it: callbacks before the module, below-zero callbacks after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader, recording_callback, recording_module
+
+from drivetrain import Callback, DataModule
+
+# Hooks of the module alone, which transfers batches and builds itself.
+_MODULE_ONLY = ("prepare_data", "configure_model", "configure_callbacks", "configure_optimizers")
+
+
+def _everyone(*hooks: str) -> list[str]:
+    """Each hook as seen by a callback, the module, and a callback that runs after it."""
+    return [f"{who}.{hook}" for hook in hooks for who in ("early", "module", "late")]
+
+
+def _batch(stage: str, step: str) -> list[str]:
+    transfer = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
+    start, end = _everyone(f"on_{stage}_batch_start"), _everyone(f"on_{stage}_batch_end")
+    return [*transfer, *start, f"module.{step}", *end]
+
+
+def _validation(batches: int) -> list[str]:
+    order = _everyone("on_validation_start", "on_validation_epoch_start")
+    order += _batch("validation", "validation_step") * batches
+    return order + _everyone("on_validation_epoch_end", "on_validation_end")
+
+
+def _train_batch(opens: bool = True, closes: bool = True) -> list[str]:
+    order = ["module.on_before_batch_transfer", "module.on_after_batch_transfer"]
+    order += _everyone("on_train_batch_start")
+    order += _everyone("on_before_zero_grad") if opens else []
+    order += ["module.training_step", *_everyone("on_before_backward", "on_after_backward")]
+    order += _everyone("on_before_optimizer_step") if closes else []
+    return order + _everyone("on_train_batch_end")
+
+
+def _run(tmp_path: Path, stage: str, **options: Any) -> list[str]:
+    calls: list[str] = []
+    callbacks = [recording_callback("late", calls, priority=-1), recording_callback("early", calls)]
+    runner = fit(tmp_path, callbacks=callbacks, **options)
+    module = recording_module(calls)
+    if stage == "fit":
+        runner.fit(module, loader(8), loader(4))
+    else:
+        getattr(runner, stage)(module, loader(4))
+    return calls
+
+
+def test_the_full_order_of_fit(tmp_path: Path) -> None:
+    """Two epochs of four micro-batches in windows of three, two validation batches, one of them tried first."""
+    calls = _run(tmp_path, "fit", max_epochs=2, accumulate_grad_batches=3, num_sanity_val_steps=1)
+    epoch = [
+        *_everyone("on_train_epoch_start"),
+        *_train_batch(closes=False),
+        *_train_batch(opens=False, closes=False),
+        *_train_batch(opens=False),
+        *_train_batch(),
+        *_validation(2),
+        *_everyone("on_train_epoch_end"),
+    ]
+    expected = [
+        "module.prepare_data",
+        "module.configure_callbacks",
+        *_everyone("setup"),
+        "module.configure_model",
+        "module.configure_optimizers",
+        *_everyone("on_fit_start"),
+        "early.on_sanity_check_start",
+        "late.on_sanity_check_start",
+        *_validation(1),
+        "early.on_sanity_check_end",
+        "late.on_sanity_check_end",
+        *_everyone("on_train_start"),
+        *epoch,
+        *epoch,
+        *_everyone("on_train_end", "on_fit_end", "teardown"),
+    ]
+    assert calls == expected
+
+
+@pytest.mark.parametrize(
+    ("verb", "stage", "step"),
+    [
+        ("validate", "validation", "validation_step"),
+        ("test", "test", "test_step"),
+        ("predict", "predict", "predict_step"),
+    ],
+)
+def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str, step: str) -> None:
+    assert _run(tmp_path, verb) == [
+        "module.prepare_data",
+        "module.configure_callbacks",
+        *_everyone("setup"),
+        "module.configure_model",
+        *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),
+        *(_batch(stage, step) * 2),
+        *_everyone(f"on_{stage}_epoch_end", f"on_{stage}_end", "teardown"),
+    ]
+
+
+def test_callbacks_go_by_descending_priority_and_then_as_given(tmp_path: Path) -> None:
+    calls: list[str] = []
+    priorities = {"a": 0, "b": 5, "c": -2, "d": 0, "e": -1}
+    callbacks = [recording_callback(name, calls, priority) for name, priority in priorities.items()]
+    fit(tmp_path, callbacks=callbacks).fit(recording_module(calls), loader(2))
+    order = [call.split(".")[0] for call in calls if call.endswith(".on_train_start")]
+    assert order == ["b", "a", "d", "module", "e", "c"]
+
+
+def test_hooks_are_given_what_the_contract_says(tmp_path: Path) -> None:
+    got: dict[str, Any] = {}
+
+    class Watching(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            got["stage"] = (trainer, module, stage)
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            got["start"] = (tuple(batch.shape), batch_idx)
+
+        def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            got["zero_grad"] = (optimizer, [parameter.grad is None for parameter in module.parameters()])
+
+        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+            got["loss"] = loss.requires_grad
+
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            got["step"] = (optimizer, trainer.global_step, [p.grad is not None for p in module.parameters()])
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            got["end"] = (outputs["loss"].requires_grad, batch_idx, trainer.global_step)
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            got["epoch"] = trainer.current_epoch
+
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            got["epochs"] = trainer.current_epoch
+
+    module, runner = Tiny(), fit(tmp_path, callbacks=Watching())
+    runner.fit(module, loader(4))
+    (optimizer,) = runner.optimizers
+    assert got == {
+        "stage": (runner, module, "fit"),
+        "start": ((2, 2), 1),
+        "zero_grad": (optimizer, [False, False]),
+        "loss": True,
+        "step": (optimizer, 1, [True, True]),
+        "end": (False, 1, 2),  # global_step already counts the step that this micro-batch closed
+        "epoch": 0,
+        "epochs": 1,
+    }
+
+
+def test_old_gradients_do_not_live_through_the_forward(tmp_path: Path) -> None:
+    """The blueprint's hot path: cleared before the window's first training_step, to None."""
+    held: list[list[bool]] = []
+
+    class Watching(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            held.append([parameter.grad is not None for parameter in self.parameters()])
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path, accumulate_grad_batches=2).fit(Watching(), loader(8))
+    assert held == [[False] * 2, [True] * 2] * 2
+
+
+def test_a_data_module_is_set_up_first_and_taken_down(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Data(DataModule):
+        def prepare_data(self) -> None:
+            calls.append("data.prepare_data")
+
+        def setup(self, stage: str) -> None:
+            calls.append(f"data.setup {stage} {self.trainer.max_epochs}")
+
+        def teardown(self, stage: str) -> None:
+            calls.append(f"data.teardown {stage}")
+
+        def train_dataloader(self) -> Any:
+            calls.append("data.train_dataloader")
+            return loader(2)
+
+        def val_dataloader(self) -> Any:
+            calls.append("data.val_dataloader")
+            return loader(2)
+
+    fit(tmp_path, num_sanity_val_steps=0).fit(recording_module(calls), datamodule=Data())
+    steps = ("prepare_data", "setup", "dataloader", "teardown", "on_fit_start")
+    assert [call for call in calls if any(step in call for step in steps)] == [
+        "data.prepare_data",
+        "module.prepare_data",
+        "data.setup fit 1",
+        "module.setup",
+        "data.train_dataloader",
+        "data.val_dataloader",
+        "module.on_fit_start",
+        "data.teardown fit",
+        "module.teardown",
+    ]
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_start", "validation_step", "configure_optimizers"])
+def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where: str) -> None:
+    calls: list[str] = []
+    seen: list[BaseException] = []
+    error = ValueError("as planned")
+
+    class Watching(Callback):
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            assert module.trainer is trainer  # still in the run
+            seen.append(exception)
+
+    module = recording_module(calls)
+
+    def failing(*args: Any) -> Any:
+        raise error
+
+    setattr(type(module), where, failing)
+    callbacks = [recording_callback("early", calls), Watching()]
+    runner = fit(tmp_path, callbacks=callbacks)
+    with pytest.raises(ValueError, match="as planned") as caught:
+        runner.fit(module, loader(4), loader(4))
+    assert caught.value is error
+    assert seen == [error]
+    assert calls[-4:] == ["early.on_exception", "module.on_exception", "early.teardown", "module.teardown"]
+    assert calls.count("module.teardown") == 1
+    assert "early.on_fit_end" not in calls
+    assert runner.state == "interrupted"
+
+
+@pytest.mark.parametrize("hook", ["setup", "teardown"])
+def test_everybody_is_taken_down_once_whoever_fails(tmp_path: Path, hook: str) -> None:
+    """Who was set up is taken down, also where somebody else's set-up or teardown fails."""
+    calls: list[str] = []
+
+    class Failing(Callback):
+        pass
+
+    def failing(*args: Any) -> None:
+        raise ValueError("as planned")
+
+    setattr(Failing, hook, failing)
+    callbacks = [recording_callback("first", calls), Failing(), recording_callback("last", calls)]
+    with pytest.raises(ValueError, match="as planned"):
+        fit(tmp_path, callbacks=callbacks).fit(Tiny(), loader(4))
+    assert calls.count("first.teardown") == 1
+    assert calls.count("last.teardown") == (1 if hook == "teardown" else 0) or hook == "setup"
+    assert calls.count("first.on_exception") == 1
+
+
+def test_keyboard_interrupt_is_raised_again(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Interrupted(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyboardInterrupt
+
+    runner = fit(tmp_path, callbacks=recording_callback("callback", calls))
+    with pytest.raises(KeyboardInterrupt):
+        runner.fit(Interrupted(), loader(4))
+    assert calls[-2:] == ["callback.on_exception", "callback.teardown"]
+    assert runner.state == "interrupted"
+
+
+class TestMinusOne:
+    """-1 from on_train_batch_start ends the epoch and drops the open window."""
+
+    def test_skips_the_rest_of_the_epoch(self, tmp_path: Path) -> None:
+        calls: list[str] = []
+
+        class Skipping(Callback):
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+                return -1 if trainer.current_epoch == 0 and batch_idx == 1 else None
+
+        module = Tiny()
+        runner = fit(tmp_path, max_epochs=2, callbacks=[Skipping(), recording_callback("callback", calls)])
+        runner.fit(module, loader(8))
+        assert [numbers[0] for numbers in module.seen] == [0, 0, 2, 4, 6]
+        assert (runner.current_epoch, runner.global_step) == (2, 5)
+        assert calls.count("callback.on_train_epoch_end") == 2
+        assert calls.count("callback.on_train_batch_end") == 5
+
+    def test_the_open_window_makes_no_step_and_leaves_no_gradient(self, tmp_path: Path) -> None:
+        class Skipping(Tiny):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+                return -1 if batch_idx == 3 else None
+
+        module = Skipping(lr=1.0)
+        runner = fit(tmp_path, accumulate_grad_batches=2)
+        runner.fit(module, loader(12))
+        assert runner.global_step == 1
+        assert runner.micro_batches == 3
+        assert all(parameter.grad is None for parameter in module.parameters())
+
+    def test_what_is_logged_at_the_end_of_such_an_epoch_is_an_epoch_value(self, tmp_path: Path) -> None:
+        class Skipping(Tiny):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+                return -1 if batch_idx == 1 else None
+
+            def on_train_epoch_end(self) -> None:
+                assert self.trainer.metrics.batch is None
+                self.log("at_end", 2.0)
+
+        runner = fit(tmp_path)
+        runner.fit(Skipping(), loader(8))
+        assert float(runner.callback_metrics["at_end"]) == 2.0
+
+    def test_true_is_not_minus_one(self, tmp_path: Path) -> None:
+        class Answering(Tiny):
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+                return torch.tensor(-2)
+
+        module = Answering()
+        fit(tmp_path).fit(module, loader(4))
+        assert len(module.seen) == 2
