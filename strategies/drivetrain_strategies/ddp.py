@@ -42,9 +42,9 @@ class _Rest:
 class _Step(nn.Module):
     """What DDP wraps: its forward is whatever step it is handed, so that every path through the module synchronises.
 
-    Of a dict it returns the loss alone, and the rest beside it. DDP plans a static graph from the outputs that it finds,
-    and in a dict of another class (a Hugging Face ``ModelOutput``) finds none: the ranks would part in silence. And what
-    only another output uses is not used, since nothing but the loss has a backward.
+    Of a dict it returns the loss alone, and the rest beside it. DDP plans a static graph from the outputs that it
+    finds, and in a dict of another class (a Hugging Face ``ModelOutput``) finds none: the ranks would part in silence.
+    And what only another output uses is not used, since nothing but the loss has a backward.
     """
 
     def __init__(self, module: nn.Module) -> None:

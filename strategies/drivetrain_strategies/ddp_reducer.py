@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.errors import ConfigurationError
 
-
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -72,7 +71,7 @@ def unused_error(names: list[str]) -> ConfigurationError:
         f"{', ...' if len(names) > 20 else ''}.",
         "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
         "use DDPStrategy(static_graph=True) where it is always the same ones, "
-        "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False) before fit.",
+        "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False).",
     )
 
 

@@ -12,7 +12,7 @@ class SyncBatchNormSwap:
         self._module = module
         # One layer may stand in several places, of which torch replaces the first.
         before = dict(module.named_modules(remove_duplicate=False))
-        nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         successors = {
             id(before[name]): child
             for name, child in module.named_modules()

@@ -1,0 +1,115 @@
+"""What the tests of a run on several ranks are made of: small modules, small data, a `Fit` that says nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule
+
+FEATURES = 4
+
+
+def quiet(**settings: Any) -> Fit:
+    """A `Fit` on the CPU without anything but the loop, for as many ranks as there are."""
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+    }
+    return Fit(**{**options, **settings})
+
+
+def data(samples: int) -> TensorDataset:
+    """Inputs of shape (samples, 4), targets of shape (samples, 1); the same on every call."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(samples, FEATURES, generator=generator), torch.randn(samples, 1, generator=generator)
+    )
+
+
+def loader(samples: int, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(data(samples), batch_size=batch_size, **options)
+
+
+def seeded(build: Callable[[], Any]) -> Any:
+    """Build a module with the same weights everywhere, the process's generator left alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build()
+
+
+class Regression(TrainModule):
+    """A two-layer network on mean squared error, trained by SGD."""
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.net = seeded(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1)))
+        self.lr = lr
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    """All parameters in one vector."""
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def train_by_hand(module: Any, batches: list[Any], window: int = 1, step: Callable[..., Any] | None = None) -> Any:
+    """The reference: one process, plain PyTorch, windows weighted by samples; returns the module."""
+    optimizer = module.configure_optimizers()
+    for start in range(0, len(batches), window):
+        parts = batches[start : start + window]
+        total = sum(len(part[0]) for part in parts)
+        optimizer.zero_grad()
+        for offset, part in enumerate(parts):
+            loss = (step or module.training_step)(part, start + offset)
+            (loss * (len(part[0]) / total)).backward()
+        optimizer.step()
+    return module
+
+
+def global_batches(samples: int, size: int) -> list[Any]:
+    """The batches that one process would see in the data's order."""
+    x, y = data(samples).tensors
+    return [(x[start : start + size], y[start : start + size]) for start in range(0, samples, size)]
+
+
+@contextlib.contextmanager
+def failing() -> Iterator[dict[str, str]]:
+    """Catch an error and keep what it is; the process goes on, as a notebook's would."""
+    caught: dict[str, str] = {"type": "nothing was raised", "text": ""}
+    try:
+        yield caught
+    except Exception as error:
+        caught["type"], caught["text"] = type(error).__name__, str(error)
+
+
+@contextlib.contextmanager
+def counting_collectives() -> Iterator[Counter[str]]:
+    """Count every collective of this process, those that DDP's reducer issues in C++ included."""
+    counts: Counter[str] = Counter()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        yield counts
+    for event in profiler.events() or []:
+        if event.name.startswith("c10d::"):
+            counts[event.name.removeprefix("c10d::").rstrip("_")] += 1
