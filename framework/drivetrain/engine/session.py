@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
+from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.checkpoint.plain import PlainCheckpoint
 from drivetrain.engine.batches import Move, batch_mover
 from drivetrain.engine.defaults import checked_callbacks
@@ -162,6 +163,7 @@ class Session:
             self.validate = self._evaluation("validate", runner, move)
         loop = build_training(self, runner, move)
         logger.info(self.strategy.precision.describe())
+        self._log_hyper_parameters()
         for hook in hooks.on_fit_start:
             hook()
         self._sanity_check(runner, move)
@@ -173,6 +175,13 @@ class Session:
         self.metrics.enter(None)
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
+
+    def _log_hyper_parameters(self) -> None:
+        datamodule = self.given.datamodule
+        params = {**({} if datamodule is None else datamodule.hparams), **self.module.hparams}
+        if params and self.strategy.rank == 0:
+            for one in self.trainer.loggers:
+                one.log_hyperparams(params)
 
     def _sanity_check(self, runner: StepRunner, move: Move | None) -> None:
         steps, hooks = self.trainer.num_sanity_val_steps, self._hooks()
@@ -291,7 +300,11 @@ class Session:
         limit = self._data().train_limit
         if limit is None or trainer.max_epochs in (None, -1):
             return math.inf if trainer.max_steps == -1 else trainer.max_steps
-        steps = math.ceil(limit / trainer.accumulate_grad_batches) * trainer.max_epochs
+        schedule = next((one for one in self.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+        if schedule is None:
+            steps = math.ceil(limit / trainer.accumulate_grad_batches) * trainer.max_epochs
+        else:
+            steps = sum(math.ceil(limit / schedule.window(epoch)) for epoch in range(trainer.max_epochs))
         return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
     def logger_call(self) -> Callable[[dict[str, float]], None] | None:
