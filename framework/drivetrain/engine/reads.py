@@ -111,7 +111,7 @@ class RunReads:
     @property
     def joining(self) -> bool:
         """True while this rank has no data and only keeps the others company."""
-        return self._session is not None and self._session.metrics.muted
+        return self._session is not None and self._session.metrics.joining
 
     @property
     def sanity_checking(self) -> bool:

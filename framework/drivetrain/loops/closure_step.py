@@ -69,10 +69,12 @@ class ClosureStep(AutomaticStep):
         (optimizer,) = self.optimizers
         optimizer.zero_grad()
         window, self._window_loss = self._window, None
-        muted, self._metrics.muted = self._metrics.muted, True
+        metrics = self._metrics
+        # Whether this rank joins differs between the window's micro-batches: each says so for itself.
+        before, metrics.muted, metrics.joining = (metrics.muted, metrics.joining), True, False
         try:
             with torch.enable_grad():
                 for micro, batch_idx in window:
                     super().micro_batch(micro._replace(opens=False), batch_idx)
         finally:
-            self._metrics.muted = muted
+            metrics.muted, metrics.joining = before

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain.metrics.store import MetricStore, is_metric
+from drivetrain.metrics.store import MetricStore
 
 
 @contextmanager
@@ -31,21 +31,48 @@ def without_gradient(module: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
+class Joining:
+    """A micro-batch for which this rank has no data, its hooks included, from here until `end`.
+
+    Meanwhile ``trainer.joining`` is true and nothing is logged; afterwards metric objects are as before.
+
+    Args:
+        metrics: where steps and hooks log.
+    """
+
+    __slots__ = ("_metrics", "_muted", "_states")
+
+    def __init__(self, metrics: MetricStore) -> None:
+        self._metrics = metrics
+        self._muted = metrics.muted
+        self._states = [(metric, _state_of(metric)) for metric in metrics.objects()]
+        metrics.muted = metrics.joining = True
+
+    def end(self) -> None:
+        """This rank has data again, or the others are done."""
+        self._metrics.joining = False
+        self._metrics.muted = self._muted
+        for metric, state in self._states:
+            metric.__dict__.update(state)
+
+
 @contextmanager
 def leaving_no_trace(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
-    """Within it nothing is logged, and afterwards buffers and metric objects are as before."""
+    """Within it this rank joins, and afterwards buffers are as before too.
+
+    They are put back after the step alone: a hook that keeps an average of the weights, say, follows the optimizer's
+    step on every rank.
+    """
+    joining = None if metrics.joining else Joining(metrics)
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    states = [(child, _state_of(child)) for child in module.modules() if is_metric(child)]
-    metrics.muted = True
     try:
         yield
     finally:
-        metrics.muted = False
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-        for metric, state in states:
-            metric.__dict__.update(state)
+        if joining is not None:
+            joining.end()
 
 
 def _state_of(metric: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.control import ControlPlane
 from drivetrain.hooks import HookTable
+from drivetrain.loops.joining import Joining
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.schedulers import Schedulers
 from drivetrain.loops.step import TrainStep
@@ -122,6 +123,7 @@ class TrainLoop:
         step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
         validation = self._validation
         validation.begin_epoch(progress)
+        joining: Joining | None = None
 
         for micro in self._micro_batches(progress.epoch, progress.batch_idx):
             batch, batch_idx = micro.batch, progress.batch_idx
@@ -129,8 +131,12 @@ class TrainLoop:
             metrics.samples = samples = micro.samples
             if samples:
                 metrics.had_data = True
+            else:
+                joining = Joining(metrics)
             if batch_start and self._told_to_skip(batch_start, batch, batch_idx):
                 step.drop_window()
+                if joining is not None:
+                    joining.end()
                 return Ended.DATA
             output = step.micro_batch(micro, batch_idx)
             stepped = micro.closes and step.close_window(micro)
@@ -146,6 +152,9 @@ class TrainLoop:
                 for hook in batch_end:
                     hook(outputs, batch, batch_idx)
             metrics.batch = None
+            if joining is not None:
+                joining.end()
+                joining = None
             if stepped and log_every and progress.global_step % log_every == 0:
                 self._flush()
             if progress.batch_idx == validation.next_at:

@@ -41,8 +41,10 @@ class MetricStore:
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
+        self.joining = False
+        """True while this rank has no data of its own and only keeps the others company."""
         self.muted = False
-        """True while this rank only joins: what it logs does not exist."""
+        """True while what is logged does not exist: while this rank joins, or a closure runs a step once more."""
         self.batch: Any = None
         """The micro-batch under way, or None between micro-batches."""
         self.samples: int | None = None
@@ -174,6 +176,10 @@ class MetricStore:
         )
 
     # What the loops call
+
+    def objects(self) -> list[Any]:
+        """The module's metric objects."""
+        return [child for child in self._module.modules() if is_metric(child)]
 
     def enter(self, stage: str | None, reset: bool = True) -> None:
         """Begin (or go on with) a stage: "train", "validate", "test", "predict", or None between them."""

@@ -173,7 +173,6 @@ def test_a_joining_rank_is_not_suspected() -> None:
     assert [seen for seen, _, _ in run_distributed(_uneven, 2, process_group=None)] == [51, 51]
 
 
-@pytest.mark.xfail(reason="trainer.joining is not true yet in the batch hooks of a micro-batch that a rank joins")
 def test_a_joining_rank_is_not_counted() -> None:
     # B-04
     for _, tokens_per_sample, rate in run_distributed(_uneven, 2, process_group=None):
