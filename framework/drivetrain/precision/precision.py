@@ -80,7 +80,7 @@ class Precision:
         return batch
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """A new context for one forward pass."""
+        """The context of a forward pass. The engine takes one and enters it anew for each step, one at a time."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
