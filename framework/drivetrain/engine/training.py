@@ -91,7 +91,6 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
         session.manual = ManualStep(module, runner, strategy, session.handles, hooks, session.metrics, arguments)
         return session.manual
     kind = AutomaticStep
-    steps = None
     if any(needs_closure(optimizer) for optimizer in session.optimizers):
         kind = ClosureStep
         if strategy.precision.scales_loss:
@@ -100,7 +99,8 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
                 "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
                 "use precision='bf16-mixed' or '32-true'.",
             )
-    elif is_overridden("optimizer_step", module, TrainModule):
+    steps = None
+    if is_overridden("optimizer_step", module, TrainModule):
         steps = OverriddenSteps(module, session.handles, session.progress)
     return kind(
         module, runner, strategy, session.optimizers, hooks, session.metrics, _clipping(session), arguments, steps

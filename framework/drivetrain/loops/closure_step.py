@@ -39,7 +39,9 @@ class ClosureStep(AutomaticStep):
         return output
 
     def close_window(self, micro: MicroBatch) -> bool:
-        if (self._skipped or not micro.window_weight) and not self._rescale(micro.window_weight):
+        window_weight = micro.window_weight
+        part = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
+        if (self._skipped or not window_weight) and not self._rescale(window_weight):
             return False
         (optimizer,) = self.optimizers
         for hook in self._before_step:
@@ -50,14 +52,19 @@ class ClosureStep(AutomaticStep):
             nonlocal evaluated
             if not evaluated:
                 self._evaluate()
+                if self._skipped:
+                    self._rescale(window_weight)
             evaluated = False
             if self._clip is not None:
                 self._clip(self.optimizers)
             loss = self._window_loss
             if loss is None:  # a rank that only joins
                 loss = torch.zeros((), device=self.strategy.device)
-            return self.strategy.reduce(loss, "mean")
+            # As its gradients are, the loss is the mean over what contributed.
+            return self.strategy.reduce(loss if part == 1.0 else loss / part, "mean")
 
+        if self._step_optimizers is not None:
+            return self._step_optimizers(self._loss, closure)
         return self.strategy.optimizer_step(optimizer, closure)
 
     def drop_window(self) -> None:

@@ -37,8 +37,14 @@ class OptimizerHandle:
         A closure is called once, before the step, unless the optimizer is one that calls it itself (LBFGS).
         """
         if closure is not None and needs_closure(self.optimizer):
-            self.stepped = self._strategy.optimizer_step(self.optimizer, closure)
-            return None
+            losses: list[Any] = []
+
+            def evaluated() -> Any:
+                losses.append(closure())
+                return losses[-1]
+
+            self.stepped = self._strategy.optimizer_step(self.optimizer, evaluated)
+            return losses[0] if losses else None
         loss = None if closure is None else closure()
         if self._before_step:
             self._strategy.unscale(self.optimizer)
@@ -135,10 +141,17 @@ class OverriddenSteps:
         self._handles = handles
         self._progress = progress
 
-    def __call__(self, loss: torch.Tensor | None) -> bool:
-        """Call the hook for each optimizer; False where one of them was made to skip or was not stepped."""
+    def __call__(self, loss: torch.Tensor | None, closure: Callable[[], Any] | None = None) -> bool:
+        """Call the hook for each optimizer; False where one of them was made to skip or was not stepped.
+
+        Args:
+            loss: the window's last, which the hook's closure returns.
+            closure: what evaluates the loss anew, where the optimizer needs that.
+        """
         detached = None if loss is None else loss.detach()
         for handle in self._handles:
             handle.stepped = None
-            self._module.optimizer_step(self._progress.epoch, self._progress.batch_idx, handle, lambda: detached)
+            self._module.optimizer_step(
+                self._progress.epoch, self._progress.batch_idx, handle, closure or (lambda: detached)
+            )
         return all(handle.stepped for handle in self._handles)

@@ -19,7 +19,8 @@ from drivetrain.module import TrainModule
 from drivetrain.strategy import StepRunner, Strategy
 
 ClipGradients = Callable[[Sequence[Optimizer]], Any]
-StepOptimizers = Callable[[], bool]
+StepOptimizers = Callable[..., bool]
+"""Takes the last loss and, where the optimizer needs one, a closure; tells whether a step was made."""
 
 
 class TrainStep(Protocol):
@@ -59,7 +60,7 @@ class AutomaticStep:
         metrics: MetricStore,
         clip: ClipGradients | None,
         arguments: Callable[[Any, int], tuple[Any, ...]] | None,
-        step_optimizers: Callable[[torch.Tensor | None], bool] | None = None,
+        step_optimizers: StepOptimizers | None = None,
     ) -> None:
         self.module = module
         self.strategy = strategy

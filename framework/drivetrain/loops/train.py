@@ -20,6 +20,7 @@ from drivetrain.loops.stopping import StopRequest
 from drivetrain.loops.validation import ValidationPlan
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
+from drivetrain.transfer import map_tensors
 
 _SKIP_TIMEOUT = timedelta(seconds=60)
 
@@ -94,14 +95,17 @@ class TrainLoop:
         self._length = length
         self._log = log
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
+        self._flushed_at = progress.global_step
 
     def run(self) -> None:
         """Train until a limit is reached or somebody asks to stop."""
         if self._length == 0:  # limit_train_batches=0
             return
+        fresh = False  # what on_train_start logged belongs to the first epoch
         while not self._finished():
             if self._progress.batch_idx == 0:
-                self._metrics.enter("train")
+                self._metrics.enter("train", reset=fresh)
+                fresh = True
                 for hook in self._hooks.on_train_epoch_start:
                     hook()
             else:
@@ -135,6 +139,7 @@ class TrainLoop:
                 joining = Joining(metrics)
             if batch_start and self._told_to_skip(batch_start, batch, batch_idx):
                 step.drop_window()
+                metrics.batch = None
                 if joining is not None:
                     joining.end()
                 return Ended.DATA
@@ -186,6 +191,8 @@ class TrainLoop:
         if hooks.early["on_train_epoch_end"]:
             results = self._reduce_epoch()  # with what these hooks logged
         metrics.reset_metrics()
+        if self._log_every and progress.global_step != self._flushed_at:
+            self._reduce_steps()
         if self._log is not None:
             self._flush_epoch(results)
         for hook in hooks.late["on_train_epoch_end"]:
@@ -202,24 +209,30 @@ class TrainLoop:
         (wanting,) = self._control.agree("the reduction of an epoch's values", self._metrics.wants_reduction())
         return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
 
-    def _flush(self) -> None:
+    def _reduce_steps(self) -> None:
+        self._flushed_at = self._progress.global_step
         self._metrics.reduce_steps()
+
+    def _flush(self) -> None:
+        self._reduce_steps()
         if self._log is not None:
             self._log(self._metrics.flush_steps())
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._log is not None
-        values = self._metrics.flush_steps()
+        values = self._metrics.flush_steps() if self._log_every else {}
         wanted = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
         values.update({name: float(value) for name, value in results.items() if name in wanted})
         if values:
             self._log(values)
 
 
-def detached(output: Any) -> dict[str, Any]:
-    """What ``on_train_batch_end`` gets of what ``training_step`` returned."""
+def detached(output: Any) -> Any:
+    """What ``on_train_batch_end`` gets of what ``training_step`` returned: nothing in it holds on to the graph."""
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
-    if isinstance(output, dict):
-        return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in output.items()}
-    return {} if output is None else {"outputs": output}
+    return {} if output is None else map_tensors(output, _without_graph)
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -40,12 +40,15 @@ class ValidationPlan:
         self._metrics = metrics
         self._interval = None if validate is None else _in_micro_batches(interval, every_n_epochs, length)
         self._due = False
+        self._progress: Progress | None = None
+        self._ran_at = -1
         self.next_at = -1
         """The count of the epoch's micro-batches after which to call `run`; -1 for never."""
 
     def begin_epoch(self, progress: Progress) -> None:
         """Look ahead into the epoch that starts or goes on."""
         self.next_at = -1
+        self._progress = progress
         every = self._every_n_epochs
         self._due = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
         if self._due and self._interval is not None:
@@ -55,6 +58,8 @@ class ValidationPlan:
     def run(self) -> None:
         """Validate now, within an epoch."""
         assert self._validate is not None
+        assert self._progress is not None
+        self._ran_at = self._progress.micro_batches
         self._validate()
         self._stop.agree()
         self._metrics.enter("train", reset=False)
@@ -63,7 +68,9 @@ class ValidationPlan:
 
     def run_at_epoch_end(self, stopping: bool) -> None:
         """Validate after an epoch's data, or as the run stops early, if it is due then."""
-        if self._due and (self._interval is None or stopping):
+        assert self._progress is not None
+        # A stop that this very validation asked for is no reason for another one.
+        if self._due and (self._interval is None or stopping) and self._ran_at != self._progress.micro_batches:
             self.run()
 
 
