@@ -71,6 +71,8 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     session = Session(trainer, stage, module, given, ckpt_path, strategy, place)
+    if stage != "fit":
+        session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
     trainer._session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
