@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,7 +28,15 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
     elif isinstance(hook, tuple):
         ddp.register_comm_hook(*hook)
     else:
-        ddp.register_comm_hook(*_by_name(hook))
+        state, found = _by_name(hook)
+        try:
+            ddp.register_comm_hook(state, found)
+        except TypeError as error:  # torch's answer to bf16 without NCCL
+            raise ConfigurationError(
+                f"comm_hook={hook!r} on the backend {dist.get_backend()!r}.",
+                f"torch says: {str(error).splitlines()[0]}",
+                "use comm_hook='fp16', or none.",
+            ) from error
 
 
 def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
@@ -43,22 +50,9 @@ def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
     if name == "fp16":
         return None, default_hooks.fp16_compress_hook
     if name == "bf16":
-        _refuse_without_bf16()
         return None, default_hooks.bf16_compress_hook
     raise ConfigurationError(
         f"Unknown comm_hook {name!r}.{nearest(name, NAMES)}",
         "communication hooks are found by name.",
         f"use one of {', '.join(NAMES)}, a hook, or a pair of a state and a hook.",
     )
-
-
-def _refuse_without_bf16() -> None:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    try:
-        dist.all_reduce(torch.ones(1, dtype=torch.bfloat16, device=device))
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"comm_hook='bf16' on the backend {dist.get_backend()!r}.",
-            f"it cannot reduce bfloat16: {str(error).splitlines()[0]}",
-            "use comm_hook='fp16', or none.",
-        ) from error
