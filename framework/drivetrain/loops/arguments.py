@@ -37,15 +37,20 @@ class StepArguments:
                 "a step is called with (batch, batch_idx), and dataloader_idx where there are several loaders.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
             )
-        if several and count < 3 and (count < 2 or positional[1].name == "batch_idx"):
+        # batch_idx may be left out, and what stands in its place is then told by its name.
+        skips = count == 2 and positional[1].name == "dataloader_idx"
+        if several and count < 3 and not skips:
             raise ConfigurationError(
                 f"{name} takes no dataloader_idx, and there are several loaders.",
                 "it could not tell their batches apart.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx, dataloader_idx=0).",
             )
-        self.takes_batch_idx = count >= 2
-        self.takes_dataloader_idx = len(required) == 3
+        self.takes_batch_idx = count >= 2 and not skips
+        self.takes_dataloader_idx = len(required) == 3 or skips
+        self._skips = skips
         self._count = count if several or len(required) == 3 else min(count, 2)
 
     def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
+        if self._skips:
+            return (batch, dataloader_idx)
         return (batch, batch_idx, dataloader_idx)[: self._count]

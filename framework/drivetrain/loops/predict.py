@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from drivetrain.data import BatchSource
-from drivetrain.hooks import HookTable
+from drivetrain.hooks import HookTable, is_overridden
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.evaluate import evaluating
 from drivetrain.loops.joining import leaving_no_trace
@@ -55,7 +55,9 @@ class PredictLoop:
         self._limits = limits
         self._move = move
         self._inference_mode = inference_mode
-        self._arguments = StepArguments(module.predict_step, several=len(sources) > 1)
+        # The plain one predicts alike on every loader.
+        several = len(sources) > 1 and is_overridden("predict_step", module, TrainModule)
+        self._arguments = StepArguments(module.predict_step, several)
 
     def run(self) -> list[Any]:
         """Predict; returns each micro-batch's output in data-set order, on every rank; a list for each loader."""

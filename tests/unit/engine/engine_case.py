@@ -85,13 +85,13 @@ class Tiny(TrainModule):
         self.seen.append(numbers(batch))
         return self.layer(batch).mean()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.evaluated.append(numbers(batch))
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         self.evaluated.append(numbers(batch))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return numbers(batch)
 
     def configure_optimizers(self) -> Any:

@@ -1,0 +1,454 @@
+"""Every form of configure_optimizers, when schedulers step, and how many steps a run will make (B-09)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Regression, Tiny, fit, loader, regression, stream
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
+from drivetrain import Callback, ConfigurationError, TrainModule
+
+
+class Pair(TrainModule):
+    """Two layers, so that two optimizers have something to share."""
+
+    def __init__(self, configure: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 1)
+        self._configure = configure
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.mse_loss(self.second(self.first(x)), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return self._configure(self)
+
+
+def _two(module: Any) -> list[Any]:
+    return [SGD(module.first.parameters(), lr=0.1), Adam(module.second.parameters(), lr=0.01)]
+
+
+def _one(module: Any) -> Any:
+    return SGD(module.parameters(), lr=0.1)
+
+
+def _halving(optimizer: Any) -> StepLR:
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def _lists(module: Any) -> Any:
+    optimizers = _two(module)
+    return optimizers, [_halving(optimizers[0]), {"scheduler": _halving(optimizers[1]), "interval": "step"}]
+
+
+def _dict(module: Any, **scheduler: Any) -> Any:
+    optimizer = _one(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _halving(optimizer), **scheduler}}
+
+
+def _list_of_dicts(module: Any) -> Any:
+    return [{"optimizer": one, "lr_scheduler": _halving(one)} for one in _two(module)]
+
+
+@pytest.mark.parametrize(
+    ("configure", "optimizers", "schedulers"),
+    [
+        (_one, ["SGD"], []),
+        (lambda module: [_one(module)], ["SGD"], []),
+        (lambda module: (_one(module),), ["SGD"], []),
+        (_two, ["SGD", "Adam"], []),
+        (lambda module: tuple(_two(module)), ["SGD", "Adam"], []),
+        (lambda module: (_two(module), []), ["SGD", "Adam"], []),
+        (_lists, ["SGD", "Adam"], [("epoch", 1), ("step", 1)]),
+        (lambda module: {"optimizer": _one(module)}, ["SGD"], []),
+        (lambda module: {"optimizer": _one(module), "lr_scheduler": None}, ["SGD"], []),
+        (_dict, ["SGD"], [("epoch", 1)]),
+        (lambda module: _dict(module, interval="step", frequency=2, name="mine"), ["SGD"], [("step", 2)]),
+        (_list_of_dicts, ["SGD", "Adam"], [("epoch", 1), ("epoch", 1)]),
+        (lambda module: None, [], []),
+    ],
+)
+def test_every_form(
+    tmp_path: Path, configure: Callable[[Any], Any], optimizers: list[str], schedulers: list[tuple[str, int]]
+) -> None:
+    module = Pair(configure)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    runner = fit(tmp_path, max_epochs=2)
+    runner.fit(module, regression())
+    assert [type(one).__name__ for one in runner.optimizers] == optimizers
+    assert [(config.interval, config.frequency) for config in runner.scheduler_configs] == schedulers
+    assert [type(one) for one in runner.lr_schedulers] == [StepLR] * len(schedulers)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]) is (not optimizers), name
+    for config in runner.scheduler_configs:
+        base = config.scheduler.base_lrs[0]
+        steps = 2 if config.interval == "epoch" else 12 // config.frequency
+        assert config.scheduler.optimizer.param_groups[0]["lr"] == pytest.approx(base * 0.5**steps)
+
+
+def test_several_optimizers_step_together_on_one_backward_and_are_clipped_together(tmp_path: Path) -> None:
+    """B-05, B-17: the norm is over all of them, as in a hand-written loop."""
+    module, reference = Pair(_two), Pair(_two)
+    runner = fit(tmp_path, gradient_clip_val=0.05)
+    runner.fit(module, regression())
+    optimizers = _two(reference)
+    for x, y in regression():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.mse_loss(reference.second(reference.first(x)), y).backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        assert norm > 0.05  # clipping is active
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+    assert runner.gradient_norm is not None
+    assert float(runner.gradient_norm) == pytest.approx(float(norm), rel=1e-5)
+
+
+def _shared(module: Any) -> Any:
+    return [SGD(module.parameters(), lr=0.1), SGD(module.first.parameters(), lr=0.1)]
+
+
+def _foreign(module: Any) -> Any:
+    return SGD([*module.parameters(), *nn.Linear(7, 1).parameters()], lr=0.1)
+
+
+def _other_scheduler(module: Any) -> Any:
+    return [_one(module)], [_halving(_one(module))]
+
+
+def _plateau(module: Any) -> Any:
+    optimizer = _one(module)
+    return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("configure", "said"),
+    [
+        (_shared, ["Optimizers 0 and 1 share", "'first.weight'", "automatic_optimization = False"]),
+        (_foreign, ["Optimizer 0 (SGD)", "(1, 7)", "not the module's"]),
+        (_other_scheduler, ["StepLR", "not returned"]),
+        (_plateau, ["ReduceLROnPlateau without a 'monitor'", "'monitor': 'val_loss'"]),
+        (lambda module: {"optimiser": _one(module)}, ["'optimiser'", "Did you mean 'optimizer'?"]),
+        (lambda module: {"optimizer": _one(module), "lr_schedular": None}, ["Did you mean 'lr_scheduler'?"]),
+        (lambda module: _dict(module, intervall="step"), ["'intervall'", "Did you mean 'interval'?"]),
+        (lambda module: _dict(module, interval="steps"), ["interval='steps'", "Did you mean 'step'?"]),
+        (lambda module: _dict(module, frequency=0), ["frequency=0", "int of 1 or more"]),
+        (lambda module: {"optimizer": _one(module), "lr_scheduler": {"interval": "step"}}, ["no 'scheduler'"]),
+        (lambda module: {"optimizer": _one(module), "lr_scheduler": 0.1}, ["a float", "return an optimizer"]),
+        (lambda module: 0.1, ["a float", "return an optimizer"]),
+        (lambda module: [_one(module), "Adam"], ["a str", "return an optimizer"]),
+        (lambda module: {"lr_scheduler": None}, ["no 'optimizer'"]),
+    ],
+)
+def test_what_cannot_train_is_refused_before_the_first_step(
+    tmp_path: Path, configure: Callable[[Any], Any], said: list[str]
+) -> None:
+    module = Pair(configure)
+    module.training_step = lambda *_: pytest.fail("a step was made")  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError) as caught:
+        fit(tmp_path).fit(module, regression())
+    for part in said:
+        assert part in str(caught.value)
+
+
+class TestSchedulers:
+    def test_step_once_an_optimizer_step_and_not_a_micro_batch(self, tmp_path: Path) -> None:
+        """B-09: K micro-batches are one step; the short window at the end is one too."""
+        calls: list[int] = []
+        module = Tiny()
+
+        def configure() -> Any:
+            optimizer = SGD(module.parameters(), lr=1.0)
+            scheduler = LambdaLR(optimizer, lambda step: calls.append(step) or 1.0)  # type: ignore[func-returns-value]
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        module.configure_optimizers = configure  # type: ignore[method-assign]
+        runner = fit(tmp_path, max_epochs=2, accumulate_grad_batches=4)
+        runner.fit(module, loader(20))
+        assert runner.global_step == 6  # after micro-batches 4, 8 and 10 of each epoch (B-02)
+        assert calls == [0, 1, 2, 3, 4, 5, 6]
+
+    def test_frequency_counts_over_epochs(self, tmp_path: Path) -> None:
+        module = Pair(lambda module: _dict(module, interval="epoch", frequency=2))
+        fit_ = fit(tmp_path, max_epochs=5)
+        fit_.fit(module, regression())
+        assert fit_.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**2)
+
+    def test_plateau_follows_a_validation_value(self, tmp_path: Path) -> None:
+        class Stuck(Tiny):
+            def validation_step(self, batch: Any, batch_idx: int) -> None:
+                self.log("val_loss", 1.0)
+
+            def configure_optimizers(self) -> Any:
+                optimizer = SGD(self.parameters(), lr=1.0)
+                return {
+                    "optimizer": optimizer,
+                    "lr_scheduler": ReduceLROnPlateau(optimizer, patience=0, factor=0.1),
+                    "monitor": "val_loss",
+                }
+
+        runner = fit(tmp_path, max_epochs=3)
+        runner.fit(Stuck(), loader(4), loader(4))
+        assert runner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01)
+
+    def test_a_monitored_value_that_nobody_logs_names_the_nearest(self, tmp_path: Path) -> None:
+        def configure(module: Any) -> Any:
+            optimizer = _one(module)
+            config = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "los"}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+
+        with pytest.raises(ConfigurationError, match=r"monitors 'los'.*Did you mean 'loss'\?"):
+            fit(tmp_path).fit(Pair(configure), regression())
+
+    def test_lr_scheduler_step_is_overridable(self, tmp_path: Path) -> None:
+        got: list[tuple[str, Any]] = []
+
+        class Own(Pair):
+            def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+                got.append((type(scheduler).__name__, metric))
+
+        def configure(module: Any) -> Any:
+            optimizer = _one(module)
+            plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}
+            return [optimizer], [{"scheduler": _halving(optimizer), "interval": "step"}, plateau]
+
+        runner = fit(tmp_path, max_epochs=1)
+        runner.fit(Own(configure), regression(8))
+        assert got[:2] == [("StepLR", None)] * 2
+        assert got[2][0] == "ReduceLROnPlateau"
+        assert got[2][1] == pytest.approx(float(runner.callback_metrics["loss"]))
+        assert runner.optimizers[0].param_groups[0]["lr"] == 0.1  # nobody else stepped them
+
+
+class TestEstimatedSteps:
+    """B-09: right for K>1, limits and uneven tails; and it is what the run then makes."""
+
+    @pytest.mark.parametrize(
+        ("options", "samples", "expected"),
+        [
+            ({"max_epochs": 3}, 20, 30),
+            ({"max_epochs": 3, "accumulate_grad_batches": 4}, 20, 9),
+            ({"max_epochs": 2, "accumulate_grad_batches": 4}, 21, 6),
+            ({"max_epochs": 2, "limit_train_batches": 5, "accumulate_grad_batches": 2}, 20, 6),
+            ({"max_epochs": 2, "limit_train_batches": 0.5, "accumulate_grad_batches": 4}, 20, 4),
+            ({"max_epochs": 3, "max_steps": 7, "accumulate_grad_batches": 4}, 20, 7),
+            ({"max_epochs": -1, "max_steps": 7}, 20, 7),
+            ({"max_epochs": None, "max_steps": 13}, 20, 13),
+            ({"max_epochs": 4, "overfit_batches": 3}, 20, 12),
+            ({"fast_dev_run": 3}, 20, 3),
+            ({"max_epochs": 2, "accumulate_grad_batches": 30}, 20, 2),
+        ],
+    )
+    def test_is_what_the_run_makes(self, tmp_path: Path, options: dict[str, Any], samples: int, expected: int) -> None:
+        estimates: list[float] = []
+
+        class Asking(Tiny):
+            def configure_optimizers(self) -> Any:
+                estimates.append(self.trainer.estimated_stepping_batches)
+                return super().configure_optimizers()
+
+        runner = fit(tmp_path, **options)
+        runner.fit(Asking(), loader(samples))
+        assert estimates == [expected]
+        assert runner.global_step == expected
+        assert runner.estimated_stepping_batches == expected
+
+    def test_is_infinite_where_nothing_bounds_it(self, tmp_path: Path) -> None:
+        estimates: list[float] = []
+
+        class Asking(Tiny):
+            def configure_optimizers(self) -> Any:
+                estimates.append(self.trainer.estimated_stepping_batches)
+                return super().configure_optimizers()
+
+        fit(tmp_path, max_epochs=2).fit(Asking(), stream())
+        fit(tmp_path, max_epochs=2, limit_train_batches=3).fit(Asking(), stream())
+        assert estimates == [math.inf, 6]
+
+    def test_outside_a_run_it_says_so(self, tmp_path: Path) -> None:
+        """A-04: what exists only inside a run."""
+        with pytest.raises(ConfigurationError, match="estimated_stepping_batches"):
+            _ = fit(tmp_path).estimated_stepping_batches
+
+
+class TestOverriddenHooks:
+    def test_optimizer_step_may_warm_up_and_skip(self, tmp_path: Path) -> None:
+        got: list[tuple[Any, ...]] = []
+
+        class Own(Regression):
+            def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+                loss = optimizer_closure()
+                got.append((epoch, batch_idx, type(optimizer.optimizer).__name__, loss.requires_grad))
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.1 * (batch_idx + 1)
+                if batch_idx != 1:
+                    optimizer.step(closure=optimizer_closure)
+
+        module, reference = Own(), Regression()
+        runner = fit(tmp_path)
+        runner.fit(module, regression(12))
+        assert got == [(0, index, "SGD", False) for index in range(3)]
+        assert runner.global_step == 2  # the skipped one is none
+        for index, batch in enumerate(regression(12)):
+            optimizer = SGD(reference.parameters(), lr=0.1 * (index + 1))
+            optimizer.zero_grad()
+            reference.loss(batch).backward()
+            if index != 1:
+                optimizer.step()
+        torch.testing.assert_close(module.layer.weight, reference.layer.weight)
+
+    def test_a_step_that_is_skipped_steps_no_scheduler(self, tmp_path: Path) -> None:
+        class Never(Pair):
+            def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+                pass
+
+        runner = fit(tmp_path)
+        runner.fit(Never(lambda module: _dict(module, interval="step")), regression())
+        assert runner.global_step == 0
+        assert runner.optimizers[0].param_groups[0]["lr"] == 0.1
+
+    def test_configure_gradient_clipping(self, tmp_path: Path) -> None:
+        got: list[Any] = []
+
+        class Own(Regression):
+            def configure_gradient_clipping(
+                self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+            ) -> None:
+                got.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
+                self.clip_gradients(optimizer, 1e-3, "value")
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                got.append(max(float(p.grad.abs().max()) for p in self.parameters() if p.grad is not None))
+
+        fit(tmp_path, gradient_clip_val=2.0).fit(Own(), regression(4))
+        assert got == [("SGD", 2.0, "norm"), pytest.approx(1e-3)]
+
+    def test_clipping_by_value_is_the_reference(self, tmp_path: Path) -> None:
+        """B-05."""
+        module, reference = Regression(), Regression()
+        fit(tmp_path, gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(module, regression())
+        optimizer = reference.configure_optimizers()
+        for batch in regression():
+            optimizer.zero_grad()
+            reference.loss(batch).backward()
+            nn.utils.clip_grad_value_(reference.parameters(), 0.1)
+            optimizer.step()
+        torch.testing.assert_close(module.layer.weight, reference.layer.weight)
+
+    def test_transfer_hooks_see_batches_in_order(self, tmp_path: Path) -> None:
+        calls: list[str] = []
+
+        class Own(Tiny):
+            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                calls.append(f"before {dataloader_idx}")
+                return batch + 1
+
+            def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+                calls.append(f"to {device.type}")
+                return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+            def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                calls.append("after")
+                return batch * 10
+
+        module = Own()
+        fit(tmp_path, num_sanity_val_steps=0).fit(module, loader(2), [loader(2), loader(2)])
+        assert module.seen == [[10, 20]]
+        assert module.evaluated == [[10, 20]] * 2
+        assert calls == [f"{part}" for index in (0, 0, 1) for part in (f"before {index}", "to cpu", "after")]
+
+    def test_batch_weight_gets_the_batch_as_the_loader_gave_it(self, tmp_path: Path) -> None:
+        weighed: list[list[int]] = []
+
+        class Own(Tiny):
+            def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+                return batch + 100
+
+            def batch_weight(self, batch: Any) -> int:
+                weighed.append([int(value) for value in batch[:, 0]])
+                return 1
+
+        fit(tmp_path, accumulate_grad_batches=2).fit(Own(), loader(8))
+        assert weighed == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    def test_batch_weight_is_not_asked_where_nothing_depends_on_it(self, tmp_path: Path) -> None:
+        class Own(Tiny):
+            def batch_weight(self, batch: Any) -> int:
+                pytest.fail("asked")
+
+        fit(tmp_path).fit(Own(), loader(8))
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_a_weight_that_is_none_is_refused_with_rank_and_batch(tmp_path: Path, weight: float) -> None:
+    """B-21."""
+
+    class Own(Tiny):
+        def batch_weight(self, batch: Any) -> float:
+            return weight if batch[0, 0] == 4 else 1.0
+
+    with pytest.raises(ConfigurationError, match=r"batch_weight returned .* on rank 0 for batch 2"):
+        fit(tmp_path, accumulate_grad_batches=2).fit(Own(), loader(8))
+
+
+def test_a_window_without_weight_makes_no_step_and_one_warning(tmp_path: Path) -> None:
+    """B-21."""
+
+    class Own(Regression):
+        def batch_weight(self, batch: Any) -> int:
+            return 0
+
+    module = Own()
+    before = module.layer.weight.detach().clone()
+    runner = fit(tmp_path, accumulate_grad_batches=2)
+    with pytest.warns(UserWarning, match="its weights sum to zero") as warned:
+        runner.fit(module, regression(16))
+    assert len([one for one in warned if "made no step" in str(one.message)]) == 1
+    assert runner.global_step == 0
+    assert torch.equal(module.layer.weight, before)
+
+
+def test_optimizers_and_schedulers_are_read_from_the_module_too(tmp_path: Path) -> None:
+    got: dict[str, Any] = {}
+
+    class Reading(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            got["optimizers"] = [one.optimizer for one in module.optimizers()]
+            got["schedulers"] = module.lr_schedulers()
+
+    runner = fit(tmp_path, callbacks=Reading())
+    runner.fit(Pair(_lists), regression())
+    assert got == {"optimizers": runner.optimizers, "schedulers": runner.lr_schedulers}
+
+
+def test_weight_decay_leaves_a_parameter_without_gradient_alone(tmp_path: Path) -> None:
+    """B-08: no gradient, no decay, no state."""
+
+    class Partly(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def configure_optimizers(self) -> Any:
+            return AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+    module = Partly()
+    runner = fit(tmp_path)
+    runner.fit(module, regression())
+    assert torch.equal(module.unused, torch.ones(3))
+    assert module.unused not in runner.optimizers[0].state
