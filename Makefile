@@ -16,7 +16,7 @@ SETUP := pyproject.toml constraints.txt
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 
-DEMO ?= --strategy ddp --devices 2
+DEMO ?= --strategy ddp --devices 2 --accelerator cpu
 
 .PHONY: help demo test lint format types bench docs parity clean distclean
 

@@ -1,0 +1,121 @@
+"""A byte-level GPT that learns to write Python from the source of Python's own standard library.
+
+python examples/gpt_stdlib.py
+python examples/gpt_stdlib.py --strategy ddp --devices 2 --accelerator cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import LearningRateMonitor, ThroughputMonitor
+from drivetrain.loggers import CSVLogger
+
+LENGTH = 128  # bytes that the model sees at once
+PAD = 0  # a byte that no source file holds: it stands before every text, and fills the shorter ones of a batch
+
+
+class GPT(TrainModule):
+    def __init__(self, width: int = 64, depth: int = 2, heads: int = 4, lr: float = 6e-3):
+        super().__init__()
+        self.save_hyperparameters()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256, bias=False)
+        for matrix in (parameter for parameter in self.parameters() if parameter.dim() == 2):
+            nn.init.normal_(matrix, std=0.02)
+        self.head.weight = self.bytes.weight  # tied: one parameter, under every strategy
+
+    def forward(self, text: Tensor) -> Tensor:  # (batch, time) -> (batch, time, 256)
+        embedded = self.bytes(text) + self.places.weight[: text.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1], self.device)
+        return self.head(self.blocks(embedded, mask, is_causal=True))
+
+    def loss(self, text: Tensor) -> Tensor:
+        """Nats per byte, the mean over all bytes that are no padding."""
+        return F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), ignore_index=PAD)
+
+    def batch_weight(self, text: Tensor) -> int:  # over how many bytes that is a mean
+        return int((text[:, 1:] != PAD).sum())
+
+    def training_step(self, text: Tensor) -> Tensor:
+        loss = self.loss(text)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, text: Tensor) -> None:
+        self.log("held_out_loss", self.loss(text), batch_size=self.batch_weight(text))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        steps = self.trainer.estimated_stepping_batches  # a tenth of them to warm up, then down along a cosine
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, steps, pct_start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @torch.no_grad()
+    def write(self, start: str) -> str:
+        text = torch.tensor([[PAD, *start.encode()]], device=self.device)
+        while text.shape[1] < LENGTH:
+            likely = self(text)[0, -1].div(0.7).softmax(-1)
+            text = torch.cat([text, likely.multinomial(1)[None]], dim=1)
+        return bytes(text[0, 1:].tolist()).decode(errors="replace")
+
+
+def pieces(files: list[Path]) -> list[bytes]:
+    """The files in pieces of whole lines, as many as `LENGTH` bytes hold: none is quite as long as the next."""
+    found = [b""]
+    for line in (line[:LENGTH] for file in files for line in file.read_bytes().splitlines(keepends=True)):
+        if len(found[-1]) + len(line) > LENGTH:
+            found.append(b"")
+        found[-1] += line
+    return found
+
+
+def collate(texts: list[bytes]) -> Tensor:
+    return pad_sequence([torch.tensor([PAD, *text]) for text in texts], batch_first=True, padding_value=PAD)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {"strategy": "auto", "precision": "32-true", "accelerator": "auto", "devices": "auto"}.items():
+        parser.add_argument(f"--{name}", default=default)
+    parser.add_argument("--max-steps", type=int, default=2000)
+    parser.add_argument("--max-time", default="00:00:02:00", help="days:hours:minutes:seconds, should that come first")
+    options = parser.parse_args()
+
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    train_set, held_out = pieces([file for file in files if file not in files[::40]]), pieces(files[::40])
+    train_loader = DataLoader(train_set, batch_size=8, shuffle=True, collate_fn=collate)
+    val_loader = DataLoader(held_out, batch_size=64, collate_fn=collate)
+    logger, meter = CSVLogger("runs", "gpt_stdlib"), ThroughputMonitor()
+    callbacks = [meter, LearningRateMonitor()]
+    fit = Fit(**vars(options), gradient_clip_val=1.0, seed=1, logger=logger, callbacks=callbacks)
+    model = GPT()
+
+    (before,) = fit.validate(model, val_loader, verbose=False)
+    fit.print(f"Before training it writes:\n{model.write('def ')!r}\n")
+    fit.fit(model, train_loader)
+    (after,) = fit.validate(model, val_loader, verbose=False)
+
+    texts = "\n\n".join(model.write(start) for start in ("import ", "def ", "class "))
+    fit.print(f"After {fit.global_step} steps it writes:\n\n{texts}\n")
+    for when, loss in ("before", before["held_out_loss"]), ("after", after["held_out_loss"]):
+        fit.print(f"Held-out files, {when}: loss {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte")
+    fit.print(f"Throughput: {meter.latest.get('throughput/tokens_per_sec', math.nan):,.0f} bytes a second")
+    fit.print(f"The run's files: {logger.log_dir}")
+    fit.print("Another strategy is one word: python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2")
+
+
+if __name__ == "__main__":
+    main()
