@@ -134,7 +134,7 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
         """Begin an epoch's count."""
         last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs not in (None, -1) else ""
-        self._training = Phase(f"Epoch {trainer.current_epoch}{last}", _count(trainer.num_training_batches), _now())
+        self._training = Phase(f"Epoch {trainer.current_epoch}{last}", _count(_to_come(trainer)), _now())
         self._show(self._training)
 
     def on_train_batch_end(
@@ -279,6 +279,14 @@ def _line(phase: Phase, metrics: Mapping[str, float], now: float) -> str:
 
 def _now() -> float:
     return time.monotonic()
+
+
+def _to_come(trainer: Fit) -> int | float:
+    """Micro-batches of the epoch, up to where ``max_steps`` ends it."""
+    if trainer.max_steps < 0:
+        return trainer.num_training_batches
+    left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    return min(trainer.num_training_batches, trainer.progress.batch_idx + left)
 
 
 def _count(total: float) -> int | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.loops.optimizers import SchedulerConfig
+from drivetrain.loops.progress import Progress
 from drivetrain.precision import Precision
 
 
@@ -31,7 +32,9 @@ class Run:
     global_step: int = 0
     micro_batches: int = 0
     samples_seen: int = 0
+    progress: Progress = field(default_factory=Progress)
     max_epochs: int | None = 10
+    max_steps: int = -1
     num_training_batches: int | float = 10
     num_val_batches: list[int | float] = field(default_factory=list)
     num_test_batches: list[int | float] = field(default_factory=list)

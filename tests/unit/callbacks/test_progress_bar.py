@@ -170,6 +170,14 @@ def test_an_epoch_resumed_in_its_middle_counts_from_there() -> None:
     assert float(rate[1]) < 101
 
 
+def test_the_bar_of_an_epoch_that_max_steps_cuts_short_ends_there() -> None:
+    output = _Terminal()
+    bar = ProgressBar(stream=output)
+    _train(bar, _CountingRun(num_training_batches=100, max_steps=7, global_step=4, accumulate_grad_batches=2), 1, 6)
+    totals = set(re.findall(r"/(\d+) \[", output.getvalue()))
+    assert totals == {"6"}
+
+
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
 def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[ProgressBar]) -> None:
     output = _Terminal()
