@@ -110,9 +110,9 @@ class EvaluateLoop:
             metrics.reset_metrics()
             numbers = {key: float(value) for key, value in results.items()}
             self._tell_loggers(numbers)
+            metrics.enter(None)  # what is logged from here on would reach nobody
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
-        metrics.enter(None)
         return _by_loader(numbers, len(self._sources))
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
@@ -162,6 +162,6 @@ def _by_loader(numbers: dict[str, float], loaders: int) -> list[dict[str, float]
     for key, number in numbers.items():
         _, mark, index = key.rpartition("/dataloader_idx_")
         for position, result in enumerate(results):
-            if not mark or int(index.split("_")[0]) == position:
+            if not mark or int(index) == position:
                 result[key] = number
     return results

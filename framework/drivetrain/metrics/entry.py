@@ -17,10 +17,17 @@ class Entry:
         options: what `log` was told, compared on every further call.
         on_step: keep the latest value.
         on_epoch: accumulate over the epoch.
+        prog_bar: show it in the progress bar.
+        logger: send it to the loggers.
         operation: "mean", "sum", "max" or "min".
+        sync_dist: see `TrainModule.log`.
+        metric: the metric object, where one was logged.
+        attribute: its name on the module.
+        loader: the end of the key that names a loader among several, behind which ``_step`` and ``_epoch`` do not go.
     """
 
     __slots__ = (
+        "_loader",
         "attribute",
         "fresh",
         "last",
@@ -53,6 +60,7 @@ class Entry:
         sync_dist: bool | None,
         metric: Any = None,
         attribute: str | None = None,
+        loader: str = "",
     ) -> None:
         self.name = name
         self.options = options
@@ -64,6 +72,7 @@ class Entry:
         self.sync_dist = sync_dist
         self.metric = metric
         self.attribute = attribute
+        self._loader = loader
         self.last: torch.Tensor | float | None = None
         self.result: torch.Tensor | None = None
         self.fresh = False
@@ -71,11 +80,14 @@ class Entry:
 
     @property
     def step_name(self) -> str:
-        return f"{self.name}_step" if self.on_epoch else self.name
+        return self._forked("step") if self.on_epoch else self.name
 
     @property
     def epoch_name(self) -> str:
-        return f"{self.name}_epoch" if self.on_step else self.name
+        return self._forked("epoch") if self.on_step else self.name
+
+    def _forked(self, kind: str) -> str:
+        return f"{self.name.removesuffix(self._loader)}_{kind}{self._loader}"
 
     def reset(self) -> None:
         """Forget what the epoch accumulated."""

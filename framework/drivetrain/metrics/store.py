@@ -149,18 +149,20 @@ class MetricStore:
                 "use 'mean', 'sum', 'max' or 'min', or log a torchmetrics.Metric.",
             ) from None
         metric = value if is_metric(value) else None
+        loader = f"/dataloader_idx_{self.dataloader_idx}"
         in_step = self.batch is not None and self.stage == "train"
         entry = Entry(
             name,
             options,
             on_step=in_step if on_step is None else on_step,
-            on_epoch=(not in_step or (metric is not None and on_step is None)) if on_epoch is None else on_epoch,
+            on_epoch=not in_step if on_epoch is None else on_epoch,
             prog_bar=prog_bar,
             logger=logger,
             operation=operation,
             sync_dist=sync_dist,
             metric=metric,
             attribute=None if metric is None else attribute or self._attribute_of(name, metric),
+            loader=loader if name.endswith(loader) else "",
         )
         self.entries[name] = entry
         return entry
@@ -242,7 +244,7 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
-                    results[name] = _compute(self._module.get_submodule(attribute), True)
+                    results[name] = _compute(name, self._module.get_submodule(attribute), True)
                 else:
                     results[name] = _reduce(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
@@ -253,7 +255,7 @@ class MetricStore:
             results[entry.epoch_name] = _reduce(entry.operation, column[:1], column[1:])
         for entry in metrics:
             if entry.epoch_name not in results:
-                results[entry.epoch_name] = _compute(entry.metric, entry.sync_dist is not False)
+                results[entry.epoch_name] = _compute(entry.name, entry.metric, entry.sync_dist is not False)
         for entry in self.entries.values():
             if entry.epoch_name in results and entry.on_epoch:
                 entry.result = results[entry.epoch_name]
@@ -352,14 +354,23 @@ def _key(entry: Entry) -> str:
     return f"{entry.epoch_name}\t{entry.operation}\t"
 
 
-def _compute(metric: Any, together: bool) -> torch.Tensor:
+def _compute(name: str, metric: Any, together: bool) -> torch.Tensor:
     before = metric.sync_on_compute
     metric.sync_on_compute = together
     try:
         value = metric.compute()
     finally:
         metric.sync_on_compute = before
-    return torch.as_tensor(value).detach().cpu()
+    if isinstance(value, _Number):
+        value = torch.tensor(value)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise ConfigurationError(
+            f"log({name!r}) was given a {type(metric).__name__}, which computes {found}.",
+            "a logged value is one number.",
+            "compute it in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
+        )
+    return value.detach().reshape(()).cpu()
 
 
 def _reduce(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,534 @@
+"""log and log_dict: defaults, names, reductions, what callbacks, the bar and the loggers get (B-12, B-14, H-03)."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader
+
+from drivetrain import Callback, ConfigurationError, Fit, Logger
+from drivetrain.data import CombinedLoader
+from drivetrain.loggers import CSVLogger
+
+
+class Kept(Logger):
+    """A logger that keeps what it gets."""
+
+    name, version, log_dir = "kept", "0", None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.status = ""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        assert all(type(value) in (int, float) for value in metrics.values())
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        pass
+
+    def finalize(self, status: str) -> None:
+        self.status = status
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+
+class Logging(Tiny):
+    """Calls given functions with itself, the batch and its index."""
+
+    def __init__(
+        self, train: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None, **hooks: Any
+    ) -> None:
+        super().__init__()
+        self._train = train
+        self._evaluate = evaluate
+        for name, hook in hooks.items():
+            self.__dict__[name] = lambda *args, hook=hook: hook(self, *args)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self._train is not None:
+            self._train(self, batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        if self._evaluate is not None:
+            self._evaluate(self, batch, batch_idx)
+
+    test_step = validation_step
+
+
+def _first(batch: torch.Tensor) -> torch.Tensor:
+    """The mean of the sample numbers: what a mean over samples, and not over batches, tells apart."""
+    return batch[:, 0].mean()
+
+
+def _values(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    assert all(value.dim() == 0 for value in metrics.values())
+    return {name: round(float(value), 4) for name, value in metrics.items()}
+
+
+class TestDefaults:
+    """training_step: on_step; elsewhere: on_epoch; with both, suffixes."""
+
+    def test_in_training(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("plain", _first(batch))
+            self.log("both", _first(batch), on_step=True, on_epoch=True)
+            self.log("epoch", _first(batch), on_step=False, on_epoch=True)
+            self.log("neither", 1.0, on_step=False, on_epoch=False)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(5))  # batches of 2, 2 and 1: means 0.5, 2.5, 4
+        expected = {"plain": 4.0, "both_step": 4.0, "both_epoch": 2.0, "both": 2.0, "epoch": 2.0}
+        assert _values(runner.callback_metrics) == expected
+
+    def test_in_validation_and_test(self, tmp_path: Path) -> None:
+        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("plain", _first(batch))
+            self.log("both", _first(batch), on_step=True, on_epoch=True)
+            self.log("step", _first(batch), on_step=True, on_epoch=False)
+
+        expected = {"plain": 2.0, "both_epoch": 2.0}
+        runner = fit(tmp_path)
+        assert runner.validate(Logging(None, evaluate), loader(5), verbose=False) == [expected]
+        assert _values(runner.callback_metrics) == {**expected, "both_step": 4.0, "both": 2.0, "step": 4.0}
+        assert runner.test(Logging(None, evaluate), loader(5), verbose=False) == [expected]
+
+    @pytest.mark.parametrize(
+        ("hook", "on_step"),
+        [
+            ("on_train_start", False),
+            ("on_train_epoch_start", False),
+            ("on_train_batch_start", True),
+            ("on_before_zero_grad", True),
+            ("on_before_backward", True),
+            ("on_after_backward", True),
+            ("on_before_optimizer_step", True),
+            ("on_train_batch_end", True),
+            ("on_train_epoch_end", False),
+            ("on_validation_start", False),
+            ("on_validation_epoch_start", False),
+            ("on_validation_batch_start", False),
+            ("on_validation_batch_end", False),
+            ("on_validation_epoch_end", False),
+        ],
+    )
+    def test_by_hook(self, tmp_path: Path, hook: str, on_step: bool) -> None:
+        logger = Kept()
+        module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1, num_sanity_val_steps=0)
+        runner.fit(module, loader(4), loader(4))
+        assert _values(runner.callback_metrics) == {"it": 3.0}
+        assert logger.of("it") == ([(1, 3.0), (2, 3.0)] if on_step else [(2, 3.0)])
+
+    @pytest.mark.parametrize(
+        "hook", ["setup", "on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "teardown"]
+    )
+    def test_refused_where_it_would_reach_nobody(self, tmp_path: Path, hook: str) -> None:
+        """As in Lightning: no value disappears in silence."""
+        module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
+        with pytest.raises(ConfigurationError, match="log\\('it'\\) was called outside the loops"):
+            fit(tmp_path).fit(module, loader(4), loader(4))
+
+    def test_refused_in_prediction(self, tmp_path: Path) -> None:
+        class Predicting(Tiny):
+            def predict_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+                self.log("it", 3.0)
+
+        with pytest.raises(ConfigurationError, match="in prediction"):
+            fit(tmp_path).predict(Predicting(), loader(4))
+
+    def test_refused_outside_a_run(self) -> None:
+        """A-04."""
+        with pytest.raises(ConfigurationError, match="is not in a run"):
+            Tiny().log("it", 1.0)
+
+
+class TestReductions:
+    @pytest.mark.parametrize(
+        ("reduce_fx", "expected"),
+        [
+            ("mean", 2.0),
+            ("sum", 7.0),
+            ("max", 4.0),
+            ("min", 0.5),
+            (torch.mean, 2.0),
+            (torch.max, 4.0),
+            (torch.sum, 7.0),
+        ],
+    )
+    @pytest.mark.parametrize("number", [False, True])
+    def test_reduce_fx(self, tmp_path: Path, reduce_fx: Any, expected: float, number: bool) -> None:
+        """B-12: a mean is over samples, whatever the batches."""
+
+        def step(self: Any, batch: Any, batch_idx: int) -> None:
+            value = float(_first(batch)) if number else _first(batch)
+            self.log("it", value, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(step), loader(5))
+        assert float(runner.callback_metrics["it"]) == expected
+        assert runner.validate(Logging(None, step), loader(5), verbose=False) == [{"it": expected}]
+
+    def test_batch_size_is_the_weight(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", _first(batch), on_step=False, on_epoch=True, batch_size=batch_idx + 1)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(5))
+        assert float(runner.callback_metrics["it"]) == pytest.approx((0.5 * 1 + 2.5 * 2 + 4 * 3) / 6)
+
+    def test_many_values_fold_without_loss(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", _first(batch), on_step=False, on_epoch=True)
+            self.log("last", _first(batch), on_step=False, on_epoch=True, reduce_fx="max")
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(301))
+        assert _values(runner.callback_metrics) == {"it": 150.0, "last": 300.0}
+
+    def test_each_epoch_by_itself(self, tmp_path: Path) -> None:
+        seen: list[float] = []
+
+        class Watching(Callback):
+            priority = -1
+
+            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+                seen.append(float(trainer.callback_metrics["it"]))
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", float(self.current_epoch), on_epoch=True, on_step=False)
+
+        fit(tmp_path, max_epochs=3, callbacks=Watching()).fit(Logging(train), loader(4))
+        assert seen == [0.0, 1.0, 2.0]
+
+    def test_what_is_logged_is_the_value_of_that_moment(self, tmp_path: Path) -> None:
+        """A tensor that the step goes on changing is not followed."""
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            value = torch.ones(())
+            self.log("it", value, on_epoch=True)
+            value.zero_()
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(4))
+        assert _values(runner.callback_metrics) == {"it_step": 1.0, "it_epoch": 1.0, "it": 1.0}
+
+    def test_training_values_live_through_a_validation_in_mid_epoch(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", _first(batch), on_step=False, on_epoch=True)
+
+        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+        runner = fit(tmp_path, val_check_interval=1)
+        runner.fit(Logging(train, evaluate), loader(5), loader(4))
+        assert _values(runner.callback_metrics) == {"it": 2.0, "val": 1.0}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("value", "options", "said"),
+        [
+            (torch.ones(2), {}, ["tensor of shape (2,)", "one number"]),
+            ("high", {}, ["a str", "a number, a tensor of one element"]),
+            ({"a": 1}, {}, ["a dict", "log_dict"]),
+            (None, {}, ["a NoneType"]),
+            (1.0, {"reduce_fx": "men"}, ["'men'", "Did you mean 'mean'?"]),
+            (1.0, {"reduce_fx": torch.median}, ["median", "torchmetrics"]),
+        ],
+    )
+    def test_values_and_reductions(self, tmp_path: Path, value: Any, options: dict[str, Any], said: list[str]) -> None:
+        module = Logging(lambda self, *_: self.log("it", value, **options))
+        with pytest.raises(ConfigurationError) as caught:
+            fit(tmp_path).fit(module, loader(4))
+        for part in ["'it'", *said]:
+            assert part in str(caught.value)
+
+    def test_other_options_than_before(self, tmp_path: Path) -> None:
+        module = Logging(lambda self, _, index: self.log("it", 1.0, prog_bar=index > 0))
+        with pytest.raises(ConfigurationError, match="other options than before: prog_bar from False to True"):
+            fit(tmp_path).fit(module, loader(4))
+
+    def test_one_element_in_any_shape_is_one_number(self, tmp_path: Path) -> None:
+        module = Logging(lambda self, *_: self.log_dict({"a": torch.ones(1, 1), "b": True, "c": torch.tensor(3)}))
+        runner = fit(tmp_path)
+        runner.fit(module, loader(4))
+        assert _values(runner.callback_metrics) == {"a": 1.0, "b": 1.0, "c": 3.0}
+
+    def test_log_takes_no_positional_options(self, tmp_path: Path) -> None:
+        with pytest.raises(TypeError):
+            fit(tmp_path).fit(Logging(lambda self, *_: self.log("it", 1.0, True)), loader(4))
+
+
+class TestWhereValuesGo:
+    def test_bar_and_loggers(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("bar", 1.0, prog_bar=True, logger=False)
+            self.log("log", 2.0)
+            self.log("bar_epoch_only", 3.0, on_step=False, on_epoch=True, prog_bar=True)
+            self.log("none", 4.0, logger=False)
+
+        logger = Kept()
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
+        runner.fit(Logging(train), loader(2))
+        assert _values(runner.progress_bar_metrics) == {"bar": 1.0, "bar_epoch_only": 3.0}
+        assert _values(runner.logged_metrics) == {"log": 2.0, "bar_epoch_only": 3.0}
+        assert _values(runner.callback_metrics) == {"bar": 1.0, "log": 2.0, "bar_epoch_only": 3.0, "none": 4.0}
+        assert {name for _, row in logger.rows for name in row} == {"epoch", "log", "bar_epoch_only"}
+        assert logger.status == "success"
+
+    def test_log_dict_passes_its_options_on(self, tmp_path: Path) -> None:
+        module = Logging(lambda self, *_: self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True, on_epoch=True))
+        runner = fit(tmp_path)
+        runner.fit(module, loader(4))
+        assert _values(runner.progress_bar_metrics) == {"a_step": 1.0, "a_epoch": 1.0, "b_step": 2.0, "b_epoch": 2.0}
+
+    def test_which_rows_the_csv_logger_gets(self, tmp_path: Path) -> None:
+        """Step values every ``log_every_n_steps``, and at the end of an epoch; its own values there."""
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("loss", float(self.global_step), on_step=True, on_epoch=True)
+
+        def evaluate(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("val", float(self.global_step))
+
+        logger = CSVLogger(tmp_path, name="", version="run")
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=2, max_epochs=2)
+        runner.fit(Logging(train, evaluate), loader(10), loader(4))
+        with open(tmp_path / "run" / "metrics.csv", newline="") as stream:
+            rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(stream)]
+        by_step: dict[float, dict[str, float]] = {}
+        for row in rows:
+            by_step.setdefault(row.pop("step"), {}).update(row)
+        assert by_step == {
+            2: {"epoch": 0, "loss_step": 1},
+            4: {"epoch": 0, "loss_step": 3},
+            5: {"epoch": 0, "loss_step": 4, "loss_epoch": 2, "val": 5},
+            6: {"epoch": 1, "loss_step": 5},
+            8: {"epoch": 1, "loss_step": 7},
+            10: {"epoch": 1, "loss_step": 9, "loss_epoch": 7, "val": 10},
+        }
+
+    def test_log_every_n_steps_0_logs_epochs_only(self, tmp_path: Path) -> None:
+        logger = Kept()
+        module = Logging(lambda self, *_: self.log("it", 1.0, on_step=True, on_epoch=True))
+        fit(tmp_path, logger=logger, log_every_n_steps=0).fit(module, loader(4))
+        assert logger.rows == [(2, {"epoch": 0, "it_epoch": 1.0})]
+
+    def test_steps_are_optimizer_steps(self, tmp_path: Path) -> None:
+        logger = Kept()
+        module = Logging(lambda self, *_: self.log("it", float(self.trainer.micro_batches)))
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1, accumulate_grad_batches=2)
+        runner.fit(module, loader(8))
+        assert logger.of("it") == [(1, 1.0), (2, 3.0)]
+
+    def test_every_logger_gets_everything(self, tmp_path: Path) -> None:
+        loggers = [Kept(), Kept()]
+        runner = fit(tmp_path, logger=loggers)
+        runner.fit(Logging(lambda self, *_: self.log("it", 1.0)), loader(4))
+        assert loggers[0].rows == loggers[1].rows != []
+        assert runner.logger is loggers[0]
+
+    def test_the_sanity_check_leaves_nothing(self, tmp_path: Path) -> None:
+        seen: list[dict[str, float]] = []
+        logger = Kept()
+
+        class Watching(Callback):
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                seen.append(_values(trainer.callback_metrics))
+
+        module = Logging(None, lambda self, *_: self.log("val", 1.0, on_step=True, on_epoch=True))
+        fit(tmp_path, logger=logger, callbacks=Watching(), max_steps=0).fit(module, loader(4), loader(4))
+        assert seen == [{}]
+        assert logger.rows == []
+
+    def test_callbacks_may_log_too(self, tmp_path: Path) -> None:
+        class Noting(Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                module.log("from_callback", float(batch_idx), on_epoch=True, on_step=False)
+
+        runner = fit(tmp_path, callbacks=Noting())
+        runner.fit(Tiny(), loader(6))
+        assert _values(runner.callback_metrics) == {"from_callback": 1.0}
+
+    def test_early_callbacks_read_the_epoch_s_values_in_on_train_epoch_end(self, tmp_path: Path) -> None:
+        seen: list[dict[str, float]] = []
+
+        class Watching(Callback):
+            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+                seen.append(_values(trainer.callback_metrics))
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", _first(batch), on_step=False, on_epoch=True)
+
+        fit(tmp_path, callbacks=Watching()).fit(Logging(train), loader(5))
+        assert seen == [{"it": 2.0}]
+
+
+class TestSeveralLoaders:
+    def _evaluate(self, tmp_path: Path, step: Callable[..., Any], **hooks: Any) -> tuple[Fit, list[dict[str, float]]]:
+        runner = fit(tmp_path)
+        return runner, runner.validate(Logging(None, step, **hooks), [loader(4), loader(2)], verbose=False)
+
+    def test_keys_carry_the_loader_s_index(self, tmp_path: Path) -> None:
+        runner, results = self._evaluate(tmp_path, lambda self, batch, _: self.log("it", _first(batch)))
+        assert results == [{"it/dataloader_idx_0": 1.5}, {"it/dataloader_idx_1": 0.5}]
+        assert _values(runner.callback_metrics) == {"it/dataloader_idx_0": 1.5, "it/dataloader_idx_1": 0.5}
+
+    def test_suffixes_stand_before_it_as_in_lightning(self, tmp_path: Path) -> None:
+        def step(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", _first(batch), on_step=True, on_epoch=True)
+
+        _, results = self._evaluate(tmp_path, step)
+        assert results == [{"it_epoch/dataloader_idx_0": 1.5}, {"it_epoch/dataloader_idx_1": 0.5}]
+
+    def test_without_the_index_one_key_is_over_all_of_them(self, tmp_path: Path) -> None:
+        def step(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", _first(batch), add_dataloader_idx=False)
+
+        _, results = self._evaluate(tmp_path, step)
+        assert results == [{"it": pytest.approx((0 + 1 + 2 + 3 + 0 + 1) / 6)}] * 2
+
+    def test_what_belongs_to_none_of_them_is_in_all(self, tmp_path: Path) -> None:
+        _, results = self._evaluate(
+            tmp_path,
+            lambda self, batch, _: self.log("it", _first(batch)),
+            on_validation_epoch_end=lambda self: self.log("all", 9.0),
+        )
+        assert results == [{"it/dataloader_idx_0": 1.5, "all": 9.0}, {"it/dataloader_idx_1": 0.5, "all": 9.0}]
+
+    def test_a_combined_loader_in_sequence_is_several(self, tmp_path: Path) -> None:
+        module = Logging(None, lambda self, batch, _: self.log("it", _first(batch)))
+        loaders = CombinedLoader({"a": loader(4), "b": loader(2)}, "sequential")
+        results = fit(tmp_path).test(module, loaders, verbose=False)
+        assert results == [{"it/dataloader_idx_0": 1.5}, {"it/dataloader_idx_1": 0.5}]
+
+
+class TestMetricObjects:
+    """B-14: computed over the epoch, reset at its end."""
+
+    def _module(self, **options: Any) -> Any:
+        metrics = pytest.importorskip("torchmetrics")
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.train_mean = metrics.MeanMetric()
+                self.val_mean = metrics.MeanMetric()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.train_mean(batch[:, 0])
+                self.log("train", self.train_mean, **options)
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.val_mean.update(batch[:, 0])
+                self.log("val", self.val_mean)
+
+        return Measuring()
+
+    def test_over_the_epoch_and_reset_at_its_end(self, tmp_path: Path) -> None:
+        seen: list[float] = []
+
+        class Watching(Callback):
+            def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+                seen.append(float(module.train_mean.compute()))  # not reset yet
+
+        module = self._module(on_step=True, on_epoch=True)
+        logger = Kept()
+        runner = fit(tmp_path, max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=Watching())
+        runner.fit(module, loader(5), loader(3))
+        assert logger.of("train_step") == [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
+        assert logger.of("train_epoch") == [(3, 2.0), (6, 2.0)]
+        assert logger.of("val") == [(3, 1.0), (6, 1.0)]
+        assert seen == [2.0, 2.0]
+        assert module.train_mean.update_count == module.val_mean.update_count == 0
+
+    def test_the_defaults_are_those_of_any_value(self, tmp_path: Path) -> None:
+        runner = fit(tmp_path)
+        runner.fit(self._module(), loader(5))
+        assert _values(runner.callback_metrics) == {"train": 4.0}
+
+    def test_reset_after_a_sanity_check_and_an_evaluation(self, tmp_path: Path) -> None:
+        module = self._module(on_epoch=True)
+        runner = fit(tmp_path, num_sanity_val_steps=1)
+        runner.fit(module, loader(5), loader(3))
+        assert float(runner.callback_metrics["val"]) == 1.0
+        assert runner.validate(module, loader(3), verbose=False) == [{"val": 1.0}]
+        assert runner.validate(module, loader(2), verbose=False) == [{"val": 0.5}]
+
+    def test_a_collection(self, tmp_path: Path) -> None:
+        metrics = pytest.importorskip("torchmetrics")
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.all = metrics.MetricCollection({"mean": metrics.MeanMetric(), "max": metrics.MaxMetric()})
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.all.update(batch[:, 0])
+                self.log_dict(self.all)
+
+        assert fit(tmp_path).validate(Measuring(), loader(5), verbose=False) == [{"mean": 2.0, "max": 4.0}]
+
+    def test_refused_where_it_is_no_attribute(self, tmp_path: Path) -> None:
+        metrics = pytest.importorskip("torchmetrics")
+        module = Logging(lambda self, *_: self.log("it", metrics.MeanMetric()))
+        with pytest.raises(ConfigurationError, match=r"MeanMetric that is no attribute.*\n.*\n.*self.accuracy"):
+            fit(tmp_path).fit(module, loader(4))
+
+    def test_refused_where_it_is_not_one_number(self, tmp_path: Path) -> None:
+        metrics = pytest.importorskip("torchmetrics")
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.confusion = metrics.ConfusionMatrix(task="binary")
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.confusion.update(batch[:, 0] / 10, batch[:, 1].long())
+                self.log("confusion", self.confusion)
+
+        with pytest.raises(ConfigurationError, match=r"'confusion'.*Matrix, which computes shape \(2, 2\)"):
+            fit(tmp_path).validate(Measuring(), loader(4), verbose=False)
+
+
+def test_log_costs_a_store_and_never_reads_the_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H-03: no sync (nothing is read), no communication, and a cost that does not grow with the epoch."""
+    inside = False
+    reads: list[str] = []
+
+    def guarded(name: str) -> Any:
+        plain = getattr(torch.Tensor, name)
+
+        def read(self: torch.Tensor, *args: Any) -> Any:
+            if inside:
+                reads.append(name)
+            return plain(self, *args)
+
+        return read
+
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, guarded(name))
+    held: list[int] = []
+
+    def train(self: Any, batch: Any, batch_idx: int) -> None:
+        nonlocal inside
+        value = _first(batch)
+        inside = True
+        self.log("it", value, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("it_max", value, on_step=False, on_epoch=True, reduce_fx="max")
+        inside = False
+        held.append(max(len(entry.waiting) for entry in self.trainer.metrics.entries.values()))
+
+    fit(tmp_path, log_every_n_steps=1).fit(Logging(train), loader(600))
+    assert reads == []
+    assert len(held) == 300
+    assert max(held) <= 64
