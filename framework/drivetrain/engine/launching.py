@@ -12,6 +12,7 @@ import torch
 from drivetrain.accelerators import resolve_devices
 from drivetrain.engine.loaders import Given
 from drivetrain.engine.place import Place, find_place
+from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
@@ -43,6 +44,7 @@ class Outcome:
 
 def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Any:
     """Run ``stage``, starting processes first where they are missing; returns what the stage returns."""
+    check_requirements(stage, module, given)
     setting = trainer.environment
     environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
     single = trainer._strategy is not None and trainer._strategy.single_process
@@ -70,6 +72,8 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
         trainer.max_epochs = DEFAULT_MAX_EPOCHS
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
+    if strategy.rank == 0:
+        warn_of_unused_loader(stage, module, given)
     session = Session(trainer, stage, module, given, ckpt_path, strategy, place)
     if stage != "fit":
         session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
