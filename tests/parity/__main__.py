@@ -1,0 +1,63 @@
+"""``make parity``: runs the suite and prints the matrix of strategies and cases; ``--write`` puts it into the docs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "parity.md"
+BEGIN, END = "<!-- matrix -->\n", "<!-- end of matrix -->\n"
+
+
+class Matrix:
+    """A pytest plugin that gathers what the tests say of a row and a column."""
+
+    def __init__(self) -> None:
+        self.cells: dict[tuple[str, str], str] = {}
+        self.shows: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        told = dict(report.user_properties)
+        if "row" not in told or (report.when != "call" and report.passed):
+            return
+        place = told["row"], told["column"]
+        self.shows[told["row"]] = told["shows"]
+        passed = told.get("cell", "equal") if report.passed else "DIFFERS" if report.failed else "skipped"
+        # A row may stand for several tests, of several world sizes: all have to pass.
+        if self.cells.get(place) != "DIFFERS":
+            self.cells[place] = passed
+
+    def markdown(self) -> str:
+        """The matrix: a line a case, a column a strategy."""
+        columns = list(dict.fromkeys(column for _, column in self.cells))
+        lines = [
+            f"| Case | {' | '.join(f'`{column}`' for column in columns)} | Shows |",
+            f"|---|{'---|' * len(columns)}---|",
+        ]
+        for row, shows in self.shows.items():
+            cells = " | ".join(self.cells.get((row, column), "") for column in columns)
+            lines.append(f"| {row} | {cells} | {shows} |")
+        return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the suite, with further arguments for pytest; returns its exit code."""
+    write = "--write" in arguments
+    matrix = Matrix()
+    options = [argument for argument in arguments if argument != "--write"]
+    code = int(pytest.main([str(HERE), "-q", "--no-header", "-p", "no:cacheprovider", *options], plugins=[matrix]))
+    print()
+    print(matrix.markdown())
+    if write and code == 0:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        _, _, after = rest.partition(END)
+        PAGE.write_text(before + BEGIN + "\n" + matrix.markdown() + "\n" + END + after)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

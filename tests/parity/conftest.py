@@ -1,0 +1,32 @@
+"""Starts a strategy's processes once for all tests of it, and tells the matrix what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from parity_pools import Results, run
+from parity_reference import Trace, reference
+from parity_strategies import STRATEGIES, Candidate
+
+BY_NAME = {candidate.name: candidate for candidate in STRATEGIES}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "row(name, shows): the line of the parity matrix that a test is part of")
+
+
+@pytest.fixture(scope="session")
+def results() -> Callable[[Candidate, int], Results]:
+    """What came of a strategy on so many ranks; its processes are started when the first test asks."""
+    by_name = cache(lambda name, ranks: run(BY_NAME[name], ranks))
+    return lambda candidate, ranks: by_name(candidate.name, ranks)
+
+
+@pytest.fixture(scope="session")
+def references() -> Callable[[str, int, str, bool | None], Trace]:
+    """The reference's trace of a case, by its name; see `reference`."""
+    from parity_cases import BY_NAME as CASES
+
+    return cache(lambda name, world, precision, by_rank: reference(CASES[name], world, precision, by_rank))

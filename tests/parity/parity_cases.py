@@ -1,0 +1,290 @@
+"""The cases: what is trained, and how. The reference loop and the engine both take them from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from parity_nets import (
+    PADDING,
+    Batch,
+    FrozenMlp,
+    Gan,
+    Mlp,
+    Net,
+    NormedMlp,
+    OrphanMlp,
+    SparseBag,
+    TiedSamples,
+    TiedTokens,
+    numbers,
+    tokens,
+)
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from drivetrain.data import order
+
+SEED = 5
+"""Of the order of samples and of initialisation."""
+
+Schedulers = list[tuple[Any, str]]
+"""Each with its interval, "step" or "epoch"."""
+
+
+def adamw(net: Net) -> list[Optimizer]:
+    # The default eps amplifies rounding in gradients that are nearly zero (acceptance B-01).
+    return [AdamW(net.parameters(), lr=1e-2, eps=1e-5, weight_decay=0.1)]
+
+
+def sgd(net: Net) -> list[Optimizer]:
+    return [SGD(net.parameters(), lr=0.1)]
+
+
+def no_schedule(optimizers: Sequence[Optimizer]) -> Schedulers:
+    return []
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that must come out alike under every strategy.
+
+    Attributes:
+        name: of the matrix' row.
+        shows: the acceptance rows, and in a few words what is special.
+        net: builds the network.
+        data: builds the data set's tensors, each with the samples first.
+        batch: samples of a whole global micro-batch: W * b.
+        epochs: to train.
+        optimize: builds the optimizers.
+        schedule: builds the schedulers.
+        accumulate: micro-batches of a window.
+        clip: value and algorithm.
+        weighs: the module overrides ``batch_weight``.
+        by_rank: the reference computes each rank's micro-batch by itself and averages, instead of one big batch;
+            says why.
+        worlds: run on four ranks too.
+        own_parts: rank r reads a stream of its own; the samples of its batches, for every r.
+        atol: absolute tolerance of losses, norms, weights and optimizer state.
+        why: the reason for a wider one than 1e-5.
+        compares_state: compare the optimizer state too.
+        automatic: False for manual optimization, whose loop the module writes.
+    """
+
+    name: str
+    shows: str
+    net: Callable[[], Net] = Mlp
+    data: Callable[[], Batch] = lambda: numbers(80)
+    batch: int = 8
+    epochs: int = 2
+    optimize: Callable[[Any], list[Optimizer]] = adamw
+    schedule: Callable[[Sequence[Optimizer]], Schedulers] = no_schedule
+    accumulate: int = 1
+    clip: tuple[float, str] | None = None
+    weighs: bool = False
+    by_rank: str = ""
+    four_ranks: bool = False
+    own_parts: tuple[tuple[int, ...], ...] = ()
+    atol: float = 1e-5
+    why: str = ""
+    compares_state: bool = True
+    automatic: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def position_of(samples: int, start: int, stop: int) -> torch.Tensor:
+    """Indices of the samples that the first epoch deals at positions ``start`` to ``stop``."""
+    return order(samples, SEED, 0)(torch.arange(start, stop))
+
+
+def uneven_tokens() -> Batch:
+    """Samples with one to five tokens, and some stretches of the first epoch with none at all."""
+    words, labels, indices = tokens(80)
+    keep = torch.randint(1, 6, (80,), generator=torch.Generator().manual_seed(3))
+    labels = labels.masked_fill(torch.arange(5) >= keep[:, None], PADDING)
+    # Micro-batches are 8 positions; of two ranks each has 4 of them, and of four ranks 2.
+    for start, stop in (
+        (20, 24),  # one rank's part of the third
+        (32, 40),  # the whole fifth, the first of a window of two
+        (46, 48),  # one of four ranks in the sixth
+        (72, 76),  # rank 0's part of the last
+    ):
+        labels[position_of(80, start, stop)] = PADDING
+    return words, labels, indices
+
+
+def weightless_window_tokens() -> Batch:
+    """Tokens of which the second window of two micro-batches has none."""
+    words, labels, indices = uneven_tokens()
+    labels[position_of(80, 16, 32)] = PADDING
+    return words, labels, indices
+
+
+def overflowing_numbers() -> Batch:
+    """One sample, dealt to the last rank in the fourth step, that fp16 cannot hold."""
+    x, y, indices = numbers(80)
+    x = x.clone()
+    x[position_of(80, 31, 32)] = 1e30
+    # Small enough that nothing else overflows at the first scale, 65536.
+    return x, 0.3 * y, indices
+
+
+def groups(net: Mlp) -> list[Optimizer]:
+    return [
+        AdamW(
+            [
+                {"params": net.body.parameters(), "lr": 2e-3, "weight_decay": 0.0},
+                {"params": net.head.parameters(), "betas": (0.8, 0.9)},
+            ],
+            lr=1e-2,
+            eps=1e-5,
+            weight_decay=0.3,
+        )
+    ]
+
+
+def matrices_and_rest(net: Net) -> list[Optimizer]:
+    matrices = [parameter for parameter in net.parameters() if parameter.ndim == 2]
+    rest = [parameter for parameter in net.parameters() if parameter.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=2e-2), AdamW(rest, lr=1e-2, eps=1e-5)]
+
+
+def body_and_head(net: Mlp) -> list[Optimizer]:
+    return [AdamW(net.body.parameters(), lr=1e-2, eps=1e-5), SGD(net.head.parameters(), lr=0.1, momentum=0.9)]
+
+
+def lbfgs(net: Net) -> list[Optimizer]:
+    return [torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, history_size=5, line_search_fn="strong_wolfe")]
+
+
+def both_players(net: Gan) -> list[Optimizer]:
+    return [
+        AdamW(net.generator.parameters(), lr=1e-2, eps=1e-5),
+        AdamW(net.discriminator.parameters(), lr=1e-2, eps=1e-5),
+    ]
+
+
+def warm_up(optimizers: Sequence[Optimizer]) -> Schedulers:
+    return [(LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6)), "step") for optimizer in optimizers]
+
+
+def by_epoch(optimizers: Sequence[Optimizer]) -> Schedulers:
+    return [(StepLR(optimizer, step_size=1, gamma=0.5), "epoch") for optimizer in optimizers]
+
+
+CASES = [
+    Case("plain", "B-01, B-11: 20 steps of AdamW", four_ranks=True),
+    Case("clipped by norm", "B-05: clipping is active", clip=(0.3, "norm")),
+    Case("clipped by value", "B-05: clipping is active", clip=(0.02, "value")),
+    Case(
+        "accumulated",
+        "B-02, B-09: K=4 over 10 micro-batches, steps after 4, 8 and 10",
+        accumulate=4,
+        schedule=warm_up,
+        four_ranks=True,
+    ),
+    Case("accumulated, clipped", "B-02, B-05: the norm is of the whole window", accumulate=4, clip=(0.3, "norm")),
+    Case(
+        "token-weighted",
+        "B-03, B-21: uneven weights over ranks and micro-batches, some zero with a NaN loss; K=2",
+        net=TiedTokens,
+        data=uneven_tokens,
+        epochs=1,
+        accumulate=2,
+        weighs=True,
+        four_ranks=True,
+    ),
+    Case(
+        "window of no weight",
+        "B-21: no step, no NaN, no scheduler step",
+        net=TiedTokens,
+        data=weightless_window_tokens,
+        epochs=1,
+        accumulate=2,
+        weighs=True,
+        schedule=warm_up,
+    ),
+    Case("tied weights", "B-07", net=TiedSamples, data=lambda: tokens(80), epochs=1),
+    Case("frozen parameters", "B-08: no gradient, no decay, no state", net=FrozenMlp),
+    Case("orphan parameter", "B-08, C-01: no gradient, no decay, no state", net=OrphanMlp),
+    Case("parameter groups", "B-08", optimize=groups),
+    Case("scheduler by step", "B-09", schedule=warm_up),
+    Case("scheduler by epoch", "B-09", schedule=by_epoch, epochs=3),
+    Case(
+        "BatchNorm",
+        "B-08: normalised over each rank's samples; running statistics are rank 0's",
+        net=NormedMlp,
+        by_rank="BatchNorm sees a rank's samples, not the global batch's",
+    ),
+    Case(
+        "uneven data", "B-04: 102 samples in global batches of 32", data=lambda: numbers(102), batch=32, four_ranks=True
+    ),
+    Case(
+        "uneven data, joiners",
+        "B-04: the tail holds 1 sample; ranks without one join",
+        data=lambda: numbers(97),
+        batch=32,
+        four_ranks=True,
+    ),
+    Case(
+        "uneven data, accumulated",
+        "B-02, B-04: a joiner within a short last window",
+        data=lambda: numbers(81),
+        batch=16,
+        accumulate=4,
+        four_ranks=True,
+    ),
+    Case(
+        "several optimizers",
+        "B-17: Muon for the matrices, AdamW for the rest, clipped together",
+        optimize=matrices_and_rest,
+        clip=(0.3, "norm"),
+        by_rank="Muon computes in bf16, which turns the last bit of a gradient into a percent of its update",
+    ),
+    Case(
+        "LBFGS",
+        "B-16: strong_wolfe over windows of two micro-batches",
+        optimize=lbfgs,
+        accumulate=2,
+        epochs=1,
+        data=lambda: numbers(96),
+        compares_state=False,
+    ),
+    Case(
+        "iterable data",
+        "B-04: streams of different length, weights exchanged; K=2",
+        own_parts=((4, 4, 4, 2), (4, 3, 4, 4, 4, 4, 1), (2,), (4, 4, 4, 4, 4)),
+        accumulate=2,
+        four_ranks=True,
+    ),
+    Case(
+        "GAN",
+        "B-13: manual optimization, two optimizers that take turns",
+        net=Gan,
+        optimize=both_players,
+        automatic=False,
+        data=lambda: numbers(80),
+    ),
+    Case(
+        "sparse embedding",
+        "B-20",
+        net=SparseBag,
+        data=lambda: tokens(80),
+        optimize=sgd,
+        accumulate=2,
+        clip=(0.3, "norm"),
+    ),
+]
+
+OVERFLOW = Case(
+    "fp16 overflow on one rank",
+    "B-06: skipped everywhere, the scale halved, no scheduler step",
+    data=overflowing_numbers,
+    epochs=1,
+    schedule=warm_up,
+)
+SEVERAL = Case("two optimizers, clipped", "B-15: one scaler update a step", optimize=body_and_head, clip=(0.3, "norm"))
+
+BY_NAME = {case.name: case for case in [*CASES, OVERFLOW, SEVERAL]}

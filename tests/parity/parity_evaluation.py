@@ -1,0 +1,178 @@
+"""What a strategy measures, predicts and draws, beside what it trains."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from parity_cases import SEED
+from parity_engine import settings
+from parity_nets import Batch, Mlp, numbers
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.strategy import strategy_by_name
+
+SIZES = ((102, 8), (97, 8), (65, 8), (35, 8), (3, 8), (5, 1))
+"""Samples and batch size of a rank: dividing by nothing, tails shorter than the ranks, fewer samples than ranks."""
+
+CLASSES = 3
+
+
+def classes(samples: int) -> Batch:
+    """Inputs (n, 6), classes (n,), indices (n,)."""
+    x, y, indices = numbers(samples)
+    return x, y.argmax(-1), indices
+
+
+@dataclass
+class Findings:
+    """What one rank saw, by what was asked."""
+
+    scores: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
+    predictions: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    train_accuracy: list[float] = field(default_factory=list)
+    masks: list[list[Tensor]] = field(default_factory=list)
+    initial: list[Tensor] = field(default_factory=list)
+    unseeded: Tensor | None = None
+    reductions: list[int] = field(default_factory=list)
+    error: str = ""
+
+
+class Scored(TrainModule):
+    """Scored by a mean of its batches' means, and by a metric object, which counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import torchmetrics
+
+        self.net = Mlp()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        output = self.net(x)
+        # Other answers are right in every epoch: what an epoch kept of the one before would show.
+        self.accuracy(output, (y + self.current_epoch) % CLASSES)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return nn.functional.cross_entropy(output, y)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        x, y, _ = batch
+        output = self.net(x)
+        self.accuracy.update(output, y)
+        self.log("loss", nn.functional.cross_entropy(output, y))
+        self.log("accuracy", self.accuracy)
+        self.log("most", output.max(), reduce_fx="max")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+        return batch[2], self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class EpochAccuracy(Callback):
+    """Keeps every epoch's value."""
+
+    priority = -1
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+        self.values.append(float(trainer.callback_metrics["accuracy"]))
+
+
+class Dropping(TrainModule):
+    """Keeps the masks that dropout draws, and the weights it starts from."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = net
+        self.masks: list[Tensor] = []
+        self.initial: Tensor | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.initial is None:
+            self.initial = self.net.weight.detach().clone()
+        mask = nn.functional.dropout(torch.ones(64), 0.5)
+        self.masks.append(mask)
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def scored() -> Scored:
+    torch.manual_seed(SEED)
+    return Scored()
+
+
+def look(strategy: str, ranks: int, rank: int) -> Findings:
+    """Evaluate, predict, and draw."""
+    findings = Findings()
+    try:
+        common: dict[str, Any] = settings(strategy, ranks)
+        for samples, batch_size in SIZES:
+            loader = DataLoader(TensorDataset(*classes(samples)), batch_size=batch_size)
+            module = scored()
+            (findings.scores[samples, batch_size],) = Fit(**common).validate(module, loader, verbose=False)
+            findings.predictions[samples, batch_size] = Fit(**common).predict(module, loader)
+        accuracy = EpochAccuracy()
+        loader = DataLoader(TensorDataset(*classes(97)), batch_size=8, shuffle=True)
+        Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(), loader)
+        findings.train_accuracy = accuracy.values
+        _draw(findings, common, rank)
+        if hasattr(strategy_by_name(strategy), "comm_hook"):
+            _count_reductions(findings, strategy, common)
+    except Exception:
+        findings.error = traceback.format_exc()
+    return findings
+
+
+def _count_reductions(findings: Findings, name: str, common: dict[str, Any]) -> None:
+    """After each micro-batch, how many gradient buckets were reduced so far."""
+    count = [0]
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and not at strings
+        count[0] += 1
+        return allreduce_hook(None, bucket)
+
+    def note(*_: Any) -> None:
+        findings.reductions.append(count[0])
+
+    strategy = strategy_by_name(name)
+    strategy.comm_hook = hook  # type: ignore[attr-defined]
+    loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
+    Fit(
+        **{**common, "strategy": strategy},
+        max_epochs=1,
+        accumulate_grad_batches=4,
+        callbacks=LambdaCallback(on_train_batch_end=note),
+    ).fit(scored(), loader)
+
+
+def _draw(findings: Findings, common: dict[str, Any], rank: int) -> None:
+    loader = DataLoader(TensorDataset(*numbers(32)), batch_size=4)
+    for _ in range(2):
+        # What the process drew before a seeded run is of no account.
+        torch.manual_seed(100 + 10 * rank + len(findings.masks))
+        module = Dropping()
+        Fit(**common, seed=SEED, max_epochs=1).fit(module, loader)
+        findings.masks.append(module.masks)
+        assert module.initial is not None
+        findings.initial.append(module.initial)
+    torch.manual_seed(rank)
+    module = Dropping(nn.Linear(6, 3))
+    Fit(**common, max_epochs=1).fit(module, loader)
+    findings.unseeded = module.initial

@@ -1,0 +1,137 @@
+"""The networks that the cases train: plain `torch.nn` modules with a ``loss(batch)``, known to no engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = tuple[Tensor, ...]
+"""Inputs, targets and, last, each sample's index in the data set."""
+
+PADDING = -100
+"""The label of a token that counts for nothing."""
+
+
+class Net(nn.Module):
+    """A network with a loss that is a mean over ``weight(batch)`` items."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        raise NotImplementedError
+
+    def weight(self, batch: Batch) -> float:
+        return len(batch[0])
+
+
+class Mlp(Net):
+    """Six numbers to three."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+        self.head = nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+
+class FrozenMlp(Mlp):
+    """The first layer does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(False)
+
+
+class OrphanMlp(Mlp):
+    """A trainable layer that no loss ever sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(6, 3)
+
+
+class NormedMlp(Mlp):
+    """With BatchNorm, whose statistics are of the batch that a rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.body(x)))
+
+
+class TiedTokens(Net):
+    """Tokens to tokens, the embedding and the output layer being one parameter; the loss is a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 12)
+        self.mix = nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        return self.head(self.norm(hidden + torch.tanh(self.mix(hidden))))
+
+    def loss(self, batch: Batch) -> Tensor:
+        # NaN, not zero, where every label is padding: the mean over no tokens.
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PADDING)
+
+    def weight(self, batch: Batch) -> float:
+        return int((batch[1] != PADDING).sum())
+
+
+class TiedSamples(TiedTokens):
+    """The same where every sample has as many tokens, and the samples weigh."""
+
+    def weight(self, batch: Batch) -> float:
+        return len(batch[0])
+
+
+class SparseBag(Net):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.EmbeddingBag(11, 8, mode="sum", sparse=True)
+        self.head = nn.Linear(8, 11)
+
+    def loss(self, batch: Batch) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(batch[0])), batch[1][:, 0])
+
+
+class Gan(Net):
+    """A generator and a discriminator, each a layer or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def discriminator_loss(self, batch: Batch) -> Tensor:
+        real, fake = self.discriminator(batch[0]), self.discriminator(self.generator(batch[1]).detach())
+        return F.softplus(-real).mean() + F.softplus(fake).mean()
+
+    def generator_loss(self, batch: Batch) -> Tensor:
+        return F.softplus(-self.discriminator(self.generator(batch[1]))).mean()
+
+
+def numbers(samples: int) -> Batch:
+    """Inputs (n, 6), targets (n, 3), indices (n,)."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=generator)
+    return x, torch.sin(2 * x[:, :3]) + x[:, 3:], torch.arange(samples)
+
+
+def tokens(samples: int, length: int = 5) -> Batch:
+    """Tokens (n, length), labels (n, length), indices (n,)."""
+    generator = torch.Generator().manual_seed(2)
+    words = torch.randint(0, 11, (samples, length), generator=generator)
+    return words, (3 * words + 1) % 11, torch.arange(samples)

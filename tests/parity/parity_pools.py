@@ -1,0 +1,63 @@
+"""Runs everything that the suite asks of a strategy in one start of its processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from parity_cases import BY_NAME, CASES, OVERFLOW, SEVERAL, Case
+from parity_engine import Record, train_all
+from parity_evaluation import Findings, look
+from parity_strategies import Candidate
+
+from drivetrain.testing import run_distributed
+
+PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true")
+PRECISION_CASES = ("plain", "clipped by norm", "accumulated", "token-weighted", "tied weights", "uneven data, joiners")
+
+Job = tuple[str, str]
+"""A case's name, and a precision."""
+
+
+def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
+    """What the suite asks of ``candidate`` on ``ranks`` ranks, refusals included."""
+    cases = [case for case in CASES if not candidate.only or case.name in candidate.only]
+    if ranks != candidate.ranks:
+        return [(case.name, "32-true") for case in cases if case.four_ranks and case.name not in candidate.refuses]
+    jobs = [(case.name, "32-true") for case in cases]
+    if not candidate.only:
+        jobs += [(name, precision) for precision in PRECISIONS for name in PRECISION_CASES]
+        jobs += [(OVERFLOW.name, "16-mixed"), (SEVERAL.name, "16-mixed"), (SEVERAL.name, "bf16-mixed")]
+    return jobs
+
+
+@dataclass
+class Results:
+    """What all ranks saw."""
+
+    records: dict[Job, list[Record]]
+    findings: list[Findings]
+
+
+def run(candidate: Candidate, ranks: int) -> Results:
+    """Run every job of ``candidate``, in this process where it takes one."""
+    # What is refused comes last: it is about what else could go wrong after it.
+    jobs = sorted(jobs_of(candidate, ranks), key=lambda job: job[0] in candidate.refuses)
+    looks = not candidate.only
+    if ranks == 1:
+        by_rank = [_work(candidate.name, 1, jobs, looks)]
+    else:
+        by_rank = run_distributed(_work, ranks, candidate.name, ranks, jobs, looks, timeout=120)
+    records = {job: [one[number] for one, _ in by_rank] for number, job in enumerate(jobs)}
+    return Results(records, [findings for _, findings in by_rank])
+
+
+def _work(strategy: str, ranks: int, jobs: Sequence[Job], looks: bool) -> tuple[list[Record], Findings]:
+    rank = dist.get_rank() if ranks > 1 else 0
+    findings = look(strategy, ranks, rank) if looks else Findings()
+    return train_all(jobs, strategy, rank, ranks), findings
+
+
+def case_of(job: Job) -> Case:
+    return BY_NAME[job[0]]

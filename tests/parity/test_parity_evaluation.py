@@ -1,0 +1,128 @@
+"""Every strategy measures every sample once, predicts in the data set's order, and draws what it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from parity_cases import SEED
+from parity_evaluation import CLASSES, SIZES, Findings, classes, scored
+from parity_pools import Results
+from parity_strategies import STRATEGIES, Candidate
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+Run = Callable[[Candidate, int], Results]
+
+
+class Place(NamedTuple):
+    """A strategy on so many ranks."""
+
+    candidate: Candidate
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.candidate.name}-{self.ranks}"
+
+
+PLACES = [
+    Place(candidate, ranks)
+    for candidate in STRATEGIES
+    if not candidate.only
+    for ranks in (candidate.ranks, *candidate.also_on)
+]
+pytestmark = pytest.mark.parametrize("place", PLACES, ids=str)
+
+
+@pytest.fixture
+def findings(
+    place: Place, results: Run, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> list[Findings]:
+    row = request.node.get_closest_marker("row")
+    for name, value in zip(("row", "shows"), row.args, strict=True):
+        record_property(name, value)
+    record_property("column", place.candidate.name)
+    found = results(place.candidate, place.ranks).findings
+    for rank, one in enumerate(found):
+        if one.error:
+            pytest.fail(f"rank {rank}:\n{one.error}", pytrace=False)
+    return found
+
+
+@pytest.mark.row("evaluation", "B-04, B-12, B-14: means, maxima and torchmetrics over uneven data, to the last sample")
+@pytest.mark.parametrize(("samples", "batch_size"), SIZES)
+def test_evaluation(place: Place, samples: int, batch_size: int, findings: list[Findings]) -> None:
+    # B-04, B-12, B-14
+    x, y, _ = classes(samples)
+    with torch.no_grad():
+        output = scored().net(x)
+    for rank in findings:
+        scores = rank.scores[samples, batch_size]
+        assert scores["loss"] == pytest.approx(cross_entropy(output, y).item(), abs=1e-6)
+        # One sample counted twice, or left out, would show in the first digits.
+        assert scores["accuracy"] == pytest.approx((output.argmax(-1) == y).double().mean().item(), abs=1e-7)
+        assert scores["most"] == pytest.approx(output.max().item(), abs=1e-6)
+
+
+@pytest.mark.row("prediction", "B-04: the data set's order and length, on every rank")
+@pytest.mark.parametrize(("samples", "batch_size"), SIZES)
+def test_prediction(place: Place, samples: int, batch_size: int, findings: list[Findings]) -> None:
+    # B-04
+    x, _, indices = classes(samples)
+    with torch.no_grad():
+        expected = scored().net(x)
+    for rank in findings:
+        found = rank.predictions[samples, batch_size]
+        assert torch.equal(torch.cat([part for part, _ in found]), indices)
+        torch.testing.assert_close(torch.cat([part for _, part in found]), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.row("torchmetrics in training", "B-14: over all ranks, joiners left out, reset every epoch")
+def test_training_accuracy(place: Place, findings: list[Findings]) -> None:
+    # B-14, B-04: over all ranks, without what joiners saw, and anew in every epoch
+    x, y, _ = classes(97)
+    with torch.no_grad():
+        answers = scored().net(x).argmax(-1)
+    expected = [((y + epoch) % CLASSES == answers).double().mean().item() for epoch in range(2)]
+    assert expected[0] != expected[1]
+    for rank in findings:
+        assert rank.train_accuracy == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.row("dropout masks", "B-18: differ between ranks and steps, the same again on a rerun")
+def test_dropout(place: Place, findings: list[Findings]) -> None:
+    # B-18: W masks, not W copies of one; the same again on a rerun
+    for rank in findings:
+        first, again = rank.masks
+        assert len(first) == -(-32 // (4 * place.ranks))
+        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    masks = [tuple(mask.tolist()) for rank in findings for mask in rank.masks[0]]
+    assert len(set(masks)) == len(masks)
+
+
+@pytest.mark.row("initialisation", "B-18: with a seed as by hand; without one, rank 0's")
+def test_initialisation(place: Place, findings: list[Findings]) -> None:
+    # B-18: with a seed alike everywhere, and as by hand; without one, rank 0's
+    torch.manual_seed(SEED)
+    seeded = nn.Linear(6, 3).weight
+    torch.manual_seed(0)
+    of_rank_0 = nn.Linear(6, 3).weight
+    for rank in findings:
+        assert all(torch.equal(initial, seeded) for initial in rank.initial)
+        assert rank.unseeded is not None
+        assert torch.equal(rank.unseeded, of_rank_0)
+
+
+@pytest.mark.row("reductions", "B-02, C-02: gradients are exchanged once a window")
+def test_no_reduction_within_a_window(place: Place, findings: list[Findings]) -> None:
+    # B-02, C-02: counted after each of 10 micro-batches, K=4
+    if place.ranks == 1:
+        assert all(not rank.reductions for rank in findings)
+        return
+    # A static graph's first window has to be reduced after every micro-batch.
+    first = [1, 2, 3, 4] if place.candidate.name == "ddp_static_graph" else [0, 0, 0, 1]
+    rest = [first[-1]] * 3 + [first[-1] + 1] * 2 + [first[-1] + 2]
+    for rank in findings:
+        assert rank.reductions == first + rest
