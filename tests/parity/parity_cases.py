@@ -245,11 +245,12 @@ CASES = [
     ),
     Case(
         "LBFGS",
-        "B-16: strong_wolfe over windows of two micro-batches",
+        "B-16: strong_wolfe over windows of two micro-batches, a joiner in the last",
         optimize=lbfgs,
         accumulate=2,
-        epochs=1,
-        data=lambda: numbers(96),
+        data=lambda: numbers(81),
+        batch=16,
+        four_ranks=True,
         compares_state=False,
     ),
     Case(
@@ -261,11 +262,14 @@ CASES = [
     ),
     Case(
         "GAN",
-        "B-13: manual optimization, two optimizers that take turns",
+        "B-13, B-04: manual optimization, two optimizers that take turns; a joiner in the tail",
         net=Gan,
         optimize=both_players,
         automatic=False,
-        data=lambda: numbers(80),
+        data=lambda: numbers(97),
+        batch=32,
+        epochs=3,
+        four_ranks=True,
     ),
     Case(
         "sparse embedding",
