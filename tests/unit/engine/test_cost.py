@@ -1,0 +1,196 @@
+"""What a step costs over a hand-written loop: Python calls, waits for the device, collectives (H-01, H-02)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_case import fit
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import TrainModule
+
+_SHORT, _LONG = 100, 500
+
+
+class Bare(TrainModule):
+    """A step that does next to nothing, so that what surrounds it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Logging(Bare):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Validating(Bare):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch[0])
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(600, 2)))
+
+
+def _calls(run: Callable[[], Any]) -> int:
+    """How many Python functions ``run`` calls."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        if event == "call":
+            count += 1
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def _hand_written(steps: int, accumulate: int = 1) -> None:
+    module = Bare()
+    optimizer = module.configure_optimizers()
+    for batch_idx, batch in enumerate(_loader()):
+        if batch_idx % accumulate == 0:
+            optimizer.zero_grad()
+        loss = module.training_step(batch, batch_idx)
+        (loss if accumulate == 1 else loss / accumulate).backward()
+        if (batch_idx + 1) % accumulate == 0:
+            optimizer.step()
+            if batch_idx + 1 >= steps * accumulate:
+                return
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "options", "most"),
+    [
+        ("bare", Bare, {}, 25),
+        ("one self.log", Logging, {}, 35),
+        ("bf16-mixed", Bare, {"precision": "bf16-mixed"}, 25),
+        ("16-mixed", Bare, {"precision": "16-mixed"}, 49),
+        ("clipping", Bare, {"gradient_clip_val": 1.0}, 80),
+        ("with a validation loader", Validating, {}, 25),
+        ("two of a window", Bare, {"accumulate_grad_batches": 2}, 50),
+    ],
+)
+def test_python_calls_of_a_step(
+    tmp_path: Path, what: str, kind: type[Bare], options: dict[str, Any], most: int, record_property: Any
+) -> None:
+    """H-01."""
+    accumulate = options.get("accumulate_grad_batches", 1)
+    steps_in_epoch = 600 // accumulate
+
+    def ours(steps: int) -> None:
+        steps = min(steps, steps_in_epoch)
+        validation = _loader() if kind is Validating else None
+        runner = fit(tmp_path, max_steps=steps, num_sanity_val_steps=0, **options)
+        runner.fit(kind(), _loader(), validation)
+        assert runner.global_step == steps
+
+    long = min(_LONG, steps_in_epoch)
+    ours(3)
+    calls = (_calls(lambda: ours(long)) - _calls(lambda: ours(_SHORT))) / (long - _SHORT)
+    raw = (_calls(lambda: _hand_written(long, accumulate)) - _calls(lambda: _hand_written(_SHORT, accumulate))) / (
+        long - _SHORT
+    )
+    over = calls - raw
+    record_property("calls over the raw loop", over)
+    print(f"{what}: {over:.2f} Python calls a step over the raw loop's {raw:.1f}")
+    assert 0 < over <= most
+
+
+def _forbidding(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
+    """Note every way in which Python waits for a device's value, and every collective."""
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "numpy"):
+        plain = getattr(torch.Tensor, name)
+
+        def read(self: Any, *args: Any, name: str = name, plain: Any = plain, **kwargs: Any) -> Any:
+            reads.append(name)
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, read)
+    for name in ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "init_process_group"):
+        monkeypatch.setattr(dist, name, lambda *args, name=name, **kwargs: reads.append(name))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16-mixed"}, {"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}]
+)
+@pytest.mark.parametrize("kind", [Bare, Logging])
+def test_a_step_waits_for_no_value_and_makes_no_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kind: type[Bare]
+) -> None:
+    """H-01: between the second and the last batch nothing of a tensor is read."""
+    reads: list[str] = []
+    marks: list[int] = []
+
+    class Marking(kind):  # type: ignore[valid-type,misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            marks.append(len(reads))
+            return super().training_step(batch, batch_idx)
+
+    runner = fit(tmp_path, max_steps=40, **options)
+    _forbidding(monkeypatch, reads)
+    runner.fit(Marking(), _loader())
+    monkeypatch.undo()
+    assert len(marks) == 40 * options.get("accumulate_grad_batches", 1)
+    assert reads[marks[0] : marks[-1]] == []
+
+
+def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
+    """The blueprint's hot path: not called and found empty, but not there."""
+    runner = fit(tmp_path)
+    runner.fit(Bare(), _loader())
+    assert runner.session is not None
+    hooks = runner.session.hooks
+    for name in ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward"):
+        assert getattr(hooks, name) == ()
+
+
+def test_a_fit_imports_nothing_that_is_not_used(tmp_path: Path) -> None:
+    """H-02, extended to a run: neither building a Fit nor running a bare one brings in what nobody asked for."""
+    script = f"""
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+before = set(sys.modules)
+import drivetrain
+class M(drivetrain.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).mean()
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+heavy = {{"torchmetrics", "transformers", "tensorboard", "deepspeed", "rich", "matplotlib", "torch._dynamo"}}
+found = heavy & (set(sys.modules) - before)
+assert not found, found
+drivetrain.Fit(max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    default_root_dir={str(tmp_path)!r}).fit(M(), DataLoader(TensorDataset(torch.ones(4, 2))))
+found = (heavy - {{"torch._dynamo"}}) & (set(sys.modules) - before)
+assert not found, found
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
