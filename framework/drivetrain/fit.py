@@ -26,6 +26,7 @@ from drivetrain.loggers import Logger
 from drivetrain.loops.manual_step import OptimizerHandle
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
+from drivetrain.precision.resolve import canonical_name
 from drivetrain.seed import checked_seed
 from drivetrain.strategy import Strategy, strategy_by_name
 
@@ -142,6 +143,7 @@ class Fit(RunReads):
             max_epochs, max_steps, num_sanity_val_steps, logger = 1, batches, 0, False
             limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
             val_check_interval, check_val_every_n_epoch, enable_checkpointing = None, 1, False
+            overfit_batches = 0
         if barebones:
             enable_progress_bar = enable_checkpointing = enable_model_summary = False
             logger, log_every_n_steps, num_sanity_val_steps = False, 0, 0
@@ -181,6 +183,8 @@ class Fit(RunReads):
         self.default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
+        if not isinstance(precision, Precision):
+            canonical_name(precision)  # what the device cannot do is refused once the device is known
         # Built now, so that an unknown name is refused now; "auto" waits for the number of processes.
         self._strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
@@ -286,6 +290,12 @@ class Fit(RunReads):
                 "the engine drives a drivetrain.TrainModule: its steps, its optimizers, its hooks.",
                 "subclass TrainModule, write training_step and configure_optimizers; to compile: Fit(compile=True).",
             )
+        if "_trainer" in module.__dict__:
+            raise ConfigurationError(
+                f"{stage} was called while a run of {type(module).__name__} is under way.",
+                "it would take the module, its metrics and the processes away from that run.",
+                "call it after the run, on every rank; validation within fit is val_check_interval's.",
+            )
         return launch(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path))
 
     # What modules and callbacks call
@@ -335,7 +345,8 @@ class Fit(RunReads):
         names = (
             "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
             "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
-            "log_every_n_steps limit_train_batches limit_val_batches inference_mode use_distributed_sampler"
+            "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
+            "inference_mode use_distributed_sampler"
         )
         facts: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
         facts["strategy"] = self.strategy.name

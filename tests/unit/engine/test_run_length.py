@@ -1,0 +1,357 @@
+"""How long a run goes on, how much of the data it reads, and when it validates."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader, numbers, stream
+
+from drivetrain import Callback, ConfigurationError
+from drivetrain.loggers import CSVLogger
+
+
+class Events(Callback):
+    """Notes at which micro-batch of which epoch validation ran."""
+
+    priority = 5
+
+    def __init__(self) -> None:
+        self.validations: list[tuple[int, int]] = []
+        self.sanity: list[bool] = []
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.sanity.append(trainer.sanity_checking)
+        if not trainer.sanity_checking:
+            self.validations.append((trainer.current_epoch, trainer.micro_batches))
+
+
+class StopAt(Callback):
+    """Asks to stop at a given moment."""
+
+    def __init__(self, hook: str, step: int = 0) -> None:
+        self._step = step
+        setattr(self, hook, self._ask)
+
+    def _ask(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step >= self._step and not trainer.sanity_checking:
+            trainer.should_stop = True
+
+
+class TestLimits:
+    @pytest.mark.parametrize(
+        ("options", "steps", "epochs"),
+        [
+            ({"max_epochs": 2}, 8, 2),
+            ({"max_epochs": 2, "max_steps": 3}, 3, 0),
+            ({"max_epochs": 2, "max_steps": 4}, 4, 1),  # the epoch was complete
+            ({"max_epochs": -1, "max_steps": 6}, 6, 1),
+            ({"max_epochs": 0}, 0, 0),
+            ({"max_steps": 0}, 0, 0),
+            ({"max_epochs": 3, "limit_train_batches": 1}, 3, 3),
+            ({"max_epochs": 2, "limit_train_batches": 0.5}, 4, 2),
+            ({"max_epochs": 2, "limit_train_batches": 1.0}, 8, 2),
+            ({"max_epochs": 2, "limit_train_batches": 100}, 8, 2),
+            ({"max_epochs": 2, "limit_train_batches": 0}, 0, 0),
+            ({"max_steps": 5, "max_epochs": -1, "limit_train_batches": 0}, 0, 0),
+            ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4, 2),
+        ],
+    )
+    def test_of_training(self, tmp_path: Path, options: dict[str, Any], steps: int, epochs: int) -> None:
+        runner = fit(tmp_path, **options)
+        runner.fit(Tiny(), loader(8))
+        assert (runner.global_step, runner.current_epoch) == (steps, epochs)
+        assert runner.state == "finished"
+
+    @pytest.mark.parametrize("stage", ["val", "test", "predict"])
+    @pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.25, 1), (1.0, 4), (10, 4), (None, 4), (0, 0), (0.0, 0)])
+    def test_of_evaluation(self, tmp_path: Path, stage: str, limit: Any, batches: int) -> None:
+        runner, module = fit(tmp_path, **{f"limit_{stage}_batches": limit}), Tiny()
+        if stage == "predict":
+            assert len(runner.predict(module, loader(8))) == batches
+        else:
+            getattr(runner, {"val": "validate"}.get(stage, stage))(module, loader(8), verbose=False)
+            assert len(module.evaluated) == batches
+        assert getattr(runner, f"num_{stage}_batches") == [batches]
+
+    def test_one_and_a_whole_are_told_apart(self, tmp_path: Path) -> None:
+        """Limits keep Lightning's int and float on purpose: 1 is one micro-batch, 1.0 all of them."""
+        for limit, expected in ((1, 1), (1.0, 4)):
+            runner = fit(tmp_path, limit_train_batches=limit)
+            runner.fit(Tiny(), loader(8))
+            assert (runner.global_step, runner.num_training_batches) == (expected, expected)
+
+    def test_a_part_that_is_nothing_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=r"limit_train_batches=0.1 of 4 micro-batches is none at all"):
+            fit(tmp_path, limit_train_batches=0.1).fit(Tiny(), loader(8))
+
+    def test_no_validation_with_limit_0(self, tmp_path: Path) -> None:
+        module = Tiny()
+        fit(tmp_path, limit_val_batches=0).fit(module, loader(8), loader(8))
+        assert module.evaluated == []
+
+    def test_counters(self, tmp_path: Path) -> None:
+        runner = fit(tmp_path, max_epochs=2, accumulate_grad_batches=2)
+        runner.fit(Tiny(), loader(9))
+        assert (runner.micro_batches, runner.samples_seen, runner.global_step) == (10, 18, 6)
+
+    def test_without_any_limit_a_thousand_epochs_are_said_in_one_line(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        runner = fit(tmp_path, max_epochs=None, callbacks=StopAt("on_train_epoch_end"))
+        with caplog.at_level("WARNING", logger="drivetrain"):
+            runner.fit(Tiny(), loader(4))
+        assert runner.max_epochs == 1000
+        assert len([record for record in caplog.records if "max_epochs=1000" in record.getMessage()]) == 1
+
+    @pytest.mark.parametrize("value", [timedelta(milliseconds=200), {"seconds": 0.2}])
+    def test_max_time(self, tmp_path: Path, value: Any) -> None:
+        runner = fit(tmp_path, max_epochs=None, max_time=value)
+        began = time.monotonic()
+        runner.fit(Tiny(), loader(8))
+        assert 0.2 <= time.monotonic() - began < 5
+        assert runner.max_epochs is None
+        assert runner.global_step > 10
+
+
+class TestStopping:
+    def test_should_stop_ends_the_run_after_the_step(self, tmp_path: Path) -> None:
+        runner = fit(tmp_path, max_epochs=5, callbacks=StopAt("on_train_batch_end", 3))
+        runner.fit(Tiny(), loader(8))
+        assert runner.global_step == 3
+        assert runner.should_stop
+
+    def test_not_within_a_window(self, tmp_path: Path) -> None:
+        runner = fit(tmp_path, callbacks=StopAt("on_train_batch_start"), accumulate_grad_batches=3)
+        runner.fit(Tiny(), loader(20))
+        assert (runner.global_step, runner.micro_batches) == (1, 3)
+
+    @pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_fit_start"])
+    def test_from_any_hook(self, tmp_path: Path, hook: str) -> None:
+        runner = fit(tmp_path, max_epochs=5, callbacks=StopAt(hook))
+        runner.fit(Tiny(), loader(8))
+        assert runner.current_epoch <= 1
+        assert runner.global_step <= 4
+
+    @pytest.mark.parametrize(
+        ("options", "steps"),
+        [({"min_steps": 6}, 6), ({"min_epochs": 2}, 8), ({"min_epochs": 1, "min_steps": 5}, 5), ({}, 1)],
+    )
+    def test_not_before_the_minimum(self, tmp_path: Path, options: dict[str, int], steps: int) -> None:
+        runner = fit(tmp_path, max_epochs=5, callbacks=StopAt("on_train_batch_end", 1), **options)
+        runner.fit(Tiny(), loader(8))
+        assert runner.global_step == steps
+
+    def test_min_epochs_holds_back_a_stop_at_an_epoch_s_end(self, tmp_path: Path) -> None:
+        runner = fit(tmp_path, max_epochs=9, min_epochs=3, callbacks=StopAt("on_train_epoch_end"))
+        runner.fit(Tiny(), loader(4))
+        assert runner.current_epoch == 3
+
+    def test_a_stop_validates_once_more(self, tmp_path: Path) -> None:
+        events = Events()
+        runner = fit(tmp_path, max_epochs=5, callbacks=[events, StopAt("on_train_batch_end", 3)])
+        runner.fit(Tiny(), loader(8), loader(4))
+        assert events.validations == [(0, 3)]
+
+    def test_but_not_where_that_validation_asked_for_it(self, tmp_path: Path) -> None:
+        """Early stopping within an epoch: the weights it decided on are not measured a second time."""
+        events = Events()
+        runner = fit(tmp_path, max_epochs=5, val_check_interval=2, callbacks=[events, StopAt("on_validation_end", 2)])
+        runner.fit(Tiny(), loader(16), loader(4))
+        assert events.validations == [(0, 2)]
+        assert runner.global_step == 2
+
+
+class TestWhenToValidate:
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, [(0, 6), (1, 12), (2, 18)]),
+            ({"val_check_interval": 1.0}, [(0, 6), (1, 12), (2, 18)]),
+            ({"val_check_interval": 6}, [(0, 6), (1, 12), (2, 18)]),
+            ({"val_check_interval": 4}, [(0, 4), (1, 10), (2, 16)]),
+            ({"val_check_interval": 0.5}, [(0, 3), (0, 6), (1, 9), (1, 12), (2, 15), (2, 18)]),
+            (
+                {"val_check_interval": 0.4},
+                [(0, 2), (0, 4), (0, 6), (1, 8), (1, 10), (1, 12), (2, 14), (2, 16), (2, 18)],
+            ),
+            ({"check_val_every_n_epoch": 2}, [(1, 12)]),
+            ({"check_val_every_n_epoch": 2, "val_check_interval": 3}, [(1, 9), (1, 12)]),
+            ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [(0, 4), (1, 8), (1, 12), (2, 16)]),
+            ({"check_val_every_n_epoch": None, "val_check_interval": 9}, [(1, 9), (2, 18)]),
+            ({"limit_train_batches": 2}, [(0, 2), (1, 4), (2, 6)]),
+            ({"check_val_every_n_epoch": 5}, []),
+        ],
+    )
+    def test_intervals(self, tmp_path: Path, options: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+        """The numbers that Lightning validates at."""
+        events = Events()
+        fit(tmp_path, max_epochs=3, callbacks=events, **options).fit(Tiny(), loader(12), loader(4))
+        assert events.validations == expected
+
+    def test_an_interval_counts_micro_batches_in_an_unknown_length(self, tmp_path: Path) -> None:
+        events = Events()
+        fit(tmp_path, max_epochs=2, callbacks=events, val_check_interval=3).fit(Tiny(), stream(8), loader(4))
+        assert events.validations == [(0, 3), (1, 7)]
+
+    @pytest.mark.parametrize(
+        ("options", "train", "said"),
+        [
+            ({"val_check_interval": 7}, loader(12), "val_check_interval=7 is more than the 6 micro-batches"),
+            (
+                {"val_check_interval": 0.5},
+                stream(12),
+                "val_check_interval=0.5 with a training loader of unknown length",
+            ),
+            ({"limit_train_batches": 0.5}, stream(12), "limit_train_batches=0.5 with a loader of unknown length"),
+            ({"overfit_batches": 0.5}, stream(12), "overfit_batches=0.5 with a loader of unknown length"),
+        ],
+    )
+    def test_what_does_not_fit_the_epoch_is_refused(
+        self, tmp_path: Path, options: dict[str, Any], train: Any, said: str
+    ) -> None:
+        """G-06."""
+        with pytest.raises(ConfigurationError, match=said):
+            fit(tmp_path, **options).fit(Tiny(), train, loader(4))
+
+    def test_training_goes_on_in_train_mode_with_gradients(self, tmp_path: Path) -> None:
+        modes: list[tuple[str, bool, bool]] = []
+
+        class Watching(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                modes.append(("train", self.layer.training, torch.is_grad_enabled()))
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                modes.append(("val", self.layer.training, torch.is_grad_enabled()))
+
+        fit(tmp_path, val_check_interval=1).fit(Watching(), loader(4), loader(2))
+        assert set(modes) == {("train", True, True), ("val", False, False)}
+
+    def test_a_frozen_child_stays_in_eval_mode(self, tmp_path: Path) -> None:
+        """As in Lightning since 2.2: flags that the user set are put back after an evaluation."""
+        seen: list[bool] = []
+
+        class Partly(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                seen.append(self.layer.training)
+                return super().training_step(batch, batch_idx)
+
+        module = Partly()
+        module.layer.eval()
+        fit(tmp_path, val_check_interval=1).fit(module, loader(4), loader(2))
+        assert seen == [False, False]
+        assert module.training
+
+
+class TestSanityCheck:
+    @pytest.mark.parametrize(("steps", "batches"), [(0, 0), (1, 1), (2, 2), (100, 4), (-1, 4)])
+    def test_how_much_is_tried(self, tmp_path: Path, steps: int, batches: int) -> None:
+        module, events = Tiny(), Events()
+        fit(tmp_path, num_sanity_val_steps=steps, max_steps=0, callbacks=events).fit(module, loader(8), loader(8))
+        assert len(module.evaluated) == batches
+        assert events.validations == []
+        assert events.sanity == [True] * bool(batches)
+
+    def test_it_is_over_when_training_starts(self, tmp_path: Path) -> None:
+        seen: list[bool] = []
+
+        class Watching(Callback):
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                seen.append(trainer.sanity_checking)
+
+        runner = fit(tmp_path, callbacks=Watching())
+        runner.fit(Tiny(), loader(8), loader(8))
+        assert seen == [False]
+
+    def test_it_changes_nothing_in_what_training_draws(self, tmp_path: Path) -> None:
+        draws: dict[int, list[float]] = {}
+
+        class Drawing(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                draws[steps].append(float(torch.rand(())))
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                torch.rand(5)
+
+        for steps in (0, 2):
+            draws[steps] = []
+            fit(tmp_path, num_sanity_val_steps=steps).fit(Drawing(), loader(8, shuffle=True), loader(8))
+        assert draws[0] == draws[2]
+
+
+class TestOverfitAndDevRun:
+    @pytest.mark.parametrize(("setting", "batches"), [(2, 2), (0.5, 2), (1.0, 4), (100, 4)])
+    def test_overfit_trains_on_the_first_batches_in_order(self, tmp_path: Path, setting: Any, batches: int) -> None:
+        module = Tiny()
+        runner = fit(tmp_path, max_epochs=2, overfit_batches=setting, num_sanity_val_steps=0)
+        runner.fit(module, loader(8, shuffle=True), loader(8))
+        expected = [[2 * index, 2 * index + 1] for index in range(batches)]
+        assert module.seen == expected * 2
+        assert module.evaluated == expected * 2
+
+    @pytest.mark.parametrize(("setting", "batches"), [(True, 1), (1, 1), (3, 3)])
+    def test_fast_dev_run_tries_everything_and_writes_nothing(self, tmp_path: Path, setting: Any, batches: int) -> None:
+        module = Tiny()
+        logger = CSVLogger(tmp_path / "logs")
+        options = {"logger": logger, "num_sanity_val_steps": 2, "max_epochs": 7, "val_check_interval": 2}
+        runner = fit(tmp_path, fast_dev_run=setting, **options)
+        runner.fit(module, loader(16), loader(16))
+        assert (runner.global_step, len(module.evaluated)) == (batches, batches)
+        runner.test(module, loader(16), verbose=False)
+        assert len(module.evaluated) == 2 * batches
+        assert len(runner.predict(module, loader(16))) == batches
+        assert runner.loggers == []
+        assert list(tmp_path.iterdir()) == []
+
+    def test_fast_dev_run_wins_over_overfit_batches(self, tmp_path: Path) -> None:
+        module = Tiny()
+        runner = fit(tmp_path, fast_dev_run=1, overfit_batches=3)
+        runner.fit(module, loader(16), loader(16))
+        assert (len(module.seen), len(module.evaluated)) == (1, 1)
+
+
+def test_a_second_fit_on_one_object_starts_afresh(tmp_path: Path) -> None:
+    runner = fit(tmp_path, max_epochs=2, callbacks=StopAt("on_train_batch_end", 6))
+    first, second = Tiny(), Tiny()
+    runner.fit(first, loader(8))
+    assert (runner.global_step, runner.current_epoch, runner.should_stop) == (6, 1, True)
+    runner.fit(second, loader(8))
+    assert (runner.global_step, runner.current_epoch, runner.samples_seen) == (6, 1, 12)
+    assert first.seen == second.seen
+
+
+def test_every_sample_once_an_epoch_in_another_order_each(tmp_path: Path) -> None:
+    """B-04 and B-11 in one process."""
+    module = Tiny()
+    fit(tmp_path, max_epochs=2).fit(module, loader(9, shuffle=True))
+    flat = [number for batch in module.seen for number in batch]
+    assert sorted(flat[:9]) == sorted(flat[9:]) == list(range(9))
+    assert flat[:9] != flat[9:]
+    again = Tiny()
+    fit(tmp_path, max_epochs=2).fit(again, loader(9, shuffle=True))
+    assert again.seen == module.seen
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_the_process_s_generator(tmp_path: Path, seed: int | None) -> None:
+    """B-18: with a seed the generators are as before when the run ends; without one the run draws from them."""
+
+    class Drawing(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            torch.rand(1)
+            return super().training_step(batch, batch_idx)
+
+    module, runner = Drawing(), fit(tmp_path, seed=seed)
+    before = torch.get_rng_state()
+    runner.fit(module, loader(4))
+    assert torch.equal(torch.get_rng_state(), before) is (seed is not None)
+
+
+def test_numbers_reads_a_batch() -> None:
+    assert numbers(next(iter(loader(2)))) == [0, 1]
