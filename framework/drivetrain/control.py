@@ -66,7 +66,10 @@ class ControlPlane(Protocol):
         """Tell the others. Not collective."""
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
-        """Return the failure that the others follow from, if one was reported within ``wait``. Not collective."""
+        """Return the first failure that is a cause, if one is reported within ``wait``. Not collective.
+
+        Else an account of ranks that did not come, if there is one: it may be all that will ever be known.
+        """
 
     def leave(self) -> None:
         """Part at the end of a run: who hosts the store stays until nobody reads from it any more."""

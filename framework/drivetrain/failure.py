@@ -18,7 +18,7 @@ from typing import Self
 from drivetrain.errors import DistributedError
 
 # What gloo, NCCL, the store and we say where another rank is gone or does not answer.
-_PEER_ERRORS = ("DistributedError", "RankFailedError", "DistNetworkError", "DistStoreError")
+_PEER_ERRORS = ("RankFailedError", "DistNetworkError", "DistStoreError")
 _PEER_MESSAGES = (
     "Connection closed by",
     "Connection reset by peer",
@@ -70,11 +70,17 @@ class Failure:
         return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message)
 
     @property
-    def follows_from_another(self) -> bool:
-        """Whether it only tells of another rank that is gone or does not answer."""
+    def distance(self) -> int:
+        """How far it is from the cause.
+
+        0 is a cause itself; 1 is our own account of ranks that did not come, or came for something else; 2 only tells
+        of a lost connection or of another rank's failure.
+        """
         if self.error_type is None:
-            return False
-        return self.error_type.endswith(_PEER_ERRORS) or any(text in self.message for text in _PEER_MESSAGES)
+            return 0
+        if self.error_type.endswith(_PEER_ERRORS) or any(text in self.message for text in _PEER_MESSAGES):
+            return 2
+        return 1 if self.error_type.endswith("DistributedError") else 0
 
     def load_error(self) -> BaseException | None:
         """Return the exception itself, or None where it could not be brought over."""
@@ -146,7 +152,7 @@ def first_cause(failures: Iterable[Failure]) -> Failure:
     What happened first comes first, but an error that only tells of a lost or silent peer comes after all others: it
     may well be reported before that peer's own end is noticed.
     """
-    return min(failures, key=lambda failure: (failure.follows_from_another, failure.time_ns))
+    return min(failures, key=lambda failure: (failure.distance, failure.time_ns))
 
 
 def _dump(error: BaseException) -> str | None:

@@ -168,11 +168,11 @@ class GroupControl:
         while True:
             count = self.store.add("failures", 0)
             reports = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
-            causes = [failure for failure in reports if not failure.follows_from_another]
-            if causes:
-                return first_cause(causes)
-            if len(reports) >= self.world_size or time.monotonic() >= end:
-                return None
+            telling = [failure for failure in reports if failure.distance < 2]
+            found = first_cause(telling) if telling else None
+            over = len(reports) >= self.world_size or time.monotonic() >= end
+            if over or (found is not None and found.distance == 0):
+                return found
             time.sleep(0.05)
 
     def everybody_failed(self) -> bool:

@@ -89,6 +89,8 @@ class CombinedSource:
         self._loader = loader
         self._sources = sources
         self.static = all(source.static for source in sources)
+        known = [source.samples for source in sources if source.samples is not None]
+        self.samples = sum(known) if len(known) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:

@@ -99,6 +99,7 @@ class MapSource:
         clone: the loader with ``feed`` in place of its sampler.
         feed: says which samples to read.
         static: see `BatchSource`.
+        samples: see `BatchSource`.
         items: the data set holds whole batches, whose sizes show only when they are there.
         alone: how much other ranks hold is not known.
         begins: called with the epoch as it begins.
@@ -109,6 +110,7 @@ class MapSource:
         clone: LoaderClone,
         feed: Feed,
         static: bool,
+        samples: int | None,
         items: bool,
         alone: bool,
         begins: Callable[[int], None],
@@ -119,6 +121,7 @@ class MapSource:
         self._alone = alone
         self._begins = begins
         self.static = static
+        self.samples = samples
 
     @property
     def length(self) -> int | None:
@@ -156,6 +159,7 @@ class IterableSource:
         self._seeded: SeededIterable | None = None
         self._single = world_size == 1
         self.static = self._single
+        self.samples = None
         self.length = sized(loader)
         if self.length == 0:
             raise _empty(f"{type(loader).__name__} has length 0")
@@ -226,7 +230,13 @@ class _Plan:
             attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
         unknown = self._world_size > 1 and (alone or items)
         return MapSource(
-            LoaderClone(loader, **attributes), feed, not unknown, items, unknown, lambda epoch: _set_epoch(epoch, *seen)
+            LoaderClone(loader, **attributes),
+            feed,
+            not unknown,
+            None if unknown else sized(loader.dataset),  # type: ignore[arg-type]
+            items,
+            unknown,
+            lambda epoch: _set_epoch(epoch, *seen),
         )
 
     def _dealt(self, sampler: Any, items: bool, keyed: bool) -> Feed | None:

@@ -13,11 +13,15 @@ class BatchSource(Protocol):
 
     Attributes:
         length: micro-batches of an epoch, the same on every rank; None where it is not known.
+        samples: of the data set, the same on every rank; None where it is not known, or each rank's own.
         static: the shares of all ranks, and when the epoch ends, are known without talking.
     """
 
     @property
     def length(self) -> int | None: ...
+
+    @property
+    def samples(self) -> int | None: ...
 
     @property
     def static(self) -> bool: ...

@@ -30,12 +30,12 @@ def tell_others(control: ControlPlane, failure: Failure) -> None:
 def cause_of(control: ControlPlane, world: World | None, failure: Failure, error: BaseException) -> BaseException:
     """Return what to raise: the error itself, or where it only follows from another rank's, that one."""
     try:
-        if not failure.follows_from_another or isinstance(error, RankFailedError):
+        if failure.distance == 0 or isinstance(error, RankFailedError):
             control.settle(_LINGER)
             return error
         cause = _hear_of_cause(control, world)
         control.settle(timedelta(0))
-        return error if cause is None else RankFailedError(cause)
+        return error if cause is None or cause.distance >= failure.distance else RankFailedError(cause)
     except RuntimeError:
         return error
 
@@ -45,9 +45,9 @@ def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None
     end = time.monotonic() + _HEAR.total_seconds()
     while True:
         cause = control.first_failure(_LOOK)
-        if cause is not None:
+        if cause is not None and cause.distance == 0:
             return cause
         if world is not None and world.failures():
             return first_cause(world.failures())
         if control.everybody_failed() or time.monotonic() >= end:
-            return None
+            return cause

@@ -76,8 +76,10 @@ class StageData:
         facts: dict[str, Any] = {}
         if self.train is not None and self.train.static:
             facts["training micro-batches"] = self.train.length
+            facts["training samples"] = self.train.samples
         for stage, sources in self.sources.items():
             facts[f"{stage} micro-batches"] = [source.length if source.static else None for source in sources]
+            facts[f"{stage} samples"] = [source.samples if source.static else None for source in sources]
         return facts
 
     def _find_training(self) -> None:

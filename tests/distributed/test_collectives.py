@@ -1,0 +1,446 @@
+"""What ranks say to each other: counted, and agreed on. Rows A-08, A-10, B-02, B-19, H-01."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_runs import (
+    FEATURES,
+    Regression,
+    counting_collectives,
+    data,
+    failing,
+    loader,
+    quiet,
+    seeded,
+    weights,
+)
+from torch import nn
+from torch.utils.data import DataLoader, random_split
+
+from drivetrain import Callback
+from drivetrain.callbacks import EarlyStopping
+from drivetrain.control import LocalControl
+from drivetrain.engine import collective_calls
+from drivetrain.loops import train
+from drivetrain.loops.stopping import AGREE_EVERY, StopRequest
+from drivetrain.testing import run_distributed
+
+# H-01, B-02: what is counted
+
+
+def _by_hand(steps: int, **options: Any) -> Counter[str]:
+    module = Regression()
+    ddp = nn.parallel.DistributedDataParallel(module.net, **options)
+    optimizer = module.configure_optimizers()
+    with counting_collectives() as counts:
+        for x, y in [next(iter(loader(4, 4)))] * steps:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(ddp(x), y).backward()
+            optimizer.step()
+    return counts
+
+
+class Logging(Regression):
+    """Logs in every step, and has a buffer."""
+
+    def __init__(self, epoch: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.epoch = epoch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=self.epoch)
+        self.log("norm", 1.0, on_epoch=self.epoch)
+        return loss
+
+
+class Window(Callback):
+    """Counts collectives between the first step of an epoch and the end of its last micro-batch."""
+
+    def __init__(self) -> None:
+        self.counts: list[Counter[str]] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self._counting = counting_collectives()
+        self.counts.append(self._counting.__enter__())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == trainer.num_training_batches - 1:
+            self._counting.__exit__(None, None, None)
+
+
+def _counted() -> dict[str, Any]:
+    found: dict[str, Any] = {"by hand": _by_hand(10), "static by hand": _by_hand(10, static_graph=True)}
+    for name, module, settings in (
+        ("bare", Regression(), {}),
+        ("logged", Logging(), {}),
+        ("accumulated", Regression(), {"accumulate_grad_batches": 4}),
+        ("static", Regression(), {"accumulate_grad_batches": 4, "strategy": "ddp_static_graph"}),
+    ):
+        window = Window()
+        quiet(**{"strategy": "ddp", "max_epochs": 2, "callbacks": window, **settings}).fit(module, loader(80, 4))
+        found[name] = window.counts
+    for name, module in (("whole run", Regression()), ("whole run, logged by epoch", Logging(epoch=True))):
+        with counting_collectives() as found[name]:
+            quiet(strategy="ddp", max_epochs=2).fit(module, loader(80, 4))
+    with counting_collectives() as found["set-up by hand"]:
+        nn.parallel.DistributedDataParallel(Regression().net)
+    return found
+
+
+def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, B-12
+    for found in run_distributed(_counted, 2):
+        by_hand = found["by hand"]
+        assert by_hand["allreduce"] == 10
+        for name in ("bare", "logged"):
+            # The second epoch has none of what DDP settles on its first steps.
+            assert found[name][0]["allreduce"] == 10
+            assert found[name][1] - Counter(broadcast=10) == Counter(allreduce=10), name
+            assert sum(found[name][0].values()) <= sum(by_hand.values()) + found[name][0]["broadcast"]
+        assert sum(found["bare"][0].values()) == sum(by_hand.values())
+        assert found["bare"][1] == Counter(allreduce=10)
+        # No synchronisation within a window: one for each of the three steps. A static graph has to plan on every
+        # micro-batch of its first window (C-02).
+        assert found["accumulated"][0]["allreduce"] == found["accumulated"][1]["allreduce"] == 3
+        assert found["static"][0]["allreduce"] == 4 + 2 + found["static by hand"]["allreduce"] - 10
+        assert found["static"][1]["allreduce"] == 3
+        # A whole run: nothing but set-up and steps.
+        extra = found["whole run"] - found["set-up by hand"] - by_hand - Counter(allreduce=10)
+        assert not extra, extra
+        # Two keys, two epochs: one packed collective each.
+        assert found["whole run, logged by epoch"]["allgather"] == found["whole run"]["allgather"] + 2
+
+
+# B-19, H-01: stopping
+
+
+class Wishing(Callback):
+    """Asks to stop at a step, on some ranks."""
+
+    def __init__(self, step: int, ranks: tuple[int, ...]) -> None:
+        self.step = step
+        self.ranks = ranks
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step and trainer.global_rank in self.ranks:
+            trainer.should_stop = True
+
+
+def _stopping() -> dict[str, Any]:
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    for name, step, ranks, settings in (
+        ("rank 1", 5, (1,), {}),
+        ("both", 5, (0, 1), {}),
+        ("late", 30, (0,), {}),
+        ("min_steps", 5, (1,), {"min_steps": 60}),
+        ("min_epochs", 5, (1,), {"min_epochs": 2, "max_epochs": 4}),
+        (
+            "max_time on rank 1",
+            -1,
+            (),
+            {"max_time": timedelta(microseconds=1 if rank else 3600 * 10**6), "max_epochs": -1},
+        ),
+        ("end of the epoch", 100, (1,), {"max_epochs": 3}),
+    ):
+        trainer = quiet(**{"strategy": "ddp", "callbacks": Wishing(step, ranks), **settings})
+        module = Regression()
+        with failing() as error:
+            trainer.fit(module, loader(400, 2))
+        found[name] = (trainer.global_step, trainer.current_epoch, weights(module), error["text"])
+    return found
+
+
+def test_a_stop_asked_on_one_rank_stops_all_after_the_same_step() -> None:  # B-19, H-01
+    first, second = run_distributed(_stopping, 2)
+    for name, (steps, epochs, trained, error) in first.items():
+        assert error == "", name
+        assert (steps, epochs) == second[name][:2], name
+        assert torch.equal(trained, second[name][2]), name
+    for name, asked in (("rank 1", 5), ("both", 5), ("late", 30), ("max_time on rank 1", 1)):
+        assert asked < first[name][0] <= asked + 2 * AGREE_EVERY, name
+    assert first["min_steps"][0] == 60
+    assert first["min_epochs"][:2] == (200, 2)
+    assert first["end of the epoch"][:2] == (100, 1)
+
+
+class _Place(LocalControl):
+    """A rank of several threads."""
+
+    def __init__(self, rank: int, world_size: int, store: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.store = store
+
+
+def test_ranks_that_run_apart_stop_after_the_same_step() -> None:  # B-19
+    draw = random.Random(0)
+    for _ in range(15):
+        store, size, stopped = dist.HashStore(), 3, {}
+        wishes = {draw.randrange(size): draw.randrange(1, 60) for _ in range(draw.randrange(1, 3))}
+        pauses = [draw.choice((1e-6, 1e-4, 4e-4)) for _ in range(size)]
+
+        def run(
+            rank: int,
+            store: Any = store,
+            wishes: dict[int, int] = wishes,
+            pauses: list[float] = pauses,
+            stopped: dict[int, int] = stopped,
+        ) -> None:
+            stop = StopRequest(_Place(rank, 3, store), None, None, None)
+            for step in range(1, 100_000):
+                time.sleep(pauses[rank])
+                if wishes.get(rank) == step:
+                    stop.requested = True
+                if stop.after_step(step, 0):
+                    stopped[rank] = step
+                    return
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert len(stopped) == size
+        assert len(set(stopped.values())) == 1, (wishes, pauses, stopped)
+
+
+class Monitored(Regression):
+    """Logs a value that differs between ranks, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    @property
+    def value(self) -> float:
+        # Worse and worse on rank 0, better and better on rank 1; their mean gets worse.
+        step = float(self.current_epoch + 1)
+        return 3.0 * step if self.global_rank == 0 else -step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.how == "a step's value":
+            self.log("value", self.value)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.how == "sync_dist=False":
+            self.log("value", self.value, sync_dist=False)
+        elif self.how == "reduced":
+            self.log("value", self.value)
+        elif self.how == "only rank 0" and self.global_rank == 0:
+            self.log("value", self.value, sync_dist=False)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "value"}}
+
+
+def _monitored() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for how in ("reduced", "sync_dist=False", "a step's value", "only rank 0"):
+        trainer = quiet(
+            strategy="ddp", max_epochs=8, callbacks=EarlyStopping("value", patience=3, check_on_train_epoch_end=True)
+        )
+        with failing() as error:
+            trainer.fit(Monitored(how), loader(16, 4), loader(16, 4))
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        found[how] = (error["text"], trainer.current_epoch, rates)
+    return found
+
+
+def test_a_value_decides_alike_on_all_ranks() -> None:  # B-19
+    first, second = run_distributed(_monitored, 2)
+    assert first == second
+    for how, (error, epochs, rates) in first.items():
+        assert error == "", how
+        assert epochs == 4, how  # the first is the best, and three more are borne
+        assert rates == [0.1 / 2**3], how
+
+
+class Skipping(Regression):
+    """Ends the epoch after two micro-batches, on some ranks."""
+
+    def __init__(self, ranks: tuple[int, ...], at: int = 2) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.at = at
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.at and self.global_rank in self.ranks else None
+
+
+def _skipping() -> dict[str, Any]:
+    train._SKIP_TIMEOUT = timedelta(seconds=1)
+    found: dict[str, Any] = {}
+    for name, module in (
+        ("both", Skipping((0, 1))),
+        ("rank 1", Skipping((1,))),
+        ("rank 0 at the end", Skipping((0,), at=7)),
+    ):
+        trainer = quiet(strategy="ddp", max_epochs=2)
+        began = time.monotonic()
+        with failing() as error:
+            trainer.fit(module, loader(64, 4))
+        found[name] = (error, trainer.global_step, time.monotonic() - began)
+    return found
+
+
+def test_minus_one_on_one_rank_is_named_and_never_hangs() -> None:  # B-19
+    for found in run_distributed(_skipping, 2, process_group=None):
+        error, steps, _ = found["both"]
+        assert error["text"] == ""
+        assert steps == 4
+        for name in ("rank 1", "rank 0 at the end"):
+            error, _, seconds = found[name]
+            assert error["type"] in ("DistributedError", "RankFailedError"), error
+            assert "on_train_batch_start returned -1" in error["text"], error
+            assert seconds < 10
+
+
+# A-08: collective calls that one rank makes alone
+
+
+class Alone(Regression):
+    """Calls something collective under `if is_global_zero`."""
+
+    def __init__(self, call: str, folder: str) -> None:
+        super().__init__()
+        self.call = call
+        self.folder = folder
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1 or not self.trainer.is_global_zero:
+            return
+        if self.call == "all_gather":
+            self.all_gather(torch.ones(2))
+        elif self.call == "save_checkpoint":
+            self.trainer.save_checkpoint(f"{self.folder}/alone")
+        elif self.call == "validate":
+            self.trainer.validate(self, loader(16, 4))
+
+    def on_train_epoch_end(self) -> None:
+        if self.call == "all_gather at the end" and self.trainer.is_global_zero:
+            self.all_gather(1.0)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+def _alone(folder: str) -> dict[str, Any]:
+    collective_calls._ARRIVE = timedelta(seconds=1)
+    found: dict[str, Any] = {}
+    for call in ("all_gather", "save_checkpoint", "validate", "all_gather at the end"):
+        began = time.monotonic()
+        with failing() as found[call]:
+            quiet(strategy="ddp").fit(Alone(call, folder), loader(64, 4))
+        found[call]["seconds"] = str(time.monotonic() - began)
+    module = Regression()
+    quiet(strategy="ddp").fit(module, loader(64, 4))
+    return found
+
+
+def test_collective_calls_under_is_global_zero_are_refused(tmp_path: Path) -> None:  # A-08, G-07
+    ranks = run_distributed(_alone, 2, str(tmp_path), process_group=None)
+    for rank, found in enumerate(ranks):
+        for call, error in found.items():
+            assert error["type"] != "nothing was raised", (rank, call)
+            assert float(error["seconds"]) < 15, (call, error)
+            assert call.split()[0] in error["text"], (rank, call, error)
+        for call in ("all_gather", "save_checkpoint", "all_gather at the end"):
+            assert "is_global_zero" in found[call]["text"]
+    assert not (tmp_path / "alone").exists()
+
+
+# A-10: the handshake
+
+
+class Shaped(Regression):
+    """Differs between ranks in the way it is told to."""
+
+    def __init__(self, way: str, rank: int) -> None:
+        super().__init__()
+        odd = rank == 1
+        if way == "shape":
+            self.head = seeded(lambda: nn.Linear(FEATURES, 2 if odd else 1))
+        if way == "dtype" and odd:
+            self.net[2].double()
+        if way == "requires_grad" and odd:
+            self.net[0].bias.requires_grad_(False)
+        if way == "more" and odd:
+            self.extra = nn.Linear(1, 1)
+        if way == "order":
+            names = ["b", "a"] if odd else ["a", "b"]
+            self.parts = nn.ModuleDict({name: seeded(lambda: nn.Linear(1, 1)) for name in names})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+def _different() -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    found: dict[str, Any] = {}
+    for way in ("shape", "dtype", "requires_grad", "more", "order"):
+        with failing() as found[way]:
+            quiet(strategy="ddp").fit(Shaped(way, rank), loader(64, 4))
+    for name, settings in {
+        "accumulate_grad_batches": {"accumulate_grad_batches": 2 if rank else 1},
+        "precision": {"precision": "bf16-mixed" if rank else "32-true"},
+        "gradient_clip_val": {"gradient_clip_val": 1.0 if rank else None},
+        "max_epochs": {"max_epochs": 3 if rank else 2},
+        "seed": {"seed": rank},
+        "limit_val_batches": {"limit_val_batches": 1 + rank},
+    }.items():
+        with failing() as found[name]:
+            quiet(**{"strategy": "ddp", **settings}).fit(Shaped("", rank), loader(64, 4), loader(16, 4))
+    with failing() as found["training micro-batches"]:
+        quiet(strategy="ddp").fit(Shaped("", rank), loader(64 + 16 * rank, 4))
+    with failing() as found["validate micro-batches"]:
+        quiet(strategy="ddp").fit(Shaped("", rank), loader(64, 4), loader(16 + 16 * rank, 4))
+    with failing() as found["stage"]:
+        module = Shaped("", rank)
+        if rank:
+            quiet(strategy="ddp").validate(module, loader(16, 4))
+        else:
+            quiet(strategy="ddp").fit(module, loader(16, 4))
+    # As many micro-batches, and not as many samples.
+    part, _ = random_split(data(64), [48 - 8 * rank, 16 + 8 * rank])
+    with failing() as found["training samples"]:
+        quiet(strategy="ddp").fit(Shaped("", rank), DataLoader(part, batch_size=8))
+    module = Regression()
+    quiet(strategy="ddp").fit(module, loader(64, 4))
+    found["afterwards"] = weights(module)
+    return found
+
+
+@pytest.mark.parametrize("process_group", ["gloo", None])
+def test_what_differs_between_ranks_is_named_before_the_first_step(process_group: str | None) -> None:  # A-10, G-07
+    ranks = run_distributed(_different, 2, process_group=process_group)
+    afterwards = [found.pop("afterwards") for found in ranks]
+    assert torch.equal(*afterwards)
+    told = {
+        "shape": "parameter 'head.weight'",
+        "dtype": "parameter 'net.2.weight'",
+        "requires_grad": "parameter 'net.0.bias'",
+        "more": "parameter 'extra.weight'",
+        "order": "order of parameters",
+    }
+    for found in ranks:
+        for name, error in found.items():
+            assert error["type"] == "DistributedError", (name, error)
+            assert told.get(name, name) in error["text"], (name, error)
+            assert "rank(s) [0]" in error["text"], (name, error)
+            assert "rank(s) [1]" in error["text"], (name, error)
