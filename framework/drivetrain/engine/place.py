@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.accelerators import Devices
-from drivetrain.environments import Environment, Placement, PlainEnvironment
+from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.failure import RankFailedError, first_cause
 from drivetrain.launchers import World, current_world
@@ -79,6 +79,21 @@ def find_place(environment: Environment, devices: Devices, num_nodes: int, singl
     if num_nodes == 1:
         return Place(first, missing=True)
     return Place(first, missing=True, address=environment.main_address, port=environment.main_port)
+
+
+def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
+    """Where this process will stand in a run that has not begun, for what a script prints or reads before it.
+
+    In a process that runs the caller's script again it is the rank that the process was started for. What does not fit
+    together is refused when the run begins, not here.
+    """
+    if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
+        return Placement()  # every rank of the script's runs by itself
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return Placement(rank, world_size, rank, world_size)
+    environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+    return environment.placement() if environment.started_us else Placement()
 
 
 def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Placement:

@@ -8,7 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
+from drivetrain.engine.place import expected_placement
 from drivetrain.engine.session import Session
+from drivetrain.environments import Environment, Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.loops.manual_step import OptimizerHandle
@@ -26,6 +28,15 @@ class RunReads:
 
     loggers: list[Logger]
     """Where numbers go."""
+
+    environment: str | Environment
+    """Who started this process."""
+
+    devices: int | str | list[int]
+    """Of each node, as they were asked for."""
+
+    num_nodes: int
+    """Over how many nodes."""
 
     state: str
     """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
@@ -130,18 +141,23 @@ class RunReads:
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
-        return 0 if self._strategy is None else self._strategy.rank
+        """This process among all; before a run, as far as those who started it have said."""
+        return self._standing().rank
 
     @property
     def local_rank(self) -> int:
         """This process among those of its node."""
-        return 0 if self._strategy is None else self._strategy.local_rank
+        return self._standing().local_rank
 
     @property
     def node_rank(self) -> int:
         """This node among all."""
-        return 0 if self._strategy is None else self._strategy.node_rank
+        return self._standing().node_rank
+
+    def _standing(self) -> Strategy | Placement:
+        if self._strategy is not None and (self._session is not None or self._strategy.single_process):
+            return self._strategy
+        return expected_placement(self.environment, self.devices, self.num_nodes)
 
     @property
     def is_global_zero(self) -> bool:

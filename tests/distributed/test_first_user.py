@@ -1,0 +1,115 @@
+"""What a user does who runs a script for the first time, on one process and on two that it starts itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import ConfigurationError, Fit, TrainModule
+
+MODULE = """
+import sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Fit, TrainModule
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+    def training_step(self, batch):
+        return (self.line(batch[0]) - 1).square().mean()
+    def validation_step(self, batch):
+        self.log("loss", self.training_step(batch))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+loader = DataLoader(TensorDataset(torch.linspace(0, 1, 24)[:, None]), 4)
+fit = Fit(strategy="ddp", devices=2, accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
+          enable_model_summary=False)
+"""
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.py"
+    path.write_text(MODULE + script)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=90)
+
+
+def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(tmp_path: Path) -> None:
+    done = run(
+        """
+if fit.is_global_zero:
+    print("before")
+fit.print("also before")
+module = Line()
+fit.fit(module, loader, loader)
+fit.validate(module, loader, verbose=False)
+fit.print("after", fit.global_step, fit.current_epoch, fit.samples_seen)
+""",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["before", "also before", "after 6 2 48"]
+
+
+def test_waiting_for_another_rank_is_silent(tmp_path: Path) -> None:
+    done = run(
+        """
+class Slow(Line):
+    def on_train_epoch_end(self):
+        time.sleep(2.5 * (self.global_rank == 0))
+fit.fit(Slow(), loader)
+""",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+class Line(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.line(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+DATA = TensorDataset(torch.ones(8, 1))
+
+
+def fit() -> Fit:
+    return Fit(max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+
+
+@pytest.mark.parametrize("name", ["training_step", "configure_optimizers"])
+def test_a_module_that_cannot_train_is_refused(name: str) -> None:  # G-06
+    lacking = type("Lacking", (Line,), {name: getattr(TrainModule, name)})
+    with pytest.raises(ConfigurationError, match=f"Lacking has no {name}"):
+        fit().fit(lacking(), DataLoader(DATA, 4))
+
+
+@pytest.mark.parametrize("loaders", [DATA, [DATA], {"a": DATA}], ids=["alone", "list", "dict"])
+def test_a_data_set_in_place_of_a_loader_is_refused(loaders: object) -> None:
+    with pytest.raises(ConfigurationError, match="TensorDataset, which is a data set"):
+        fit().fit(Line(), loaders)
+
+
+def test_a_validation_loader_without_a_validation_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    fit().fit(Line(), DataLoader(DATA, 4), DataLoader(DATA, 4))
+    assert "Line has no validation_step: nothing is validated" in caplog.text
+
+
+def test_an_unknown_precision_is_refused_at_construction() -> None:  # G-06
+    with pytest.raises(ConfigurationError, match="bf16-mixed"):
+        Fit(precision="bf16-mixd")
