@@ -13,6 +13,11 @@ CLIP_ALGORITHMS = ("norm", "value")
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 
+SWITCHES = (
+    *("enable_progress_bar", "enable_checkpointing", "enable_model_summary", "inference_mode", "detect_anomaly"),
+    *("use_distributed_sampler", "sync_batchnorm", "barebones"),
+)
+
 
 def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     """Refuse arguments that are wrong by themselves or contradict each other.
@@ -27,13 +32,13 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     for name in LIMITS:
         _check_limit(name, values[name])
     _check_limit("val_check_interval", values["val_check_interval"], zero=False)
-    for name in ("max_epochs", "max_steps"):
-        _check_count(name, values[name], lowest=-1)
+    _check_count("max_epochs", values["max_epochs"], lowest=-1, none=True)
+    _check_count("max_steps", values["max_steps"], lowest=-1)
     for name in ("min_epochs", "min_steps"):
-        _check_count(name, values[name], lowest=0)
+        _check_count(name, values[name], lowest=0, none=True)
     for name in ("accumulate_grad_batches", "num_nodes"):
         _check_count(name, values[name], lowest=1)
-    _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1)
+    _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1, none=True)
     _check_count("log_every_n_steps", values["log_every_n_steps"], lowest=0)
     _check_count("num_sanity_val_steps", values["num_sanity_val_steps"], lowest=-1)
     if values["fast_dev_run"] is not True and values["fast_dev_run"] is not False:
@@ -49,6 +54,18 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
             "give val_check_interval as an int.",
         )
     _check_clipping(values["gradient_clip_val"], values["gradient_clip_algorithm"])
+    for name in SWITCHES:
+        _check_switch(name, values[name], (True, False))
+    _check_switch("benchmark", values["benchmark"], (True, False, None))
+    _check_switch("deterministic", values["deterministic"], (True, False, None, "warn"))
+    if values["benchmark"] and values["deterministic"]:
+        raise ConfigurationError(
+            f"benchmark=True with deterministic={values['deterministic']!r}.",
+            "cudnn's benchmark picks algorithms by their speed, which differs from run to run.",
+            "drop one of them.",
+        )
+    if not isinstance(values["compile"], Mapping):
+        _check_switch("compile", values["compile"], (True, False), " or a dict of torch.compile's options")
     for name in ("profiler", "plugins"):
         if values[name] is not None:
             raise ConfigurationError(
@@ -99,11 +116,24 @@ def _check_limit(name: str, value: Any, zero: bool = True) -> None:
         )
 
 
-def _check_count(name: str, value: Any, lowest: int) -> None:
-    if value is not None and (type(value) is not int or value < lowest):
+def _check_count(name: str, value: Any, lowest: int, none: bool = False) -> None:
+    if value is None and none:
+        return
+    if type(value) is not int or value < lowest:
         raise ConfigurationError(
             f"{name}={value!r}.", f"it is a count of {lowest} or more.", f"use an int, such as {name}={max(lowest, 1)}."
         )
+
+
+def _check_switch(name: str, value: Any, known: tuple[Any, ...], or_else: str = "") -> None:
+    if any(value is one or (isinstance(one, str) and value == one) for one in known):
+        return
+    hint = nearest(value, [one for one in known if isinstance(one, str)]) if isinstance(value, str) else ""
+    raise ConfigurationError(
+        f"{name}={value!r}.{hint}",
+        "a switch that is guessed at may be read as its opposite: bool('no') is True.",
+        f"use {', '.join(map(repr, known))}{or_else}.",
+    )
 
 
 def _check_order(values: Mapping[str, Any], low: str, high: str) -> None:
@@ -123,7 +153,7 @@ def _check_clipping(value: Any, algorithm: Any) -> None:
             "gradients are clipped over their global norm or value by value.",
             "use 'norm' or 'value'.",
         )
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
         raise ConfigurationError(
             f"gradient_clip_val={value!r}.", "it bounds a norm or a magnitude.", "use a positive number, or None."
         )

@@ -20,8 +20,9 @@ from drivetrain.engine.defaults import default_callbacks, default_loggers
 from drivetrain.engine.launching import launch
 from drivetrain.engine.loaders import Given
 from drivetrain.engine.reads import RunReads
-from drivetrain.environments import Environment
+from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError
+from drivetrain.launchers import check_launcher
 from drivetrain.loggers import Logger
 from drivetrain.loops.manual_step import OptimizerHandle
 from drivetrain.module import TrainModule
@@ -185,6 +186,9 @@ class Fit(RunReads):
         self.precision_setting = precision
         if not isinstance(precision, Precision):
             canonical_name(precision)  # what the device cannot do is refused once the device is known
+        check_launcher(launcher)
+        if not isinstance(environment, Environment):
+            check_environment_name(environment)
         # Built now, so that an unknown name is refused now; "auto" waits for the number of processes.
         self._strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":

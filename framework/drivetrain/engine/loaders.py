@@ -42,6 +42,11 @@ class Dealing:
     replace_sampler: bool
 
 
+def loader_method(kind: str) -> str:
+    """What the method is called that returns the loader(s) for ``kind``."""
+    return f"{_KINDS[kind]}_dataloader"
+
+
 def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
     """Return the loader(s) for ``kind`` ("train", "validate", "test", "predict"), or None where there are none.
 
@@ -50,7 +55,7 @@ def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: T
     Raises:
         ConfigurationError: loaders and a data module were both given.
     """
-    name = f"{_KINDS[kind]}_dataloader"
+    name = loader_method(kind)
     if given is not None and datamodule is not None:
         raise ConfigurationError(
             f"Both {kind} loaders and a datamodule were given.",

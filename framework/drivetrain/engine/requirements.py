@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from difflib import get_close_matches
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -29,8 +30,13 @@ def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
     if stage == "fit":
         for name, signature in _WRITE.items():
             if not is_overridden(name, module, TrainModule):
+                own = [known for kind in type(module).__mro__ if issubclass(kind, TrainModule) for known in vars(kind)]
+                close = get_close_matches(name, set(own) - set(dir(TrainModule)), n=1)
+                hint = f" It has {close[0]!r}, which nobody calls." if close else ""
                 raise ConfigurationError(
-                    f"{type(module).__name__} has no {name}.", "fit cannot train without it.", f"write {signature}."
+                    f"{type(module).__name__} has no {name}.{hint}",
+                    "fit cannot train without it.",
+                    f"write {signature}.",
                 )
     for loaders in (given.train, given.evaluate):
         for loader in _each(loaders):

@@ -6,8 +6,6 @@ import os
 
 import torch
 
-from drivetrain.errors import ConfigurationError
-
 
 def apply_switches(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> None:
     """Set what ``Fit(deterministic=, benchmark=, detect_anomaly=)`` ask for; None leaves torch's state alone."""
@@ -18,12 +16,6 @@ def apply_switches(deterministic: bool | str | None, benchmark: bool | None, det
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.benchmark = False
     if benchmark is not None:
-        if benchmark and deterministic:
-            raise ConfigurationError(
-                "benchmark=True with deterministic=True.",
-                "cudnn's benchmark picks algorithms by their speed, which differs from run to run.",
-                "drop one of them.",
-            )
         torch.backends.cudnn.benchmark = benchmark
     if detect_anomaly:
         torch.autograd.set_detect_anomaly(True)

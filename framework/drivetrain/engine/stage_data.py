@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.control import ControlPlane
 from drivetrain.data import BatchSource
-from drivetrain.engine.loaders import Dealing, Given, evaluation_sources, find_loaders, limit_of, training_source
+from drivetrain.engine.loaders import (
+    Dealing,
+    Given,
+    evaluation_sources,
+    find_loaders,
+    limit_of,
+    loader_method,
+    training_source,
+)
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
 from drivetrain.loops.evaluate import NAMES
@@ -110,7 +118,7 @@ class StageData:
             raise ConfigurationError(
                 f"{stage} was given no loader.",
                 "there is nothing to run on.",
-                f"pass dataloaders= to {stage}, a DataModule, or write the module's own loader method.",
+                f"pass dataloaders= to {stage}, a DataModule, or write {loader_method(stage)} in the module.",
             )
         step = f"{NAMES[stage]}_step"
         if stage != "predict" and not is_overridden(step, module, TrainModule):

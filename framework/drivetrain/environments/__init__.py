@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain.environments.detection import detect_environment, environment_by_name
+from drivetrain.environments.detection import check_environment_name, detect_environment, environment_by_name
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
@@ -21,6 +21,7 @@ __all__ = [
     "PlainEnvironment",
     "SlurmEnvironment",
     "TorchrunEnvironment",
+    "check_environment_name",
     "detect_environment",
     "environment_by_name",
 ]

@@ -42,14 +42,22 @@ def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -
     Raises:
         ConfigurationError: there is none of that name.
     """
+    check_environment_name(name)
     if name == "auto":
         return detect_environment(variables)
-    kinds = {kind.name: kind for kind in _ENVIRONMENTS}
-    if name not in kinds:
-        known = ["auto", *kinds]
+    return next(kind for kind in _ENVIRONMENTS if kind.name == name)(variables)
+
+
+def check_environment_name(name: object) -> None:
+    """Refuse a name that no environment has.
+
+    Raises:
+        ConfigurationError: names the nearest that one has.
+    """
+    known = ["auto", *(kind.name for kind in _ENVIRONMENTS)]
+    if name not in known:
         raise ConfigurationError(
-            f"environment={name!r} is unknown.{nearest(name, known)}",
+            f"environment={name!r} is unknown.{nearest(str(name), known)}",
             "it names who started the processes",
             f"one of {', '.join(known)}, or an Environment of your own",
         )
-    return kinds[name](variables)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.failure import Failure, RankFailedError, first_cause
-from drivetrain.launchers.choose import LAUNCHERS, Launcher, choose_launcher
+from drivetrain.launchers.choose import LAUNCHERS, Launcher, check_launcher, choose_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 from drivetrain.launchers.variables import suggested_threads
@@ -17,6 +17,7 @@ __all__ = [
     "RankFailedError",
     "SubprocessLauncher",
     "World",
+    "check_launcher",
     "choose_launcher",
     "current_world",
     "first_cause",

@@ -46,8 +46,22 @@ def choose_launcher(setting: str, num_local: int) -> Launcher:
                 'use launcher="forkserver", with what you defined moved into a module; or fork before that is used',
             )
         return FunctionLauncher("fork")
-    raise ConfigurationError(
-        f"launcher={setting!r} is unknown.{nearest(setting, LAUNCHERS)}",
+    raise _unknown(setting)
+
+
+def check_launcher(setting: object) -> None:
+    """Refuse the name of a launcher that does not exist.
+
+    Raises:
+        ConfigurationError: names the nearest that does.
+    """
+    if setting not in LAUNCHERS:
+        raise _unknown(setting)
+
+
+def _unknown(setting: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"launcher={setting!r} is unknown.{nearest(str(setting), LAUNCHERS)}",
         "it names how processes are started",
         f"one of {', '.join(LAUNCHERS)}",
     )

@@ -36,7 +36,8 @@ def canonical_name(setting: str | int) -> str:
         plain = str(setting).lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
         raise ConfigurationError(
             f"precision={setting!r} does not exist.{nearest(plain, [*_BUILDERS, *_SHORTHANDS])}",
-            fix=f"Use one of {', '.join(map(repr, _BUILDERS))}, or 64, 32, 'bf16', '16' for short.",
+            "It names the dtypes of parameters and arithmetic.",
+            f"Use one of {', '.join(map(repr, _BUILDERS))}, or 64, 32, 'bf16', '16' for short.",
         )
     return name
 
