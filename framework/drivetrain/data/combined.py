@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.data.feeds import sized
@@ -74,7 +75,17 @@ def is_collection(value: Any) -> bool:
     """Tell whether ``value`` is a collection of loaders rather than one iterable of batches."""
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list | tuple) and any(isinstance(entry, DataLoader | CombinedLoader) for entry in value)
+    return isinstance(value, list | tuple) and any(is_loader(entry) for entry in value)
+
+
+def is_loader(value: Any) -> bool:
+    """Tell whether ``value`` is a loader rather than a batch, which may well be iterable too."""
+    if isinstance(value, DataLoader | CombinedLoader):
+        return True
+    if isinstance(value, Tensor | Mapping | list | tuple | str | bytes) or not hasattr(value, "__iter__"):
+        return False
+    # A batch of a class of its own moves to a device, or turns into an array.
+    return not hasattr(value, "to") and not hasattr(value, "__array__")
 
 
 class CombinedSource:

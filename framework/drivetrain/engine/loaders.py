@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from drivetrain.data import BatchSource, CombinedLoader, DataModule, prepare_loader
+from drivetrain.data.combined import is_loader
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
 from drivetrain.module import TrainModule
@@ -135,10 +134,10 @@ def _is_several(loaders: Any) -> bool:
         return True
     return (
         isinstance(loaders, list | tuple)
-        and any(isinstance(loader, DataLoader | CombinedLoader | Mapping) or _is_several(loader) for loader in loaders)
+        and any(is_loader(loader) or isinstance(loader, Mapping) or _is_several(loader) for loader in loaders)
         and not any(isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in loaders)
     )
 
 
 def _holds_loaders(loaders: Mapping[Any, Any]) -> bool:
-    return any(isinstance(loader, DataLoader | CombinedLoader) for loader in loaders.values())
+    return any(is_loader(loader) for loader in loaders.values())
