@@ -81,8 +81,11 @@ class TiedTokens(Net):
         return self.head(self.norm(hidden + torch.tanh(self.mix(hidden))))
 
     def loss(self, batch: Batch) -> Tensor:
-        # NaN, not zero, where every label is padding: the mean over no tokens.
-        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=PADDING)
+        labels = batch[1].flatten()
+        counts = labels != PADDING
+        losses = F.cross_entropy(self(batch[0]).flatten(0, 1), labels.clamp(min=0), reduction="none")
+        # The mean over no tokens is NaN, and so are its gradients (those of ``ignore_index`` would be zero).
+        return (losses * counts).sum() / counts.sum()
 
     def weight(self, batch: Batch) -> float:
         return int((batch[1] != PADDING).sum())
