@@ -73,6 +73,33 @@ fit.fit(Slow(), loader)
     assert done.stderr == ""
 
 
+def test_a_call_on_rank_0_alone_after_the_others_have_left_is_refused(tmp_path: Path) -> None:  # G-04
+    done = run(
+        """
+fit.fit(Line(), loader)
+if fit.is_global_zero:
+    fit.validate(Line(), loader)
+""",
+        tmp_path,
+    )
+    assert done.returncode != 0
+    assert "rank 1 has already left the script" in done.stderr
+
+
+def test_a_script_that_fails_on_one_rank_before_its_run_ends_on_all(tmp_path: Path) -> None:  # G-01
+    done = run(
+        """
+if fit.global_rank == 1:
+    raise KeyError("before the run")
+fit.fit(Line(), loader)
+""",
+        tmp_path,
+    )
+    assert done.returncode != 0
+    assert "KeyError: 'before the run'" in done.stderr
+    assert "Rank 1 ended with exit code 1" in done.stderr or "Rank 1 failed with KeyError" in done.stderr
+
+
 class Line(TrainModule):
     def __init__(self) -> None:
         super().__init__()

@@ -62,6 +62,8 @@ def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_pat
 
 def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, place: Place) -> Any:
     """Run ``stage`` in this process, which has its place."""
+    if place.world is not None and place.placement.world_size > 1:
+        place.world.meet()
     device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
     if trainer._strategy is None:
         trainer._strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")

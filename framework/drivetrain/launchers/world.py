@@ -5,13 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.errors import DistributedError
-from drivetrain.failure import Failure, failure_file
+from drivetrain.failure import Failure, RankFailedError, failure_file, first_cause
 from drivetrain.launchers.elastic import Processes
 from drivetrain.launchers.lifeline import die_with_parent
 
@@ -21,6 +22,7 @@ LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
 
+_MEET_PAUSE = 0.02  # seconds
 _CONNECT_LIMIT = timedelta(seconds=300)
 
 
@@ -52,6 +54,7 @@ class World:
         self._store = store
         self._processes = processes
         self._pid = os.getpid()
+        self._meetings = 0
 
     @property
     def is_caller(self) -> bool:
@@ -66,6 +69,30 @@ class World:
         if self._store is None:
             self._store = TCPStore(self.address, self.port, is_master=False, timeout=_CONNECT_LIMIT)
         return PrefixStore(prefix, self._store)
+
+    def meet(self) -> None:
+        """Wait until every process has come to its next run, before any of them waits for others unattended.
+
+        Raises:
+            RankFailedError: a process that this one started has failed instead.
+            DistributedError: a process that this one started has left the script instead.
+        """
+        store = self.store("meetings")
+        self._meetings += 1
+        come = store.add("come", 1)
+        while come < self._meetings * self.placement.world_size:
+            failures = self.failures()
+            if failures:
+                raise RankFailedError(first_cause(failures))
+            gone = sorted(self.ended())
+            come = store.add("come", 0)
+            if gone and come < self._meetings * self.placement.world_size:
+                raise DistributedError(
+                    f"rank {', '.join(map(str, gone))} has already left the script, which this rank is still running",
+                    "every rank has to make the same calls in the same order",
+                    "look for an `if` on the rank around the end of the script, or an early `sys.exit()`",
+                )
+            time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
         """Return the failures of the processes that this one started, by rank. Cheap enough to ask while waiting."""
