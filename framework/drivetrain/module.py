@@ -166,6 +166,22 @@ class TrainModule(ModuleHooks, nn.Module):
         return 0 if trainer is None else trainer.local_rank
 
     @property
+    def device_mesh(self) -> Any:
+        """The run's `torch.distributed.device_mesh.DeviceMesh`, whose dimensions are reached by name.
+
+        Raises:
+            ConfigurationError: the strategy has none.
+        """
+        mesh = self.trainer.strategy.device_mesh
+        if mesh is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.device_mesh was read, and strategy {self.trainer.strategy.name!r} has none.",
+                "only strategies that spread parameters over ranks lay the ranks out in a mesh.",
+                "use FSDPStrategy, with tensor_parallel=n for the dimension 'tensor'.",
+            )
+        return mesh
+
+    @property
     def logger(self) -> Any:
         """The run's first logger, or None."""
         return self.trainer.logger
@@ -259,15 +275,8 @@ class TrainModule(ModuleHooks, nn.Module):
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
         """Within it only ``optimizer``'s parameters require gradients."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        others = [parameter for parameter in self.parameters() if parameter.requires_grad and id(parameter) not in held]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        try:
+        with self.trainer.strategy.training_only(optimizer):
             yield
-        finally:
-            for parameter in others:
-                parameter.requires_grad_(True)
 
     def clip_gradients(
         self,

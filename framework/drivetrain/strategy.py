@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
 
@@ -103,6 +103,16 @@ class Strategy(ABC):
         """Among how many ranks the data is dealt."""
         return self.world_size
 
+    @property
+    def speaks_for_data(self) -> bool:
+        """Whether this rank tells the others what it saw of its share, where several ranks read the same one."""
+        return True
+
+    @property
+    def device_mesh(self) -> Any:
+        """The `torch.distributed.device_mesh.DeviceMesh` of the run; None where the strategy has none."""
+        return None
+
     # Set-up
 
     def check(self, module: torch.nn.Module) -> None:
@@ -123,6 +133,9 @@ class Strategy(ABC):
     def setup_module(self, module: torch.nn.Module) -> StepRunner:
         """Move, convert and wrap ``module``; return the callable that every step runs through."""
 
+    def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers that were built before `setup_module` the parameters that took their parameters' places."""
+
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Take the optimizers and return the ones to step."""
         self.optimizers = list(optimizers)
@@ -142,6 +155,38 @@ class Strategy(ABC):
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``."""
         return nullcontext()
+
+    @contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        """Within it a backward adds exactly zero to every parameter's gradient, even where the loss is NaN.
+
+        Multiplying the loss by zero would not do: the mean over no items is NaN, and NaN times zero is NaN.
+        """
+        assert self.module is not None
+        handles = [
+            parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+            for parameter in self.module.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def training_only(self, optimizer: Any) -> Iterator[None]:
+        """Within it only ``optimizer``'s parameters require gradients; what ``toggled_optimizer`` does."""
+        assert self.module is not None
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        others = [one for one in self.module.parameters() if one.requires_grad and id(one) not in held]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a loss of shape ()."""

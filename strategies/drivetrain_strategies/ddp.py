@@ -10,56 +10,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from drivetrain.control import LocalControl
-from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.precision import Precision
-from drivetrain.strategy import StepRunner, Strategy
+from drivetrain.strategy import StepRunner
 from drivetrain_strategies import ddp_reducer
-from drivetrain_strategies.collectives import all_gather, broadcast, broadcast_together, reduce
 from drivetrain_strategies.comm_hooks import CommHook, register_comm_hook
+from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
 from drivetrain_strategies.placement import HomeDevice
-from drivetrain_strategies.process_group import ProcessGroup
+from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.sync_batchnorm import SyncBatchNormSwap
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-
-class _Rest:
-    """The dict that a step returned, carried through DDP untouched: it holds no tensor that DDP can see."""
-
-    __slots__ = ("output",)
-
-    def __init__(self, output: dict[str, Any]) -> None:
-        self.output = output
-
-
-class _Step(nn.Module):
-    """What DDP wraps: its forward is whatever step it is handed, so that every path through the module synchronises.
-
-    Of a dict it returns the loss alone, and the rest beside it. DDP plans a static graph from the outputs that it
-    finds, and in a dict of another class (a Hugging Face ``ModelOutput``) finds none: the ranks would part in silence.
-    And what only another output uses is not used, since nothing but the loss has a backward.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
-        output = step(*args)
-        if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
-            return output["loss"], _Rest(output)
-        return output
-
-
-class DDPStrategy(Strategy):
+class DDPStrategy(DistributedStrategy):
     """Data-parallel training on `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
@@ -91,7 +56,7 @@ class DDPStrategy(Strategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         sync_batchnorm: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(process_group_backend, timeout)
         if static_graph and find_unused_parameters:
             raise ConfigurationError(
                 "static_graph=True together with find_unused_parameters=True.",
@@ -107,8 +72,6 @@ class DDPStrategy(Strategy):
             self._options["bucket_cap_mb"] = bucket_cap_mb
         if broadcast_buffers is not None:
             self._options["broadcast_buffers"] = broadcast_buffers
-        self._group = ProcessGroup(process_group_backend, timeout)
-        self._store: Store | None = None
         self._home: HomeDevice | None = None
         self._swap: SyncBatchNormSwap | None = None
         self._ddp: DistributedDataParallel | None = None
@@ -121,17 +84,6 @@ class DDPStrategy(Strategy):
     def ddp_module(self) -> DistributedDataParallel | None:
         """The wrapper that is in use, or None outside a run."""
         return self._ddp
-
-    def bind(
-        self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
-    ) -> None:
-        super().bind(placement, device, precision)
-        self._store = store
-
-    def setup_environment(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.control = self._group.open(self.placement, self.device, self._store)
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
@@ -164,7 +116,7 @@ class DDPStrategy(Strategy):
         if self.static_graph is not None:
             options["static_graph"] = self.static_graph
         ddp = DistributedDataParallel(
-            _Step(module), find_unused_parameters=self.find_unused_parameters or self._manual, **options
+            StepModule(module), find_unused_parameters=self.find_unused_parameters or self._manual, **options
         )
         register_comm_hook(ddp, self.comm_hook)
         self._ddp = ddp
@@ -181,12 +133,7 @@ class DDPStrategy(Strategy):
             except RuntimeError as error:
                 ddp_reducer.explain(error, ddp)
                 raise
-            if type(output) is tuple and len(output) == 2 and type(output[1]) is _Rest:
-                loss, rest = output
-                if rest.output["loss"] is not loss:  # DDP put a node of its own behind it
-                    rest.output["loss"] = loss
-                return rest.output
-            return output
+            return whole_output(output)
 
         return run
 
@@ -221,23 +168,6 @@ class DDPStrategy(Strategy):
         self._first_window = False
         return self.precision.step(optimizer, closure)
 
-    def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
-        return reduce(tensor, op)
-
-    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        return all_gather(tensor, sync_grads)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        return broadcast(tensor, source)
-
-    def barrier(self) -> None:
-        self.control.barrier()
-
-    def sync_buffers(self, module: nn.Module) -> None:
-        buffers = list(module.buffers())
-        if buffers:
-            broadcast_together(buffers)
-
     def restore_module(self) -> None:
         if self._ddp is not None and self._plain:
             self._refuse_unused(self._ddp)  # in the last step; in any other the next forward would have told
@@ -252,9 +182,6 @@ class DDPStrategy(Strategy):
         if self._ddp is not None:
             ddp_reducer.let_go(self._ddp)
         self._ddp = None
-        self.module = None
-        self.optimizers = []
         self._home = None
         self._swap = None
-        self._group.close()
-        self.control = LocalControl()
+        super().teardown()

@@ -275,6 +275,7 @@ class Session:
 
     def _set_up_optimizers(self) -> None:
         optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
+        self.strategy.adopt_parameters(optimizers)
         check_optimizers(self.module, optimizers, self.schedulers, self.module.automatic_optimization)
         if not optimizers:
             logger.warning("configure_optimizers returned None: nothing will be trained.")

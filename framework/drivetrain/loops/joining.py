@@ -13,24 +13,6 @@ from torch import nn
 from drivetrain.metrics.store import MetricStore
 
 
-@contextmanager
-def without_gradient(module: nn.Module) -> Iterator[None]:
-    """Within it a backward adds exactly zero to every parameter's gradient, even where the loss is NaN.
-
-    Multiplying the loss by zero would not do: the mean over no items is NaN, and NaN times zero is NaN.
-    """
-    handles = [
-        parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class Joining:
     """A micro-batch for which this rank has no data, its hooks included, from here until `end`.
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.hooks import HookTable
-from drivetrain.loops.joining import leaving_no_trace, without_gradient
+from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.loops.optimizers import needs_closure
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.windows import MicroBatch
@@ -104,7 +104,7 @@ class ManualStep:
         self._scale = self._strategy.data_world_size / micro.ranks
         arguments = (micro.batch, batch_idx) if self._arguments is None else self._arguments(micro.batch, batch_idx)
         if micro.joins:
-            with leaving_no_trace(self._module, self._metrics), without_gradient(self._module):
+            with leaving_no_trace(self._module, self._metrics), self._strategy.without_gradient():
                 output = self._run(self._module.training_step, *arguments)
         else:
             output = self._run(self._module.training_step, *arguments)

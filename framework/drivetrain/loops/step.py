@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import HookTable
-from drivetrain.loops.joining import leaving_no_trace, without_gradient
+from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
@@ -151,7 +151,7 @@ class AutomaticStep:
         """Run a micro-batch that weighs nothing: a rank without data, or a batch without items."""
         sync = nullcontext() if micro.closes else self.strategy.gradient_sync(False)
         trace = leaving_no_trace(self.module, self._metrics) if micro.joins else nullcontext()
-        with sync, trace, without_gradient(self.module):
+        with sync, trace, self.strategy.without_gradient():
             return self.forward_backward(micro._replace(scale=1.0), batch_idx)
 
     def _rescale(self, window_weight: float) -> bool:
