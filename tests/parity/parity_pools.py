@@ -42,8 +42,8 @@ class Results:
 
 def run(candidate: Candidate, ranks: int) -> Results:
     """Run every job of ``candidate``, in this process where it takes one."""
-    # What is refused comes last: it is about what else could go wrong after it.
-    jobs = sorted(jobs_of(candidate, ranks), key=lambda job: job[0] in candidate.refuses)
+    # What is refused comes first: it must not show in what the same processes do afterwards (G-07).
+    jobs = sorted(jobs_of(candidate, ranks), key=lambda job: job[0] not in candidate.refuses)
     looks = not candidate.only
     if ranks == 1:
         by_rank = [_work(candidate.name, 1, jobs, looks)]

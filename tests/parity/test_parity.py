@@ -107,7 +107,7 @@ def test_training(cell: Cell, results: Run, references: Reference) -> None:
 
 @pytest.mark.parametrize("cell", REFUSED, ids=str, indirect=True)
 def test_refused_by_name(cell: Cell, results: Run) -> None:
-    # C-01, B-13: on every rank, and what came after it in the same processes went well
+    # C-01, B-13, G-07: on every rank; all that the same processes train after it is equal again
     for record in results(cell.candidate, cell.ranks).records[cell.job]:
         assert "ConfigurationError" in record.error
         assert cell.candidate.refuses[cell.job[0]] in record.error
