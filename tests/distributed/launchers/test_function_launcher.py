@@ -55,7 +55,9 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
     weight = torch.zeros(1 << 19)  # 2 MB: more than any pipe holds
     environment, threads = dict(os.environ), threading.active_count()
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
-    left = set(os.listdir(tempfile.gettempdir()))
+    temporary = tmp_path / "temporary"  # other runs on this machine come and go in the usual one
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     results = FunctionLauncher(method).launch_all(_TWO, _train, weight, "weight")
 
@@ -74,7 +76,7 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
     assert handlers == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
     assert current_world() is None
     assert not dist.is_initialized()
-    assert not {name for name in set(os.listdir(tempfile.gettempdir())) - left if name.startswith("drivetrain-")}
+    assert not [path for path in temporary.iterdir() if path.name.startswith("drivetrain-")]
 
 
 def _rank() -> str:
