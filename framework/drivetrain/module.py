@@ -326,7 +326,19 @@ class TrainModule(ModuleHooks, nn.Module):
         files = read_files(os.fspath(path))
         module = cls(**{**files.manifest["hyper_parameters"], **overrides})
         module.configure_model()
-        missing, unexpected = module.load_state_dict(files.all_weights(), strict=False)
+        weights, own = files.all_weights(), module.state_dict()
+        misshaped = [
+            f"{name} of shape {tuple(weights[name].shape)} for {tuple(tensor.shape)}"
+            for name, tensor in own.items()
+            if name in weights and weights[name].shape != tensor.shape
+        ]
+        if misshaped:
+            raise CheckpointError(
+                f"The weights of {os.fspath(path)!r} do not fit {cls.__name__}: {', '.join(misshaped[:10])}.",
+                "a tensor is taken as a whole or not at all.",
+                "build the module as it was trained; its hyper-parameters can be given by name.",
+            )
+        missing, unexpected = module.load_state_dict(weights, strict=False)
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"The weights of {os.fspath(path)!r} do not fit {cls.__name__}: "

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
 from drivetrain.checkpoint_files import CheckpointFiles, read_files, untied, write_files
 from drivetrain.errors import CheckpointError
 from drivetrain.module import TrainModule
+from drivetrain.optimizer_state import named_optimizer_state
 from drivetrain.strategy import Strategy
 
 
@@ -23,6 +25,7 @@ class PlainCheckpoint:
         strategy: gives and takes the states of module and optimizers.
         callbacks: whose states.
         progress: the counters.
+        optimizers: of the run, which the strategy has let go of once it is over.
         schedulers: the learning-rate schedulers' configurations.
     """
 
@@ -33,6 +36,7 @@ class PlainCheckpoint:
         strategy: Strategy,
         callbacks: Sequence[Callback],
         progress: Any,
+        optimizers: Sequence[Optimizer],
         schedulers: Sequence[Any],
     ) -> None:
         self._trainer = trainer
@@ -40,6 +44,7 @@ class PlainCheckpoint:
         self._strategy = strategy
         self._callbacks = callbacks
         self._progress = progress
+        self._optimizers = optimizers
         self._schedulers = schedulers
 
     def save(self, path: str, weights_only: bool = False) -> None:
@@ -66,7 +71,10 @@ class PlainCheckpoint:
                 extra: dict[str, Any] = {}
                 callback.on_save_checkpoint(self._trainer, module, extra)
                 manifest["callbacks"][callback.state_key] = {"state": callback.state_dict(), "extra": extra}
-            manifest["optimizers"] = [strategy.optimizer_state(index) for index in range(len(strategy.optimizers))]
+            if strategy.module is not None:
+                manifest["optimizers"] = [strategy.optimizer_state(index) for index in range(len(self._optimizers))]
+            else:
+                manifest["optimizers"] = [named_optimizer_state(module, one) for one in self._optimizers]
             manifest["schedulers"] = [config.scheduler.state_dict() for config in self._schedulers]
             manifest["precision"] = strategy.precision.state_dict()
         problem = None

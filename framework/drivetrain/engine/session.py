@@ -22,6 +22,7 @@ from drivetrain.engine.seeding import order_seed, seed_generators
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
+from drivetrain.errors import ConfigurationError
 from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
@@ -287,10 +288,18 @@ class Session:
 
     def save(self, path: str, weights_only: bool) -> None:
         """Write a checkpoint. Collective."""
+        if self.hooks is None and not weights_only:
+            raise ConfigurationError(
+                "save_checkpoint after a run that took place in other processes.",
+                "its optimizers' states ended with them; here are the trained weights.",
+                "save within the run, from a hook, or with weights_only=True.",
+            )
         self._checkpoint().save(path, weights_only)
 
     def _checkpoint(self) -> PlainCheckpoint:
-        return PlainCheckpoint(self.trainer, self.module, self.strategy, self.callbacks, self.progress, self.schedulers)
+        return PlainCheckpoint(
+            self.trainer, self.module, self.strategy, self.callbacks, self.progress, self.optimizers, self.schedulers
+        )
 
     # Reads
 

@@ -8,7 +8,8 @@ import torch
 
 
 def apply_switches(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> None:
-    """Set what ``Fit(deterministic=, benchmark=, detect_anomaly=)`` ask for; None leaves torch's state alone."""
+    """Switch gradients on, and what ``deterministic``, ``benchmark``, ``detect_anomaly`` ask for; None leaves it be."""
+    torch.set_grad_enabled(True)  # whoever calls fit under no_grad means to train all the same
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
         if deterministic:

@@ -12,6 +12,7 @@ from drivetrain.arguments import duration
 from drivetrain.engine.batches import Move, moved
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
+from drivetrain.loops.anomaly import AnomalyStep
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.closure_step import ClosureStep
 from drivetrain.loops.manual_step import ManualStep, OverriddenSteps
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 def build_training(session: Session, runner: StepRunner, move: Move | None) -> TrainLoop:
     """Return the loop that trains ``session``'s module."""
     trainer, metrics, strategy = session.trainer, session.metrics, session.strategy
+    step = _step(session, runner)
+    if trainer.detect_anomaly:
+        step = AnomalyStep(step, session.progress, strategy.rank)
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     module = session.module
@@ -40,7 +44,7 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
     data = session.data
     assert data is not None
     return TrainLoop(
-        step=_step(session, runner),
+        step=step,
         micro_batches=_micro_batches(session, move),
         hooks=session._hooks(),
         metrics=metrics,
