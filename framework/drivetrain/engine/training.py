@@ -164,7 +164,7 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
             pairs = islice(pairs, room)
         if ranks > 1 and (weigh is not None or not source.static):
             micro_batches = exchanged_windows(pairs, size, strategy.control, weigh, room)
-        elif ranks == 1 and size == 1:
+        elif ranks == 1 and size == 1 and weigh is None:
             micro_batches = single_windows(pairs)
         elif weigh is not None:
             micro_batches = weighed_windows(pairs, size, weigh)

@@ -52,7 +52,7 @@ Pairs = Iterator[tuple[Any, Share]]
 
 
 def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
-    """Windows of one micro-batch in one process: nothing depends on its weight."""
+    """Windows of one micro-batch in one process, whose module gives it no weight of its own: nothing depends on it."""
     for batch, share in pairs:
         samples = share.samples
         yield MicroBatch(batch, samples, samples, 1.0, samples, samples, 1, True, True)
