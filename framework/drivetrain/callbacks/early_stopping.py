@@ -85,9 +85,10 @@ class EarlyStopping(Callback):
         self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.wait_count = 0
-        self.best_score = math.inf if mode == "min" else -math.inf
+        self.best_score = math.inf
         self.stopped_epoch = 0
         self.stopping_reason: str | None = None
+        self._begin()
         self._at_epoch_end = True
         self._fitting = False
         self._warned = False
@@ -126,8 +127,16 @@ class EarlyStopping(Callback):
         self.stopping_reason = state_dict["stopping_reason"]
 
     def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
-        """Evaluation outside a `fit` is none of our business."""
+        """Begin afresh; evaluation outside a `fit` is none of our business."""
         self._fitting = stage == "fit"
+        if self._fitting:
+            self._begin()  # what a checkpoint held comes after this
+
+    def _begin(self) -> None:
+        self.wait_count = 0
+        self.best_score = math.inf if self.mode == "min" else -math.inf
+        self.stopped_epoch = 0
+        self.stopping_reason = None
 
     def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
         """Settle when to check."""

@@ -88,8 +88,10 @@ class Timer(Callback):
     # The run
 
     def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
-        """A validation within `fit` is part of training's time."""
+        """Begin afresh; a validation within `fit` is part of training's time."""
         self._fitting = stage == "fit"
+        if self._fitting:
+            self._spent = dict.fromkeys(self._spent, 0.0)  # what a checkpoint held comes after this
 
     def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
         """Stop what a failure left running."""

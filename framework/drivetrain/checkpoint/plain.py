@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,10 +68,10 @@ class PlainCheckpoint:
             module.on_save_checkpoint(own)
             manifest["module"] = own
             manifest["callbacks"] = {}
-            for callback in self._callbacks:
+            for key, callback in self._keyed():
                 extra: dict[str, Any] = {}
                 callback.on_save_checkpoint(self._trainer, module, extra)
-                manifest["callbacks"][callback.state_key] = {"state": callback.state_dict(), "extra": extra}
+                manifest["callbacks"][key] = {"state": callback.state_dict(), "extra": extra}
             if strategy.module is not None:
                 manifest["optimizers"] = [strategy.optimizer_state(index) for index in range(len(self._optimizers))]
             else:
@@ -111,8 +112,16 @@ class PlainCheckpoint:
         self._strategy.precision.load_state_dict(manifest["precision"])
         self._progress.load_state_dict(manifest["progress"])
         self._module.on_load_checkpoint(manifest["module"])
-        for callback in self._callbacks:
-            saved = manifest["callbacks"].get(callback.state_key)
+        for key, callback in self._keyed():
+            saved = manifest["callbacks"].get(key)
             if saved is not None:
                 callback.load_state_dict(saved["state"])
                 callback.on_load_checkpoint(self._trainer, self._module, saved["extra"])
+
+    def _keyed(self) -> Iterator[tuple[str, Callback]]:
+        """Each callback by its state key; those that do not tell themselves apart are told by their order."""
+        count: Counter[str] = Counter()
+        for callback in self._callbacks:
+            key = callback.state_key
+            count[key] += 1
+            yield key if count[key] == 1 else f"{key}#{count[key]}", callback

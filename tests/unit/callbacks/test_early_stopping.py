@@ -13,10 +13,14 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.testing import run_distributed
 
 
-def _drive(callback: EarlyStopping, values: list[float], key: str = "val_loss") -> tuple[int | None, Run]:
-    """Feed one value an epoch; return the epoch it stopped in, and the run."""
+def _drive(
+    callback: EarlyStopping, values: list[float], key: str = "val_loss", state: dict[str, Any] | None = None
+) -> tuple[int | None, Run]:
+    """Feed one value an epoch, after ``state`` of a checkpoint; return the epoch it stopped in, and the run."""
     run: Any = Run()
     callback.setup(run, None, "fit")
+    if state is not None:
+        callback.load_state_dict(state)
     callback.on_train_start(run, None)
     for epoch, value in enumerate(values):
         run.current_epoch = epoch
@@ -126,8 +130,7 @@ def test_its_state_goes_on_where_it_was() -> None:
     first = EarlyStopping("val_loss", patience=3)
     _drive(first, [1.0, 0.5, 0.6, 0.7])
     second = EarlyStopping("val_loss", patience=3)
-    second.load_state_dict(first.state_dict())
-    epoch, _ = _drive(second, [0.6])
+    epoch, _ = _drive(second, [0.6], state=first.state_dict())
     assert epoch == 0
     assert second.best_score == 0.5
 

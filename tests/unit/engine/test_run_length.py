@@ -12,6 +12,7 @@ import torch
 from engine_case import Tiny, fit, loader, numbers, stream
 
 from drivetrain import Callback, ConfigurationError
+from drivetrain.callbacks import EarlyStopping
 from drivetrain.loggers import CSVLogger
 
 
@@ -324,6 +325,17 @@ def test_a_second_fit_on_one_object_starts_afresh(tmp_path: Path) -> None:
     runner.fit(second, loader(8))
     assert (runner.global_step, runner.current_epoch, runner.samples_seen) == (6, 1, 12)
     assert first.seen == second.seen
+
+
+def test_early_stopping_starts_afresh_too(tmp_path: Path) -> None:
+    class Stuck(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val_loss", 1.0)
+
+    runner = fit(tmp_path, max_epochs=9, callbacks=EarlyStopping("val_loss", patience=2))
+    for _ in range(2):
+        runner.fit(Stuck(), loader(4), loader(4))
+        assert runner.current_epoch == 3
 
 
 def test_every_sample_once_an_epoch_in_another_order_each(tmp_path: Path) -> None:

@@ -203,3 +203,26 @@ class TestCheckpoints:
 
         fit(tmp_path, callbacks=SaveAt(2, tmp_path / "c")).fit(Trained(), regression())
         fit(tmp_path).fit(Validating(), regression(), regression(), ckpt_path=tmp_path / "c")
+
+    def test_two_callbacks_of_one_class_do_not_collide(self, tmp_path: Path) -> None:
+        """F-12, also where they do not say what tells them apart."""
+
+        class Counting(Callback):
+            def __init__(self, start: int) -> None:
+                self.count = start
+
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.count += 1
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"count": self.count}
+
+            def load_state_dict(self, state_dict: Any) -> None:
+                self.count = state_dict["count"]
+
+        runner = fit(tmp_path, callbacks=[Counting(10), Counting(20)])
+        runner.fit(Trained(), regression())
+        runner.save_checkpoint(tmp_path / "c")
+        resumed = [Counting(0), Counting(0)]
+        fit(tmp_path, max_epochs=2, callbacks=resumed).fit(Trained(), regression(), ckpt_path=tmp_path / "c")
+        assert [callback.count for callback in resumed] == [22, 32]
