@@ -71,6 +71,7 @@ def main() -> None:
     train, held_out = load_data()
     stopping = EarlyStopping(monitor="val_loss", patience=5)
     fit = Fit(**vars(options), callbacks=[stopping], seed=0, log_every_n_steps=10)
+    torch.manual_seed(0)
     model = Classifier()
     fit.fit(model, DataLoader(train, batch_size=32, shuffle=True), DataLoader(held_out, batch_size=128))
 

@@ -77,6 +77,7 @@ def main() -> None:
 
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
     fit = Fit(**vars(options), seed=0)
+    torch.manual_seed(0)
     model = GAN()
     fit.fit(model, DataLoader(images, batch_size=64 // options.devices, shuffle=True, drop_last=True))
     real, fake = images.mean(0), model(1000).detach().mean(0)

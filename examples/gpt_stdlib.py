@@ -101,6 +101,7 @@ def main() -> None:
     logger, meter = CSVLogger("runs", "gpt_stdlib"), ThroughputMonitor()
     callbacks = [meter, LearningRateMonitor()]
     fit = Fit(**vars(options), gradient_clip_val=1.0, seed=1, logger=logger, callbacks=callbacks)
+    torch.manual_seed(1)
     model = GPT()
 
     (before,) = fit.validate(model, val_loader, verbose=False)
