@@ -90,6 +90,7 @@ class FunctionLauncher:
                 port,
                 dict(os.environ),
                 os.getcwd(),
+                multiprocessing.get_start_method(allow_none=True),
             )
             for local_rank in range(placement.local_world_size)
         ]
@@ -161,6 +162,7 @@ class _Job:
     port: int
     variables: dict[str, str]
     folder: str
+    workers_method: str | None
 
 
 def _run(job: _Job, work: _Call | bytes) -> bytes:
@@ -181,13 +183,17 @@ def _run(job: _Job, work: _Call | bytes) -> bytes:
 
 
 def _restore_surroundings(job: _Job) -> None:
-    """Take on the caller's variables and folder: the fork server's are of the moment when it was started."""
+    """Take on the caller's variables and folder: the fork server's are of the moment when it was started.
+
+    And the way that its processes start theirs, a DataLoader's workers: each would import torch anew, for seconds.
+    """
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
     os.environ.update(job.variables)
     os.environ.update(torchrun_variables(job.placement, job.address, job.port))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(job.folder)
+    multiprocessing.set_start_method(job.workers_method, force=True)
 
 
 def _load(work: bytes) -> _Call:

@@ -97,9 +97,13 @@ class EvaluateLoop:
                 hook()
             for hook in getattr(hooks, f"on_{name}_epoch_start"):
                 hook()
+            had_data = []
             for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
+                metrics.had_data = False
                 self._evaluate(index, source, limit)
+                had_data.append(metrics.had_data)
+            metrics.had_data = all(had_data)
             metrics.dataloader_idx = None
             results = self._reduce()
             epoch_end = getattr(hooks, f"on_{name}_epoch_end")

@@ -39,6 +39,7 @@ class Entry:
         "operation",
         "options",
         "prog_bar",
+        "reduced",
         "result",
         "sync_dist",
         "total",
@@ -74,6 +75,7 @@ class Entry:
         self.attribute = attribute
         self._loader = loader
         self.last: torch.Tensor | float | None = None
+        self.reduced: torch.Tensor | float | None = None  # what `last` was made by the last reduction over ranks
         self.result: torch.Tensor | None = None
         self.fresh = False
         self.reset()

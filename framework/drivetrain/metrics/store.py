@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.metrics.entry import Entry
-from drivetrain.metrics.packing import gather_packed, to_host
+from drivetrain.metrics.packing import Part, gather_packed, to_host
 from drivetrain.transfer import first_dimension
 
 _OPERATIONS: dict[Any, str] = {
@@ -51,7 +51,7 @@ class MetricStore:
         """Its samples, where the sampler knows them."""
         self.dataloader_idx: int | None = None
         self.had_data = False
-        """Whether this rank had a sample of its own in the stage's epoch."""
+        """Whether this rank had a sample of its own in the stage's epoch; of every loader, where there are several."""
         self._had_data: dict[str | None, bool] = {}
         self._values: dict[str, torch.Tensor | float] = {}
 
@@ -72,14 +72,14 @@ class MetricStore:
         metric_attribute: str | None,
     ) -> None:
         """Take one value; see `TrainModule.log`."""
-        if self.muted:
-            return
         if self.dataloader_idx is not None and add_dataloader_idx:
             name = f"{name}/dataloader_idx_{self.dataloader_idx}"
         options = (on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist)
         entry = self.entries.get(name)
         if entry is None or entry.options != options:
             entry = self._open(name, value, options, entry, metric_attribute)
+        if self.muted:
+            return  # the key is known all the same: ranks with data will reduce it together with this one
         if entry.metric is not None:
             self._record_metric(entry, value)
             return
@@ -106,8 +106,10 @@ class MetricStore:
             entry.accumulate(value, self._weight() if batch_size is None else batch_size)
 
     def _weight(self) -> float:
+        if self.batch is None:
+            return 1  # logged between micro-batches: what the last one held has nothing to do with it
         if self.samples is None:
-            self.samples = 1 if self.batch is None else first_dimension(self.batch)
+            self.samples = first_dimension(self.batch)
         return self.samples
 
     def _record_metric(self, entry: Entry, metric: Any) -> None:
@@ -232,15 +234,14 @@ class MetricStore:
         split = 2 * len(shared)
         if together:
             keys = [
-                *(_key(entry) for entry in shared),
+                *(_key(entry.epoch_name, entry) for entry in shared),
                 *(
                     f"{entry.epoch_name}\tmetric\t{entry.attribute}"
                     for entry in metrics
                     if entry.sync_dist is not False
                 ),
             ]
-            takes_part = self.had_data or bool(keys)
-            keys, table = gather_packed(self.control, keys, numbers[:split], takes_part)
+            keys, table = gather_packed(self.control, keys, numbers[:split], self._part(keys))
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
@@ -282,14 +283,26 @@ class MetricStore:
             (entry for entry in self.entries.values() if entry.on_step and entry.sync_dist and entry.metric is None),
             key=lambda entry: entry.name,
         )
-        if not synced or self.control.world_size == 1:
+        # Asked of all: a rank that logged none of them would go on into the next step, and wait there.
+        if self.control.world_size == 1 or self.control.agree("a flush of step values", bool(synced)) == (0,):
             return
-        self.control.agree("the reduction of step values (sync_dist=True)")
-        numbers = to_host([0.0 if entry.last is None else entry.last for entry in synced])
-        interleaved = [part for number in numbers for part in (number, 1.0)]
-        _, table = gather_packed(self.control, [_key(entry) for entry in synced], interleaved, True)
-        for position, entry in enumerate(synced):
-            entry.last = float(_reduce(entry.operation, table[:, 2 * position], table[:, 2 * position + 1]))
+        came = [entry.last is not entry.reduced for entry in synced]
+        values = [entry.last if here else 0.0 for entry, here in zip(synced, came, strict=True)]
+        numbers = zip(to_host(values), came, strict=True)  # type: ignore[arg-type]
+        keys = [_key(entry.name, entry) for entry in synced]
+        keys, table = gather_packed(
+            self.control, keys, [part for number, here in numbers for part in (number, float(here))], self._part(keys)
+        )
+        for entry in synced:
+            column = 2 * keys.index(_key(entry.name, entry))
+            if bool(table[:, column + 1].any()):
+                entry.last = entry.reduced = float(_reduce(entry.operation, table[:, column], table[:, column + 1]))
+                entry.fresh = True
+
+    def _part(self, keys: Sequence[str]) -> Part:
+        if self.had_data:
+            return Part.WHOLE
+        return Part.SOME if keys else Part.NONE
 
     # What users read
 
@@ -350,8 +363,8 @@ def is_metric(value: Any) -> bool:
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
 
 
-def _key(entry: Entry) -> str:
-    return f"{entry.epoch_name}\t{entry.operation}\t"
+def _key(name: str, entry: Entry) -> str:
+    return f"{name}\t{entry.operation}\t"
 
 
 def _compute(name: str, metric: Any, together: bool) -> torch.Tensor:

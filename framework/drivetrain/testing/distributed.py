@@ -89,6 +89,7 @@ def run_distributed(
                     timeout,
                     folder,
                     os.getpid(),
+                    multiprocessing.get_start_method(allow_none=True),
                 )
                 process = context.Process(target=_work, args=(job, theirs), name=f"rank-{rank}")
                 workers.append(_Worker(rank, process, ours))
@@ -121,6 +122,7 @@ class _Job:
     timeout: float
     folder: str
     caller: int
+    start_method: str | None
 
 
 def _work(job: _Job, pipe: Connection) -> None:
@@ -129,6 +131,8 @@ def _work(job: _Job, pipe: Connection) -> None:
     os.environ.clear()
     os.environ.update(job.variables)
     torch.set_num_threads(1)
+    # Else the workers of a DataLoader would come from a fork server too, of their own, which imports torch anew.
+    multiprocessing.set_start_method(job.start_method, force=True)
     pipe.send("started")
     with open(_stack_file(job.folder, job.rank), "w") as stacks:
         faulthandler.dump_traceback_later(job.timeout, file=stacks)

@@ -1,0 +1,601 @@
+"""Data that divides by nothing, on several ranks: joining, weights, evaluation, metrics. Rows B-04, B-10 to B-16."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from small_runs import (
+    FEATURES,
+    Regression,
+    data,
+    failing,
+    global_batches,
+    loader,
+    quiet,
+    train_by_hand,
+    weights,
+)
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from drivetrain.callbacks import ReplicaCheck
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DDPStrategy
+
+TIGHT = {"atol": 1e-6, "rtol": 1e-5}
+
+
+# Lockstep and joining
+
+
+class Watched(Regression):
+    """Has a buffer, a metric and a batch norm, logs in every way, and talks to other ranks in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES, momentum=0.5, affine=False)
+        self.register_buffer("count", torch.zeros(()))
+        self.mean = torchmetrics.MeanMetric()
+        self.said: list[tuple[str, int, bool, int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        if len(x) > 1:
+            self.norm(x)
+        self.count += len(x)
+        self.mean.update(x[:, 0])
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("samples", len(x), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", float(x.max()), on_step=False, on_epoch=True, reduce_fx="max")
+        self.say("step", batch_idx)
+        return self.loss(batch)
+
+    def say(self, what: str, batch_idx: int) -> None:
+        gathered = self.all_gather(torch.tensor(batch_idx))
+        assert gathered.tolist() == [batch_idx] * self.trainer.world_size  # every rank makes the same calls
+        self.said.append((what, batch_idx, self.trainer.joining, self.trainer.micro_batches))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.say("start", batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("hooks", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.say("end", batch_idx)
+
+
+def _joining() -> dict[str, Any]:
+    module = Watched()
+    trainer = quiet(strategy="ddp", callbacks=ReplicaCheck(1, buffers=False))
+    # 17 = 4 * 4 + 1: the last micro-batch has a sample for rank 0 alone.
+    trainer.fit(module, loader(17, 4))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "weights": weights(module.net),
+        "said": module.said,
+        "metrics": metrics,
+        "count": float(module.count),
+        "seen": trainer.samples_seen,
+        "running": module.norm.running_mean,
+    }
+
+
+def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B-12, B-14
+    ranks = run_distributed(_joining, 4, process_group=None)
+    x = data(17).tensors[0]
+    reference = weights(train_by_hand(Regression(), global_batches(17, 16)).net)
+    for rank, found in enumerate(ranks):
+        torch.testing.assert_close(found["weights"], reference, **TIGHT)
+        assert found["seen"] == 17
+        assert found["metrics"]["samples"] == 17
+        assert found["metrics"]["hooks"] == 4 + 1  # four ranks, then one: a joiner's do not count
+        assert found["metrics"]["largest"] == pytest.approx(float(x.max()))
+        assert found["metrics"]["mean"] == pytest.approx(float(x[:, 0].mean()), abs=1e-6)
+        assert found["count"] == 5  # rank 0's buffers, at the end: its four samples and the last one
+        for what, batch_idx, joining, _ in found["said"]:
+            assert joining == (rank > 0 and batch_idx == 1), (what, batch_idx)
+        assert [said[:2] for said in found["said"]] == [
+            (what, index) for index in (0, 1) for what in ("start", "step", "end")
+        ]
+
+
+class NaNForOne(Regression):
+    """Its loss over one sample is not a number, as the variance of one is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * float("nan") if self.trainer.joining else loss
+
+
+class Tokens(Regression):
+    """Weighs a sample by its first feature; some batches weigh nothing."""
+
+    def weight(self, batch: Any) -> torch.Tensor:
+        return (batch[0][:, 0] > 0).float()
+
+    def batch_weight(self, batch: Any) -> torch.Tensor:
+        return self.weight(batch).sum()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return ((self.net(x) - y).square()[:, 0] * self.weight(batch)).sum() / self.weight(batch).sum()
+
+
+class Stream(IterableDataset[Any]):
+    """As many batches of a rank's own as it is told to give."""
+
+    def __init__(self, counts: tuple[int, ...], sizes: tuple[int, ...] = (4, 4), length: bool = False) -> None:
+        self.counts = counts
+        self.sizes = sizes
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        rank = dist.get_rank()
+        batches = part_of(rank, self.counts, self.sizes)
+        yield from batches
+
+
+def part_of(rank: int, counts: tuple[int, ...], sizes: tuple[int, ...]) -> list[Any]:
+    x, y = data(64).tensors
+    start = rank * 32
+    size = sizes[rank]
+    return [
+        (x[start + index * size : start + (index + 1) * size], y[start + index * size : start + (index + 1) * size])
+        for index in range(counts[rank])
+    ]
+
+
+def _weighted() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    module = NaNForOne()
+    quiet(strategy="ddp").fit(module, loader(17, 4))
+    found["nan"] = weights(module)
+    for window in (1, 3):
+        tokens = Tokens()
+        quiet(strategy="ddp", accumulate_grad_batches=window, callbacks=ReplicaCheck(1)).fit(tokens, loader(37, 2))
+        found[f"tokens, {window}"] = weights(tokens)
+    for name, stream, settings in (
+        ("uneven", Stream((5, 3)), {}),
+        ("uneven, accumulated", Stream((5, 3)), {"accumulate_grad_batches": 2}),
+        ("sizes", Stream((3, 3), (4, 2)), {}),
+        ("limited", Stream((5, 3)), {"limit_train_batches": 4}),
+        ("epochs", Stream((2, 4)), {"max_epochs": 2, "accumulate_grad_batches": 3}),
+    ):
+        module = Regression()
+        trainer = quiet(**{"strategy": "ddp", "callbacks": ReplicaCheck(1), **settings})
+        trainer.fit(module, DataLoader(stream, batch_size=None))
+        found[name] = (weights(module), trainer.global_step, trainer.samples_seen, trainer.micro_batches)
+    with failing() as found["none"]:
+        quiet(strategy="ddp").fit(Regression(), DataLoader(Stream((3, 0)), batch_size=None))
+    with failing() as found["none at all"]:
+        quiet(strategy="ddp").fit(Regression(), DataLoader(Stream((0, 0)), batch_size=None))
+    module = Regression()
+    quiet(strategy="ddp").fit(module, loader(16, 4))
+    found["afterwards"] = weights(module)
+    return found
+
+
+def _stream_reference(
+    counts: tuple[int, int], sizes: tuple[int, int] = (4, 4), window: int = 1, limit: int = 99, epochs: int = 1
+) -> torch.Tensor:
+    parts = [part_of(rank, counts, sizes)[:limit] for rank in range(2)]
+    length = max(map(len, parts))
+    batches = []
+    for start in range(0, length, window):
+        pieces = [batch for part in parts for batch in part[start : start + window]]
+        batches.append(tuple(torch.cat([piece[position] for piece in pieces]) for position in range(2)))
+    return weights(train_by_hand(Regression(), batches * epochs))
+
+
+def _tokens_by_hand(size: int) -> torch.Tensor:
+    module = Tokens()
+    heavy = [batch for batch in global_batches(37, size) if float(module.batch_weight(batch))]
+    return weights(train_by_hand(module, heavy))
+
+
+def test_windows_are_weighted_over_uneven_ranks() -> None:  # B-02, B-03, B-04, B-21
+    ranks = run_distributed(_weighted, 2, process_group=None)
+    streams = {
+        "uneven": (_stream_reference((5, 3)), 5, 32, 5),
+        "uneven, accumulated": (_stream_reference((5, 3), window=2), 3, 32, 5),
+        "sizes": (_stream_reference((3, 3), (4, 2)), 3, 18, 3),
+        "limited": (_stream_reference((5, 3), limit=4), 4, 28, 4),
+        "epochs": (_stream_reference((2, 4), window=3, epochs=2), 4, 48, 8),
+    }
+    for found in ranks:
+        torch.testing.assert_close(found["nan"], weights(train_by_hand(Regression(), global_batches(17, 8))), **TIGHT)
+        for window in (1, 3):
+            torch.testing.assert_close(found[f"tokens, {window}"], _tokens_by_hand(4 * window), **TIGHT)
+        for name, (reference, steps, samples, micro_batches) in streams.items():
+            trained, *counted = found[name]
+            torch.testing.assert_close(trained, reference, msg=lambda text, name=name: f"{name}: {text}", **TIGHT)
+            assert counted == [steps, samples, micro_batches], name
+        assert "gave no batch" in found["none"]["text"], found["none"]
+        assert "gave no batch" in found["none at all"]["text"]
+        torch.testing.assert_close(
+            found["afterwards"], weights(train_by_hand(Regression(), global_batches(16, 8))), **TIGHT
+        )
+    assert ranks[1]["none"]["type"] == "ConfigurationError"
+    assert ranks[0]["none"]["type"] == "RankFailedError"
+    assert "Rank 1" in ranks[0]["none"]["text"]
+
+
+# Evaluation
+
+
+class Measured(Regression):
+    """Logs every kind of value in evaluation, and predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.batches = 0
+
+    def measure(self, batch: Any) -> None:
+        x, y = batch
+        self.batches += 1
+        predicted = self.net(x)
+        self.error.update(predicted, y)
+        self.log("mse", nn.functional.mse_loss(predicted, y))
+        self.log("error", self.error)
+        self.log("count", len(x), reduce_fx="sum")
+        self.log("least", predicted.min(), reduce_fx="min")
+        self.log("own", float(len(x)), sync_dist=False, reduce_fx="sum")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.measure(batch)
+
+    def on_test_epoch_end(self) -> None:
+        self.log("rank", float(self.global_rank))
+        self.log("twice", 2.0, reduce_fx="sum")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0]
+
+
+class Different(Regression):
+    """Logs a key of its own on one rank."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("both", 1.0)
+        if self.global_rank == 1:
+            self.log("only_here", 1.0)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 0:
+            self.log("nothing_elsewhere", 1.0)
+
+
+def _evaluated(sizes: tuple[int, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for samples in sizes:
+        module = Measured()
+        (found[f"test {samples}"],) = quiet(strategy="ddp").test(module, loader(samples, 4), verbose=False)
+        found[f"batches {samples}"] = module.batches
+        found[f"reset {samples}"] = int(module.error.total)
+        found[f"predict {samples}"] = torch.cat(quiet(strategy="ddp").predict(module, loader(samples, 4, shuffle=True)))
+    two = quiet(strategy="ddp").validate(Measured(), [loader(9, 4), loader(3, 4)], verbose=False)
+    found["two loaders"] = two
+    with failing() as found["keys"]:
+        quiet(strategy="ddp").validate(Different(), loader(32, 4), verbose=False)
+    with failing() as found["no keys"]:
+        quiet(strategy="ddp").test(Different(), loader(32, 4), verbose=False)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_evaluation_counts_every_sample_once(world_size: int) -> None:  # B-04, B-12, B-14
+    sizes = (1, 2, 3, 17, 33) if world_size == 4 else (1, 2, 17)
+    ranks = run_distributed(_evaluated, world_size, sizes)
+    for samples in sizes:
+        x, y = data(samples).tensors
+        with torch.no_grad():
+            predicted = Regression().net(x)
+        mse = float(nn.functional.mse_loss(predicted, y))
+        busy = min(samples, world_size)
+        for rank, found in enumerate(ranks):
+            result = found[f"test {samples}"]
+            assert set(result) - {"own"} == {"mse", "error", "count", "least", "rank", "twice"}, (samples, rank, result)
+            assert result["mse"] == pytest.approx(mse, rel=1e-5)
+            assert result["error"] == pytest.approx(mse, rel=1e-5)
+            assert result["count"] == samples
+            assert result["least"] == pytest.approx(float(predicted.min()), rel=1e-5)
+            # What a hook logs once on every rank weighs one on every rank, whatever the last batch held.
+            assert result["rank"] == pytest.approx((world_size - 1) / 2), (samples, rank)
+            assert result["twice"] == 2 * world_size
+            assert (found[f"batches {samples}"] > 0) == (rank < busy)
+            assert found[f"reset {samples}"] == 0
+            assert torch.equal(found[f"predict {samples}"], x)
+        assert sum(found[f"test {samples}"].get("own", 0.0) for found in ranks) == samples
+    for found in ranks:
+        first, second = found["two loaders"]
+        assert first["count/dataloader_idx_0"] == 9
+        assert second["count/dataloader_idx_1"] == 3
+        assert found["keys"]["type"] == found["no keys"]["type"] == "DistributedError"
+        others = [0, *range(2, world_size)]
+        assert f"'only_here' on rank(s) [1] and not on {others}" in found["keys"]["text"]
+        assert f"'nothing_elsewhere' on rank(s) [0] and not on {[*range(1, world_size)]}" in found["no keys"]["text"]
+
+
+class ByEpoch(Regression):
+    """Logs a torchmetrics object in training, by step and by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.results: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean(batch[0][:, 0])
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("synced", float(self.global_rank), sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.results.append(float(self.trainer.callback_metrics["mean_epoch"]))
+
+
+class Stepwise(Regression):
+    """Logs a value to be reduced at a flush; on some ranks, and in some steps, only."""
+
+    def __init__(self, ranks: tuple[int, ...] = (0, 1), every: int = 1) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.every = every
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank in self.ranks and batch_idx % self.every == 0:
+            self.log("sum", 1.0, sync_dist=True, reduce_fx="sum")
+        return self.loss(batch)
+
+
+def _stepwise() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module, samples in (
+        ("all", Stepwise(), 64),
+        ("seldom", Stepwise(every=4), 64),
+        ("rank 1 joins", Stepwise(), 1),
+        ("rank 1 joins at last", Stepwise(), 9),
+    ):
+        trainer = quiet(strategy="ddp", log_every_n_steps=1)
+        trainer.fit(module, loader(samples, 4))
+        found[name] = float(trainer.callback_metrics["sum"])
+    for name, ranks in (("rank 0", (0,)), ("rank 1", (1,))):
+        with failing() as found[name]:
+            quiet(strategy="ddp", log_every_n_steps=1).fit(Stepwise(ranks), loader(64, 4))
+    return found
+
+
+def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
+    for found in run_distributed(_stepwise, 2, process_group=None):
+        assert found["all"] == 2.0
+        assert found["seldom"] == 2.0  # and not doubled at each flush after it
+        assert found["rank 1 joins"] == 1.0
+        assert found["rank 1 joins at last"] == 1.0
+        for name, other in (("rank 0", 1), ("rank 1", 0)):
+            assert f"'sum' on rank(s) [{1 - other}] and not on [{other}]" in found[name]["text"], found[name]
+
+
+def _by_epoch() -> dict[str, Any]:
+    module = ByEpoch()
+    trainer = quiet(strategy="ddp", max_epochs=3, log_every_n_steps=1, seed=3)
+    trainer.fit(module, loader(34, 4))
+    return {
+        "results": module.results,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def test_metrics_of_an_epoch_are_over_all_ranks_and_start_anew() -> None:  # B-12, B-14
+    ranks = run_distributed(_by_epoch, 2, process_group=None)
+    exact = float(data(34).tensors[0][:, 0].mean())
+    for found in ranks:
+        assert found["results"] == pytest.approx([exact] * 3, abs=1e-6)
+        assert found["metrics"]["synced"] == 0.5
+    assert ranks[0]["metrics"]["loss_epoch"] == ranks[1]["metrics"]["loss_epoch"]
+
+
+# B-10, B-11: draws and order
+
+
+class Drawing(Dataset[Any]):
+    """A sample is its index and what the worker draws for it."""
+
+    def __len__(self) -> int:
+        return 42
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return torch.tensor([float(index), *drawn])
+
+
+class Collecting(Regression):
+    """Keeps what it is given, by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: dict[int, list[torch.Tensor]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.joining:
+            self.got.setdefault(self.current_epoch, []).append(batch.clone())
+        return self.net(batch[:, :1].expand(-1, FEATURES)).square().mean() * 1e-6
+
+
+def _drawn(batch_size: int, cases: int) -> dict[str, Any]:
+    found = {}
+    for name, workers, persistent in (("one", 1, False), ("two, persistent", 2, True))[:cases]:
+        module = Collecting()
+        loaders = DataLoader(
+            Drawing(), batch_size=batch_size, shuffle=True, num_workers=workers, persistent_workers=persistent
+        )
+        quiet(max_epochs=2, seed=11).fit(module, loaders)
+        found[name] = module.got
+    return found
+
+
+def test_order_and_draws() -> None:  # B-10, B-11
+    one, two, four = (
+        run_distributed(_drawn, size, 8 // size, 2 if size < 4 else 1, process_group=None) for size in (1, 2, 4)
+    )
+    everything: list[torch.Tensor] = []
+    for epoch in range(2):
+        whole = [batch[:, 0].tolist() for batch in one[0]["one"][epoch]]
+        assert sorted(chain.from_iterable(whole)) == list(range(42))
+        for ranks in (two, four):
+            parts = [found["one"][epoch] for found in ranks]
+            dealt = [
+                [*chain.from_iterable(part[k][:, 0].tolist() for part in parts if k < len(part))]
+                for k in range(len(whole))
+            ]
+            assert dealt == whole  # the same global batches, in the same order
+        for ranks in (one, two):
+            for found in ranks:
+                batches = found["one"][epoch]
+                for batch, again in zip(batches, found["two, persistent"][epoch], strict=True):
+                    assert torch.equal(batch, again)  # for any number of workers
+        everything += [batch[:, 1:] for found in four for batch in found["one"][epoch]]
+    for column in torch.cat(everything).T:
+        assert len(column.unique()) == len(column)  # no draw comes twice, on any rank or epoch
+
+
+# all_gather, LBFGS
+
+
+class Contrastive(Regression):
+    """Its loss is over the batch of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x)
+        with_grad = self.all_gather(out, sync_grads=True)
+        assert with_grad.shape == (self.trainer.world_size, *out.shape)
+        everything = with_grad.flatten(0, 1)
+        targets = self.all_gather(y).flatten(0, 1)
+        nested = self.all_gather({"a": out, "b": [1, (2.5, True)]})
+        assert nested["a"].shape == with_grad.shape
+        assert not nested["a"].requires_grad
+        assert nested["b"][0].tolist() == [1] * self.trainer.world_size
+        assert nested["b"][1][0].tolist() == [2.5] * self.trainer.world_size
+        # Not a mean over samples: every pair counts.
+        return (torch.cdist(everything, targets) ** 2).mean() - everything.std()
+
+
+class ByHand(Regression):
+    """The same in one process."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        return (torch.cdist(out, batch[1]) ** 2).mean() - out.std()
+
+
+class Quasi(Regression):
+    """Trains by LBFGS with a line search."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+
+def _whole_batch() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    module = Contrastive(lr=0.05)
+    quiet(strategy="ddp", callbacks=ReplicaCheck(1)).fit(module, loader(32, 4))
+    found["contrastive"] = weights(module)
+    for window in (1, 3):
+        quasi = Quasi()
+        trainer = quiet(strategy="ddp", callbacks=ReplicaCheck(1), accumulate_grad_batches=window)
+        trainer.fit(quasi, loader(45, 4))
+        found[f"quasi, {window}"] = (weights(quasi), trainer.global_step)
+    return found
+
+
+def _quasi_by_hand(batches: list[Any]) -> torch.Tensor:
+    module = Quasi()
+    optimizer = module.configure_optimizers()
+    for batch in batches:
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = module.loss(batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return weights(module)
+
+
+def test_losses_over_the_whole_batch_and_line_searches() -> None:  # B-16
+    ranks = run_distributed(_whole_batch, 2, process_group=None)
+    reference = weights(train_by_hand(ByHand(lr=0.05), global_batches(32, 8)))
+    for found in ranks:
+        torch.testing.assert_close(found["contrastive"], reference, atol=1e-5, rtol=1e-4)
+        for window in (1, 3):
+            trained, steps = found[f"quasi, {window}"]
+            assert steps == -(-6 // window)
+            torch.testing.assert_close(trained, _quasi_by_hand(global_batches(45, 8 * window)), atol=1e-4, rtol=1e-3)
+    assert torch.equal(ranks[0]["quasi, 3"][0], ranks[1]["quasi, 3"][0])
+
+
+# Buffers
+
+
+class Buffered(Regression):
+    """Has buffers of several dtypes that each rank writes its own into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("index", torch.zeros(2, dtype=torch.int64), persistent=False)
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("turned", torch.zeros(2, 3).T)
+        self.seen: list[torch.Tensor] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(self.norm(x)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mask[self.global_rank] = True
+        self.index += self.global_rank + 1
+        self.turned += self.global_rank
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+        self.seen.append(self.norm.running_mean.clone())
+
+
+def _buffers() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, strategy in (("ddp", "ddp"), ("no broadcast", DDPStrategy(broadcast_buffers=False))):
+        module = Buffered()
+        quiet(strategy=strategy, max_epochs=2).fit(module, loader(32, 4), loader(16, 4))
+        found[name] = {
+            "buffers": {key: value.clone() for key, value in module.named_buffers()},
+            "seen": module.seen[-1],
+        }
+    return found
+
+
+def test_buffers_are_rank_0s_in_evaluation_and_after_fit() -> None:  # B-08
+    first, second = run_distributed(_buffers, 2, process_group=None)
+    for name in ("ddp", "no broadcast"):
+        assert torch.equal(first[name]["seen"], second[name]["seen"])
+        for key, value in first[name]["buffers"].items():
+            assert torch.equal(value, second[name]["buffers"][key]), key
+        assert first[name]["buffers"]["mask"].tolist() == [True, False, False]
+        assert first[name]["buffers"]["turned"].shape == (3, 2)
+    assert first["no broadcast"]["buffers"]["index"].tolist() == [8, 8]
