@@ -174,6 +174,9 @@ class Strategy(ABC):
             for handle in handles:
                 handle.remove()
 
+    def forget_gradients(self) -> None:
+        """Drop what a window has added up so far, where that is not in the parameters' ``grad``."""
+
     @contextmanager
     def training_only(self, optimizer: Any) -> Iterator[None]:
         """Within it only ``optimizer``'s parameters require gradients; what ``toggled_optimizer`` does."""

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain_strategies.ddp import DDPStrategy
+    from drivetrain_strategies.fsdp import FSDPStrategy
     from drivetrain_strategies.single_device import SingleDeviceStrategy
 
-__all__ = ["DDPStrategy", "SingleDeviceStrategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
 
 _HOMES = {
     "DDPStrategy": "drivetrain_strategies.ddp",
+    "FSDPStrategy": "drivetrain_strategies.fsdp",
     "SingleDeviceStrategy": "drivetrain_strategies.single_device",
 }
 

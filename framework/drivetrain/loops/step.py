@@ -144,6 +144,7 @@ class AutomaticStep:
 
     def drop_window(self) -> None:
         self._skipped = 0.0
+        self.strategy.forget_gradients()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 

@@ -1,0 +1,119 @@
+"""Blocks that compute their activations again in backward, and blocks that are compiled; names stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from drivetrain.errors import ConfigurationError, nearest
+
+_MATRIX_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.convolution.default,
+)
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+POLICIES: dict[str, tuple[Any, ...] | None] = {
+    "full": None,
+    "save_matmuls": (*_MATRIX_PRODUCTS, *_ATTENTION),
+    "save_attention": _ATTENTION,
+}
+"""What is kept by name; everything else is computed again. None keeps nothing but the inputs."""
+
+Policy = str | Callable[..., CheckpointPolicy]
+
+
+class ForwardSwap:
+    """Puts other forwards in the place of modules' own, on the objects, so that neither class nor name changes.
+
+    Hooks of a module, gathering its parameters for one, run around what is put there.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[nn.Module, Any]] = []
+
+    def put(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace ``module.forward`` by ``wrap(module.forward)``."""
+        self._before.append((module, module.__dict__.get("forward")))
+        module.__dict__["forward"] = wrap(module.forward)
+
+    def undo(self) -> None:
+        """Put all back."""
+        for module, before in reversed(self._before):
+            module.__dict__.pop("forward", None)
+            if before is not None:
+                module.__dict__["forward"] = before
+        self._before = []
+
+
+def checkpointing(policy: Policy) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a forward one whose activations are computed again in backward, without re-entering autograd.
+
+    Args:
+        policy: a name of `POLICIES`, or a function as `create_selective_checkpoint_contexts` takes it.
+
+    Raises:
+        ConfigurationError: an unknown name; lists the known ones.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ConfigurationError(
+                f"activation_policy={policy!r}.{nearest(policy, POLICIES)}",
+                "it names what is kept for backward.",
+                f"use one of {', '.join(POLICIES)}, or a function (context, operator, *args) -> CheckpointPolicy.",
+            )
+        saved = POLICIES[policy]
+        if saved is not None:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, list(saved))
+    else:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, **options, **kwargs)
+
+        return checkpointed
+
+    return wrap
+
+
+def modules_of(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:
+    """Every module of one of ``classes``, the outermost of nested ones.
+
+    Raises:
+        ConfigurationError: a class does not occur; names those that do.
+    """
+    present = {type(child).__name__ for child in module.modules() if child is not module}
+    for one in classes:
+        if not any(isinstance(child, one) for child in module.modules()):
+            raise ConfigurationError(
+                f"activation_checkpointing: no module of class {one.__name__} is in {type(module).__name__}."
+                f"{nearest(one.__name__, present)}",
+                f"the classes in it are {', '.join(sorted(present))}.",
+                "name one of these.",
+            )
+    chosen: list[str] = []
+    for name, child in module.named_modules():
+        if any(isinstance(child, one) for one in classes) and not any(name.startswith(f"{outer}.") for outer in chosen):
+            chosen.append(name)
+            yield child

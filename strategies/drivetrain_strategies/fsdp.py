@@ -1,0 +1,453 @@
+"""FSDPStrategy: parameters, gradients and optimizer state are spread over the ranks, on `fully_shard`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
+
+from drivetrain.environments import Placement
+from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
+from drivetrain.precision import Precision
+from drivetrain.strategy import StepRunner
+from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing, modules_of
+from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout
+from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
+from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer
+from drivetrain_strategies.fsdp_optimizers import Adoptions
+from drivetrain_strategies.fsdp_plan import Plan, Unit, Wrap, make_plan
+from drivetrain_strategies.fsdp_precision import mixed_precision_policy, offload_policy
+from drivetrain_strategies.fsdp_private import Sharded, forget_original, remove_tensor_parallel_hooks
+from drivetrain_strategies.fsdp_start import start_alike
+from drivetrain_strategies.fsdp_state import load_state, sharded_optimizer_state, sharded_state
+from drivetrain_strategies.fsdp_unused import UnusedParameters
+from drivetrain_strategies.originals import Original, originals_of
+from drivetrain_strategies.step_module import StepModule, whole_output
+from drivetrain_strategies.unit_order import UnitOrder
+from drivetrain_strategies.whole_parameters import WholeParameters
+
+logger = logging.getLogger("drivetrain")
+
+GATHER_LIMIT = 8 * 2**30
+
+
+class FSDPStrategy(DistributedStrategy):
+    """Sharded data-parallel training on `torch.distributed.fsdp.fully_shard`.
+
+    Args:
+        sharding: "full" spreads parameters, gradients and optimizer state; "grad_op" keeps parameters gathered between
+            forward and backward; "hybrid" spreads over ``shard_size`` ranks and keeps ``replicate_size`` copies.
+        wrap: what is gathered together: None finds the repeated blocks; classes; or ``wrap(name, module) -> bool``.
+        reshard_after_forward: of the units; False as "grad_op"; an int keeps larger parts, spread over so many ranks.
+        replicate_size: copies, for "hybrid"; by default one a node.
+        shard_size: ranks of one copy, for "hybrid"; by default those of a node.
+        cpu_offload: keep shards, gradients and optimizer state in the host's memory; True, or torch's policy.
+        activation_checkpointing: classes of modules that compute their activations again in backward.
+        activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
+        mixed_precision: a `MixedPrecisionPolicy` instead of what the precision's name says.
+        ignored: names of parameters (``*`` as a wildcard) and classes of modules that stay whole on every rank.
+        forward_prefetch: units gathered ahead in forward; 0 leaves it to torch.
+        backward_prefetch: units gathered ahead in backward; 0 leaves it to torch.
+        compile: compile each unit by itself; True, or a dict of options for `torch.compile`.
+        tensor_parallel: over how many ranks ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
+        reshard_after_backward: within an accumulation window; False spares gathering for memory.
+        find_unused_parameters: count in every window which parameters no rank used; None decides in the first.
+        gather_limit: bytes of parameters up to which the module is whole again after a run.
+        meta: build what ``configure_model`` builds without storage, and initialise it shard by shard.
+        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
+        timeout: after which a collective that a rank does not join fails.
+
+    Raises:
+        ConfigurationError: arguments that contradict each other.
+    """
+
+    name: ClassVar[str] = "fsdp"
+    collective_forward: ClassVar[bool] = True
+    shards_parameters: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        sharding: str = "full",
+        wrap: Wrap = None,
+        reshard_after_forward: bool | int | None = None,
+        replicate_size: int | None = None,
+        shard_size: int | None = None,
+        cpu_offload: bool | OffloadPolicy = False,
+        activation_checkpointing: Sequence[type[nn.Module]] | None = None,
+        activation_policy: Policy = "full",
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        ignored: Sequence[str | type[nn.Module]] = (),
+        forward_prefetch: int = 0,
+        backward_prefetch: int = 0,
+        compile: bool | dict[str, Any] = False,
+        tensor_parallel: int = 1,
+        reshard_after_backward: bool = True,
+        find_unused_parameters: bool | None = None,
+        gather_limit: int = GATHER_LIMIT,
+        meta: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(process_group_backend, timeout)
+        check_arguments(sharding, reshard_after_forward, replicate_size, shard_size, tensor_parallel)
+        self.sharding = sharding
+        self.wrap = wrap
+        self.reshard_after_forward = False if sharding == "grad_op" else reshard_after_forward
+        self.replicate_size = replicate_size
+        self.shard_size = shard_size
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.mixed_precision = mixed_precision
+        self.ignored = tuple(ignored)
+        self.forward_prefetch = forward_prefetch
+        self.backward_prefetch = backward_prefetch
+        self.compile = compile
+        self.tensor_parallel = tensor_parallel
+        self.reshard_after_backward = reshard_after_backward
+        self.find_unused_parameters = find_unused_parameters
+        self.gather_limit = gather_limit
+        self.meta = meta
+        self._checkpointing = checkpointing(activation_policy)
+        self._layout: Layout | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Hold nothing of a run."""
+        self.plan: Plan | None = None
+        self._mesh: Mesh | None = None
+        self._originals: list[Original] = []
+        self._sharded: Sharded | None = None
+        self._swap: ForwardSwap | None = None
+        self._unused: UnusedParameters | None = None
+        self._whole: WholeParameters | None = None
+        self._order: UnitOrder | None = None
+        self._adoptions: Adoptions | None = None
+        self._manual = False
+        self._inside = False
+        self._exchanges = True
+
+    # Where we are
+
+    def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
+        self._layout = find_layout(placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel)
+        super().bind(placement, device, precision, store)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self._layout is not None
+        self._mesh = Mesh(self._layout, self.device)
+
+    @property
+    def device_mesh(self) -> Any:
+        return None if self._mesh is None else self._mesh.whole
+
+    @property
+    def data_rank(self) -> int:
+        # Tensor-parallel ranks are neighbours, and read the same data.
+        return self.rank // self.tensor_parallel
+
+    @property
+    def data_world_size(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def speaks_for_data(self) -> bool:
+        return self.rank % self.tensor_parallel == 0
+
+    # Set-up
+
+    def check(self, module: nn.Module) -> None:
+        check_module(module, self.world_size, self.tensor_parallel)
+
+    def setup_module(self, module: nn.Module) -> StepRunner:
+        assert self._mesh is not None
+        self.module = module
+        self.precision.convert_module(module)
+        self._originals = originals_of(module)
+        plan = self.plan = make_plan(module, self.wrap, self.ignored)
+        mesh = self._mesh
+        if self.rank == 0:
+            logger.info("%s", plan.table(mesh.layout.shard))
+        self._manual = not getattr(module, "automatic_optimization", True)
+        self._change_forwards(module, plan)
+        start_alike(plan.whole.values(), self.device)
+        root = self._shard(StepModule(module), plan, mesh)
+        start_alike(module.buffers(), self.device)
+        sharded = self._sharded = Sharded(root)
+        for other in sharded.meshes():
+            mesh.also(other)
+        self._prefetch(plan)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._unused = UnusedParameters(
+            True if self._manual else self.find_unused_parameters,
+            {id(one): names[id(one.sharded_param)] for one in sharded.parameters},
+            self.control,
+        )
+        if plan.whole:
+            self._whole = WholeParameters(list(plan.whole.values()), mesh.data_group)
+            self.precision.found_inf_reducer = self._spread_overflow
+        if len(plan.units) > 1:
+            self._order = UnitOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
+        self._adoptions = Adoptions(self._originals)
+        return self._runner(cast(Callable[..., Any], root))
+
+    def _change_forwards(self, module: nn.Module, plan: Plan) -> None:
+        """Activation checkpointing first, compilation around it, sharding around both."""
+        swap = self._swap = ForwardSwap()
+        if self.activation_checkpointing is not None:
+            for block in modules_of(module, self.activation_checkpointing):
+                swap.put(block, self._checkpointing)
+        if self.compile:
+            options = self.compile if isinstance(self.compile, dict) else {}
+            for unit in plan.units[:-1]:
+                swap.put(unit.module, lambda forward: torch.compile(forward, **options))
+
+    def _shard(self, root: StepModule, plan: Plan, mesh: Mesh) -> FSDPModule:
+        originals = {id(original.parameter): original for original in self._originals}
+        options: dict[str, Any] = {
+            "mesh": mesh.data,
+            "mp_policy": mixed_precision_policy(self.precision, self.mixed_precision),
+            "offload_policy": offload_policy(self.cpu_offload, self.device),
+        }
+        whole = set(plan.whole.values())
+        apart = whole | set(plan.ties)
+        if plan.ties:
+            root.ties = nn.ParameterList(plan.ties)
+        for unit in plan.units:
+            start_alike(unit.parameters, self.device)
+            if unit is plan.root:
+                fully_shard(root, ignored_params=whole, **options)
+            else:
+                fully_shard(
+                    unit.module, ignored_params=apart, reshard_after_forward=self.reshard_after_forward, **options
+                )
+            self._release(unit, originals)
+        sharded = cast(FSDPModule, root)
+        sharded.set_reduce_scatter_unused_params(True)
+        if self.device.type == "cpu":
+            for child in root.modules():
+                if isinstance(child, FSDPModule):
+                    child.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+        return sharded
+
+    @staticmethod
+    def _release(unit: Unit, originals: Mapping[int, Original]) -> None:
+        for parameter in unit.parameters:
+            forget_original(parameter)
+            originals[id(parameter)].release()
+
+    def _prefetch(self, plan: Plan) -> None:
+        units = sorted(plan.units[:-1], key=lambda unit: unit.name.count("."))
+        modules = [cast(FSDPModule, unit.module) for unit in units]
+        for depth, ordered, method in (
+            (self.forward_prefetch, modules, FSDPModule.set_modules_to_forward_prefetch),
+            (self.backward_prefetch, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),
+        ):
+            for position, module in enumerate(ordered):
+                ahead = ordered[position + 1 : position + 1 + depth]
+                if ahead:
+                    method(module, ahead)
+
+    def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
+        assert self._adoptions is not None
+        self._adoptions.take(optimizers)
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+        return super().setup_optimizers(optimizers)
+
+    # In the loop
+
+    def _runner(self, root: Callable[..., Any]) -> StepRunner:
+        sharded = self._sharded
+        assert sharded is not None
+
+        def run(step: Callable[..., Any], *args: Any) -> Any:
+            order = self._order
+            if order is not None:
+                self._order = None  # in the first step only
+                with order.compared():
+                    output = root(step, *args)
+            else:
+                output = root(step, *args)
+            if not torch.is_grad_enabled():
+                # No backward will come and drop them, and hooks must find the parameters that train.
+                sharded.reshard()
+            return whole_output(output)
+
+        if not self._manual:
+            return run
+
+        def run_manual(step: Callable[..., Any], *args: Any) -> Any:
+            self._inside = True
+            try:
+                return run(step, *args)
+            finally:
+                self._inside = False
+                sharded.reshard()
+
+        return run_manual
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+        if enabled or self.world_size == 1:
+            return nullcontext()
+        return self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        sharded = self._sharded
+        assert sharded is not None
+        sharded.set_gradient_sync(False)
+        if not self.reshard_after_backward:
+            sharded.set_reshard_after_backward(False)
+        self._exchanges = False
+        try:
+            yield
+        finally:
+            self._exchanges = True
+            sharded.set_gradient_sync(True)
+            sharded.set_reshard_after_backward(True)
+
+    @contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        assert self._sharded is not None
+        assert self.plan is not None
+        whole = [one.register_hook(torch.zeros_like) for one in self.plan.whole.values() if one.requires_grad]  # type: ignore[no-untyped-call]
+        try:
+            with self._sharded.without_gradient():
+                yield
+        finally:
+            for handle in whole:
+                handle.remove()
+
+    @contextmanager
+    def training_only(self, optimizer: Any) -> Iterator[None]:
+        sharded, plan = self._sharded, self.plan
+        assert sharded is not None
+        assert plan is not None
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        others = [one for one in sharded.parameters if one.sharded_param.requires_grad]
+        others = [one for one in others if id(one.sharded_param) not in held]
+        whole = [one for one in plan.whole.values() if one.requires_grad and id(one) not in held]
+        for parameter in others:
+            sharded.set_requires_grad(parameter, False)
+        for one in whole:
+            one.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                sharded.set_requires_grad(parameter, True)
+            for one in whole:
+                one.requires_grad_(True)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        sharded = self._sharded
+        assert sharded is not None
+        if self._inside:
+            sharded.begin_backward_within_forward(loss)
+        self.precision.backward(loss)
+        if self._exchanges:
+            assert self._unused is not None
+            self._unused.settle(sharded.take_unused())
+            if self._whole is not None:
+                self._whole.average()
+        if self._inside:
+            sharded.gather_root()
+
+    def forget_gradients(self) -> None:
+        assert self._sharded is not None
+        self._sharded.forget_gradients()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if not self._inside:
+            return self.precision.step(optimizer, closure)
+        # Shards train; what the rest of the step computes with is gathered from them anew.
+        assert self._sharded is not None
+        self._sharded.reshard()
+        stepped = self.precision.step(optimizer, closure)
+        self._sharded.gather_root()
+        return stepped
+
+    def _spread_overflow(self, found: torch.Tensor) -> None:
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+
+    # State
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        return {} if self.module is None else sharded_state(self._resharded())
+
+    def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        if self.module is not None:
+            load_state(self._resharded(), state, strict)
+
+    def optimizer_state(self, index: int = 0) -> dict[str, Any]:
+        return named_optimizer_state(self._resharded(), self.optimizers[index])
+
+    def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
+        module = self._resharded()
+        state = sharded_optimizer_state(state, dict(module.named_parameters()))
+        load_named_optimizer_state(module, self.optimizers[index], state)
+
+    def _resharded(self) -> nn.Module:
+        assert self.module is not None
+        if self._sharded is not None:
+            self._sharded.reshard()
+        return self.module
+
+    # The end
+
+    def restore_module(self) -> None:
+        module, sharded = self.module, self._sharded
+        if module is None or sharded is None:
+            return
+        self.sync_buffers(module)
+        nbytes = sum(one.current.numel() * one.current.element_size() for one in self._originals)
+        if nbytes > self.gather_limit:
+            if self.rank == 0:
+                logger.warning(
+                    "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise "
+                    "FSDPStrategy(gather_limit=...), or save_checkpoint within the run, to have them whole.",
+                    nbytes / 2**30,
+                )
+            return
+        self._undo()
+        self._sharded = None
+        with torch.no_grad():
+            for original in self._originals:
+                current: Any = original.current
+                whole = current.full_tensor() if hasattr(current, "full_tensor") else current.data
+                original.restore(whole.detach().to(self._home_of(original)))
+        if self._adoptions is not None:
+            self._adoptions.give_back()
+        if self.tensor_parallel > 1:
+            remove_tensor_parallel_hooks(module)
+
+    @staticmethod
+    def _home_of(original: Original) -> torch.device:
+        return torch.device("cpu") if original.device.type == "meta" else original.device
+
+    def _undo(self) -> None:
+        if self._swap is not None:
+            self._swap.undo()
+        if self._sharded is not None:
+            self._sharded.undo()
+
+    def teardown(self) -> None:
+        if self._sharded is not None:
+            self._undo()
+        elif self._swap is not None:
+            self._swap.undo()
+        self.precision.found_inf_reducer = None
+        if self._mesh is not None:
+            self._mesh.close()
+        self._reset()
+        super().teardown()

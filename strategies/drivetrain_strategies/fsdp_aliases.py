@@ -1,0 +1,17 @@
+"""The names of the sharded strategies; apart from the others, who need not pay for importing `fully_shard`."""
+
+from __future__ import annotations
+
+from drivetrain_strategies.fsdp import FSDPStrategy
+
+
+def fsdp() -> FSDPStrategy:
+    return FSDPStrategy()
+
+
+def fsdp_grad_op() -> FSDPStrategy:
+    return FSDPStrategy(sharding="grad_op")
+
+
+def hsdp() -> FSDPStrategy:
+    return FSDPStrategy(sharding="hybrid")

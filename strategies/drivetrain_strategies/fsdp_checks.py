@@ -1,0 +1,87 @@
+"""What FSDP refuses, before anything is sharded."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
+
+SHARDINGS = ("full", "grad_op", "hybrid")
+
+_NOT_ELEMENT_WISE = {
+    "Adafactor": "it takes norms of whole rows and columns, in place, which torch cannot do on shards",
+    "SparseAdam": "sharded gradients are dense",
+}
+
+
+def check_arguments(
+    sharding: str,
+    reshard_after_forward: bool | int | None,
+    replicate_size: int | None,
+    shard_size: int | None,
+    tensor_parallel: int,
+) -> None:
+    """Refuse arguments that contradict each other.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    if sharding not in SHARDINGS:
+        raise ConfigurationError(
+            f"sharding={sharding!r}.{nearest(str(sharding), SHARDINGS)}",
+            "it says what is spread over the ranks.",
+            f"use one of {', '.join(SHARDINGS)}.",
+        )
+    if sharding == "grad_op" and reshard_after_forward not in (None, False):
+        raise ConfigurationError(
+            f"sharding='grad_op' together with reshard_after_forward={reshard_after_forward!r}.",
+            "that sharding keeps parameters gathered after forward.",
+            "use sharding='full', or leave reshard_after_forward out.",
+        )
+    if sharding != "hybrid" and replicate_size not in (None, 1):
+        raise ConfigurationError(
+            f"replicate_size={replicate_size} with sharding={sharding!r}.",
+            "that sharding has one copy of the parameters.",
+            "use sharding='hybrid'.",
+        )
+    for name, value in (
+        ("replicate_size", replicate_size),
+        ("shard_size", shard_size),
+        ("tensor_parallel", tensor_parallel),
+    ):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name}={value!r}.", "it counts ranks.", "use an int of 1 or more.")
+
+
+def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> None:
+    """Refuse a module that cannot be sharded.
+
+    Raises:
+        ConfigurationError: names the submodule or the parameter.
+    """
+    refuse_device_map(module)
+    refuse_embedding_max_norm(module, world_size)
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ConfigurationError(
+                f"{name!r} is an {type(child).__name__} with sparse=True.",
+                "sharded gradients travel dense, all rows of a unit together.",
+                "use sparse=False, or strategy='ddp'.",
+            )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update on shards is not the update of the whole.
+
+    Raises:
+        ConfigurationError: names it and the reason.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _NOT_ELEMENT_WISE and kind.__module__.startswith("torch."):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} under FSDP.",
+                f"{_NOT_ELEMENT_WISE[kind.__name__]}.",
+                "use an optimizer that works element by element (AdamW, SGD, ...), or strategy='ddp'.",
+            )

@@ -1,0 +1,192 @@
+"""Everything of `torch.distributed.fsdp.fully_shard` that torch keeps to itself, in one place.
+
+What is used of torch 2.13: the states and parameter groups behind an `FSDPModule`, so that parameters without a
+gradient are known, gradients can be silenced, a backward may run inside a forward, and all of it can be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+
+class _WatchedParam(FSDPParam):
+    """Tells its watcher when torch asks it for zeros, having no gradient, and when its whole tensor is first made."""
+
+    watcher: Sharded
+
+    def init_unsharded_param(self) -> None:
+        fresh = not hasattr(self, "_unsharded_param")
+        super().init_unsharded_param()  # type: ignore[no-untyped-call]
+        if fresh:
+            self.watcher._made(self)
+
+    @property
+    def unsharded_zero_grad_data(self) -> torch.Tensor:
+        self.watcher._without_gradient.append(self)
+        zeros: torch.Tensor = super().unsharded_zero_grad_data
+        return zeros
+
+
+class Sharded:
+    """What `fully_shard` made of a module and the modules in it.
+
+    Args:
+        root: the module that was sharded last, around all others.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self.root = root
+        self._module: nn.Module = root  # type: ignore[assignment]
+        self.modules: list[Any] = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
+        self._root_state: Any = root._get_fsdp_state()
+        self._groups: list[Any] = [
+            group for module in self.modules for group in module._get_fsdp_state()._fsdp_param_groups
+        ]
+        self.parameters: list[_WatchedParam] = []
+        """In an order that is the same on every rank."""
+        self._without_gradient: list[_WatchedParam] = []
+        self._silencers: list[Any] | None = None
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.__class__ = _WatchedParam
+                parameter.watcher = self
+                self.parameters.append(parameter)
+
+    def meshes(self) -> list[Any]:
+        """Further meshes that torch made, for parameters kept in larger parts between forward and backward."""
+        found = {
+            id(info.mesh): info.mesh
+            for group in self._groups
+            if (info := group.post_forward_mesh_info) is not None and info is not group.mesh_info
+        }
+        return list(found.values())
+
+    # In a step
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward exchanges gradients, or only adds them up."""
+        for group in self._groups:
+            group.reduce_grads = group.all_reduce_grads = enabled
+
+    def set_reshard_after_backward(self, enabled: bool) -> None:
+        """Whether the next backward drops the whole parameters when it is through with them."""
+        for group in self._groups:
+            group.reshard_after_backward = enabled
+
+    def reshard(self) -> None:
+        """Drop all whole parameters, so that the module holds its shards."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group._to_sharded()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that did not come to its end."""
+        if self._root_state._is_root:
+            self._root_state._reset_iter_state()
+
+    def begin_backward_within_forward(self, loss: torch.Tensor) -> None:
+        """Announce a backward that begins before the root's forward has ended, as manual optimization's do."""
+        self._root_state._register_pre_backward_hook(loss)
+
+    def gather_root(self) -> None:
+        """Have the root's own parameters whole, with their present values."""
+        self.root.reshard()
+        self.root.unshard()
+
+    # Gradients that are not there
+
+    def take_unused(self) -> list[_WatchedParam]:
+        """Those that had no gradient in the last backward that exchanged them; asked once."""
+        found, self._without_gradient = self._without_gradient, []
+        return found
+
+    @contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        """Within it a backward adds exactly zero to the gradients of sharded parameters."""
+        self._silencers = []
+        for parameter in self.parameters:
+            if hasattr(parameter, "_unsharded_param"):
+                self._silence(parameter)
+        try:
+            yield
+        finally:
+            for handle in self._silencers:
+                handle.remove()
+            self._silencers = None
+
+    def _made(self, parameter: _WatchedParam) -> None:
+        if self._silencers is not None:
+            self._silence(parameter)
+
+    def _silence(self, parameter: _WatchedParam) -> None:
+        whole = parameter._unsharded_param
+        if parameter.sharded_param.requires_grad:
+            whole.requires_grad_(True)  # torch brings it up to date only when it is gathered next
+            assert self._silencers is not None
+            self._silencers.append(whole.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+
+    def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
+        """Set it on the shard, and on the whole tensor, which may be the one in use."""
+        parameter.sharded_param.requires_grad_(requires_grad)
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.requires_grad_(requires_grad)
+
+    def forget_gradients(self) -> None:
+        """Drop what a window has added up and not exchanged."""
+        for parameter in self.parameters:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+    # The end
+
+    def undo(self) -> None:
+        """Make all modules what they were before `fully_shard`, save that they hold shards. Talks to nobody."""
+        for module in self.modules:
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            for group in state._fsdp_param_groups:
+                group._to_sharded()
+                for handles in (
+                    group._module_to_pre_save_state_dict_hook_handle,
+                    group._module_to_pre_load_state_dict_hook_handle,
+                ):
+                    for handle in handles.values():
+                        handle.remove()
+                for parameter in group.fsdp_params:
+                    parameter._post_load_hook_handle.remove()
+                    parameter.watcher = None
+                group.fsdp_params = []
+            state._fsdp_param_groups = []
+            for key in (STATE_KEY, REGISTRY_KEY):
+                module.__dict__.pop(key, None)
+            _module_state_mapping.pop(module, None)
+            module.__class__ = type(module).__mro__[module._orig_cls_mro_index]
+        for child in self._module.modules():
+            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+                child.__dict__.pop(name, None)
+        self._groups, self.parameters, self.modules = [], [], []
+
+
+def forget_original(parameter: nn.Parameter) -> None:
+    """Take off a parameter what `fully_shard` wrote on it."""
+    parameter.__dict__.pop("_fsdp_orig_uid", None)
+
+
+def remove_tensor_parallel_hooks(module: nn.Module) -> None:
+    """Take off what `parallelize_module` hooked into a module, which needs a mesh that is gone."""
+    for child in module.modules():
+        for hooks in (child._forward_pre_hooks, child._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+                    del hooks[key]

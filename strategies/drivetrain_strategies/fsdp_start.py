@@ -1,0 +1,26 @@
+"""All ranks start from rank 0's values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from drivetrain_strategies.collectives import broadcast_together
+
+
+def start_alike(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Bring tensors to ``device`` and give them rank 0's values, in one broadcast a dtype. Collective.
+
+    What has no storage yet is left alone, and so is what is split already, whose parts were given out by one rank.
+    """
+    given: list[Any] = []
+    for tensor in tensors:
+        if tensor.is_meta or isinstance(tensor, DTensor):
+            continue
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+        given.append(tensor)
+    broadcast_together([tensor.data for tensor in given])

@@ -1,0 +1,48 @@
+"""Parameters that stay whole on every rank of a sharded run: their gradients are averaged here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class WholeParameters:
+    """Averages the gradients of ignored parameters and single numbers, in one collective for each dtype.
+
+    Args:
+        parameters: alike on every rank.
+        group: the ranks that hold other data.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
+        self._parameters = list(parameters)
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average what the ranks have added up since the last time. What no rank used keeps no gradient. Collective."""
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+            used = parts[0].new_tensor([float(one.grad is not None) for one in parameters])
+            packed = torch.cat([*(part.reshape(-1) for part in parts), used])
+            dist.all_reduce(packed, group=self._group)
+            used = packed[-len(parameters) :] > 0
+            packed /= self._ranks
+            offset = 0
+            for parameter, anybody in zip(parameters, used.tolist(), strict=True):
+                if anybody:
+                    mean = packed[offset : offset + parameter.numel()].view_as(parameter)
+                    if parameter.grad is None:
+                        parameter.grad = mean.clone()
+                    else:
+                        parameter.grad.copy_(mean)
+                offset += parameter.numel()
