@@ -97,6 +97,8 @@ def read_files(path: str) -> CheckpointFiles:
     from safetensors.torch import load
 
     filesystem, root = fsspec.core.url_to_fs(path)
+    if not filesystem.exists(root):
+        raise CheckpointError(f"There is no checkpoint at {path!r}.", "nothing is there.", "check the path.")
     contents = {}
     for name in (MANIFEST, WEIGHTS, STATE):
         try:

@@ -94,6 +94,12 @@ class PlainCheckpoint:
         Raises:
             CheckpointError: it is not whole, or does not fit.
         """
+        if path in ("last", "best", "auto"):
+            raise CheckpointError(
+                f"ckpt_path={path!r} is not known yet.",
+                "it chooses among what a Checkpoint callback saved, which comes with the checkpoint format.",
+                "pass the path that save_checkpoint was given.",
+            )
         files = read_files(path)
         manifest = files.manifest
         if manifest["weights_only"] and not weights_only:

@@ -14,6 +14,7 @@ from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.checkpoint.plain import PlainCheckpoint
 from drivetrain.engine.batches import Move, batch_mover
+from drivetrain.engine.console import heard
 from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.failing import cause_of, tell_others
 from drivetrain.engine.loaders import Dealing, Given
@@ -99,7 +100,9 @@ class Session:
         """
         seed = self.trainer.seed
         flags = [(child, child.training) for child in self.module.modules()]
-        with ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        listen = self.strategy.rank == 0 and not self.trainer.barebones
+        state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        with state, heard(listen):
             try:
                 result = self._run()
             except BaseException as error:
@@ -125,6 +128,7 @@ class Session:
         self.module.__dict__["_trainer"] = trainer
         if self.given.datamodule is not None:
             self.given.datamodule.__dict__["_trainer"] = trainer
+        self._share_log_versions()
         self._prepare_data()
         self._assemble()
         self._set_up()
@@ -239,6 +243,16 @@ class Session:
         ).run
 
     # Set-up
+
+    def _share_log_versions(self) -> None:
+        """Let every rank's loggers name the place where rank 0's write."""
+        loggers, control = self.trainer.loggers, self.strategy.control
+        if not loggers or control.world_size == 1:
+            return
+        versions = control.from_rank_0([one.version for one in loggers] if control.rank == 0 else None)
+        if control.rank > 0:
+            for one, version in zip(loggers, versions, strict=False):
+                one.adopt(version)
 
     def _prepare_data(self) -> None:
         if self.strategy.local_rank == 0:

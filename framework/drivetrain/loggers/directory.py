@@ -45,6 +45,10 @@ class RunDirectory:
             self._version = f"version_{self._next_number()}"
         return self._version
 
+    def adopt(self, version: str) -> None:
+        """Settle the directory name on another process's."""
+        self._version = version
+
     @property
     def path(self) -> str:
         """The run's directory as the user would write it, with the URL's scheme."""

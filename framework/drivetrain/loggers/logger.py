@@ -26,6 +26,10 @@ class Logger(ABC):
     def version(self) -> str:
         """What tells this run from the others of the same name, ``"version_0"`` for one."""
 
+    def adopt(self, version: str) -> None:
+        """Take the version that rank 0's logger has, so that every rank names the same place."""
+        del version
+
     @property
     def log_dir(self) -> str | None:
         """The directory or URL that holds this run's files, ``None`` where it keeps none."""

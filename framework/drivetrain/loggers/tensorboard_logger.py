@@ -61,6 +61,10 @@ class TensorBoardLogger(Logger):
         """The run's directory name; asking settles the number."""
         return self._directory.version
 
+    def adopt(self, version: str) -> None:
+        """Take the version that rank 0's logger has."""
+        self._directory.adopt(version)
+
     @property
     def log_dir(self) -> str:
         """The run's directory, which exists after the first write."""

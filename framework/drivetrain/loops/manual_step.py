@@ -28,6 +28,8 @@ class OptimizerHandle:
         self.optimizer = optimizer
         self._strategy = strategy
         self._before_step = before_step
+        self.share = 1.0
+        """What this rank's loss counts in the mean over ranks: zero where it only joins."""
         self.stepped: bool | None = None
         """Whether the last `step` was made; None before the first."""
 
@@ -40,8 +42,11 @@ class OptimizerHandle:
             losses: list[Any] = []
 
             def evaluated() -> Any:
-                losses.append(closure())
-                return losses[-1]
+                loss = closure()
+                if self._strategy.world_size > 1:  # decided alike everywhere: line search, stopping rules
+                    loss = self._strategy.reduce(torch.as_tensor(loss) * self.share, "mean")
+                losses.append(loss)
+                return loss
 
             self.stepped = self._strategy.optimizer_step(self.optimizer, evaluated)
             return losses[0] if losses else None
@@ -102,6 +107,8 @@ class ManualStep:
             handle.stepped = None
         # The strategy averages over all ranks; those without data count for nothing.
         self._scale = self._strategy.data_world_size / micro.ranks
+        for handle in self._handles:
+            handle.share = 0.0 if micro.joins else self._scale
         arguments = (micro.batch, batch_idx) if self._arguments is None else self._arguments(micro.batch, batch_idx)
         if micro.joins:
             with leaving_no_trace(self._module, self._metrics), self._strategy.without_gradient():

@@ -386,12 +386,17 @@ class TestOverriddenHooks:
         fit(tmp_path, accumulate_grad_batches=2).fit(Own(), loader(8))
         assert weighed == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
-    def test_batch_weight_is_not_asked_where_nothing_depends_on_it(self, tmp_path: Path) -> None:
+    def test_a_window_of_one_is_weighed_too_since_it_may_weigh_nothing(self, tmp_path: Path) -> None:
+        """B-21: in one process as on several ranks."""
+
         class Own(Tiny):
             def batch_weight(self, batch: Any) -> int:
-                pytest.fail("asked")
+                return 0 if batch[0, 0] == 4 else 1
 
-        fit(tmp_path).fit(Own(), loader(8))
+        trainer = fit(tmp_path)
+        with pytest.warns(UserWarning, match="weights sum to zero"):
+            trainer.fit(Own(), loader(8))
+        assert trainer.global_step == 3  # of four
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
