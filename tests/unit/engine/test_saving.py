@@ -193,7 +193,7 @@ class TestCheckpoints:
         assert said in str(caught.value)
 
     def test_no_checkpoint_there(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        with pytest.raises(CheckpointError, match="There is no checkpoint"):
             Trained.load_from_checkpoint(tmp_path / "nothing")
 
     def test_a_resumed_run_skips_the_sanity_check(self, tmp_path: Path) -> None:
