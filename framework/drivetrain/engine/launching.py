@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain.accelerators import resolve_devices
 from drivetrain.engine.loaders import Given
+from drivetrain.engine.outcome import Outcome, shapes_of
 from drivetrain.engine.place import Place, find_place
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
@@ -27,19 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 DEFAULT_MAX_EPOCHS = 1000
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What comes back from a run in other processes."""
-
-    result: Any
-    weights: dict[str, torch.Tensor]
-    progress: dict[str, int]
-    metrics: dict[str, float]
-    callbacks: list[dict[str, Any]]
-    state: str
-    world_size: int
 
 
 def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Any:
@@ -124,8 +112,8 @@ def _in_other_processes(
     outcome = launcher.launch(
         place.placement, _worker, trainer, stage, module, given, ckpt_path, address=place.address, port=place.port
     )
-    module.load_state_dict(outcome.weights)
-    session = Session(trainer, stage, module, given, ckpt_path, _stand_in(trainer), place)
+    outcome.fill(module)
+    session = Session(trainer, stage, module, given, ckpt_path, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
     session.metrics.restore(outcome.metrics)
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
@@ -136,25 +124,16 @@ def _in_other_processes(
     return outcome.result
 
 
-def _stand_in(trainer: Fit) -> Strategy:
-    """The strategy as the caller sees it after a run elsewhere: its own, in no run."""
+def _stand_in(trainer: Fit, place: Place) -> Strategy:
+    """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
     if trainer._strategy is None:
         trainer._strategy = strategy_by_name("ddp")
+    trainer._strategy.placement = place.placement
     return trainer._strategy
 
 
 def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:
     """Run on one rank, in a process started for it."""
+    shapes = shapes_of(module)
     result = launch(trainer, stage, module, given, ckpt_path)
-    session = trainer._session
-    assert session is not None
-    first = trainer.is_global_zero
-    return Outcome(
-        result=result if first else None,
-        weights={name: tensor.detach().cpu() for name, tensor in module.state_dict().items()} if first else {},
-        progress=session.progress.state_dict(),
-        metrics={name: float(value) for name, value in session.metrics.callback_metrics().items()},
-        callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
-        state=trainer.state,
-        world_size=trainer.world_size,
-    )
+    return Outcome.of(trainer, module, result, shapes)
