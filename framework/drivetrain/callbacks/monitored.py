@@ -1,28 +1,15 @@
-"""A value that decides something, the same on every rank."""
+"""The value that a callback goes by, the same on every rank."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
+from drivetrain.metrics.agreement import agreed_value
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
 
 
 def monitored_value(trainer: Fit, name: str) -> float | None:
-    """Return the logged value ``name``, the same on every rank; ``None`` where no rank has it. Collective.
-
-    A value that is equal everywhere comes back as it is; one that is local to the ranks is their mean (over those
-    that have it: a rank without data may have logged nothing). Who asks never needs to know which it is.
-    """
-    value = trainer.callback_metrics.get(name)
-    mine = torch.zeros(2, dtype=torch.float64)
-    if value is not None:
-        mine[0], mine[1] = 1.0, value
-    everyone = trainer.strategy.control.all_gather(mine)
-    values = everyone[everyone[:, 0] > 0, 1]
-    if len(values) == 0:
-        return None
-    same = bool((values == values[0]).all())
-    return float(values[0] if same else values.mean())
+    """Return the logged value ``name``, the same on every rank; None where no rank has it. Collective."""
+    return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))

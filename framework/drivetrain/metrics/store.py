@@ -11,6 +11,7 @@ from torch import nn
 
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.metrics.agreement import agreed_value
 from drivetrain.metrics.entry import Entry
 from drivetrain.metrics.packing import Part, gather_packed, to_host
 from drivetrain.transfer import first_dimension
@@ -230,7 +231,7 @@ class MetricStore:
         numbers = [
             number for entry, total in zip([*shared, *local], known, strict=True) for number in (total, entry.weight)
         ]
-        results: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor | None] = {}
         split = 2 * len(shared)
         if together:
             keys = [
@@ -257,11 +258,13 @@ class MetricStore:
         for entry in metrics:
             if entry.epoch_name not in results:
                 results[entry.epoch_name] = _compute(entry.name, entry.metric, entry.sync_dist is not False)
+        # What was logged in an earlier epoch and not in this one keeps its value.
+        logged = {name: value for name, value in results.items() if value is not None}
         for entry in self.entries.values():
-            if entry.epoch_name in results and entry.on_epoch:
-                entry.result = results[entry.epoch_name]
-        self._values.update(results)
-        return results
+            if entry.epoch_name in logged and entry.on_epoch:
+                entry.result = logged[entry.epoch_name]
+        self._values.update(logged)
+        return logged
 
     def reset_metrics(self) -> None:
         """Reset the stage's torchmetrics objects: their epoch is over."""
@@ -295,8 +298,9 @@ class MetricStore:
         )
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
-            if bool(table[:, column + 1].any()):
-                entry.last = entry.reduced = float(_reduce(entry.operation, table[:, column], table[:, column + 1]))
+            reduced = _reduce(entry.operation, table[:, column], table[:, column + 1])
+            if reduced is not None:
+                entry.last = entry.reduced = float(reduced)
                 entry.fresh = True
 
     def _part(self, keys: Sequence[str]) -> Part:
@@ -327,15 +331,8 @@ class MetricStore:
         return self._chosen("prog_bar")
 
     def agreed(self, name: str) -> float | None:
-        """Return a logged value, the same on every rank, for a decision; None where nobody logged it. Collective.
-
-        What is local to a rank (a step's value, ``sync_dist=False``) is averaged over the ranks that have it.
-        """
-        value = self.callback_metrics().get(name)
-        known = torch.tensor([0.0, 0.0] if value is None else [1.0, float(value)], dtype=torch.float64)
-        table = self.control.all_gather(known)
-        heard = table[:, 0] > 0
-        return float(table[heard, 1].mean()) if bool(heard.any()) else None
+        """Return a logged value, the same on every rank, for a decision; None where nobody logged it. Collective."""
+        return agreed_value(self.control, name, self.callback_metrics().get(name))
 
     def restore(self, values: dict[str, float]) -> None:
         """Take values from another process or a checkpoint as if they had been logged here."""
@@ -386,11 +383,11 @@ def _compute(name: str, metric: Any, together: bool) -> torch.Tensor:
     return value.detach().reshape(()).cpu()
 
 
-def _reduce(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Combine the ranks' totals and weights, each of shape (ranks,), into one number of shape ()."""
+def _reduce(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+    """Combine the ranks' totals and weights, each of shape (ranks,), into one number; None where nothing was logged."""
     heard = weights > 0
     if not bool(heard.any()):
-        return torch.tensor(float("nan"))
+        return None
     if operation == "mean":
         value = totals.sum() / weights.sum()
     elif operation == "sum":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,9 +66,13 @@ class Run:
         self.logged.append((step, dict(metrics)))
 
 
+_runs = itertools.count()
+
+
 def distributed_run(**values: Any) -> Run:
     """A run on the default process group of this process."""
     from drivetrain_strategies.control_group import GroupControl
 
-    control = GroupControl(dist.group.WORLD, dist.HashStore(), dist.get_rank(), dist.get_world_size())
+    store = dist.PrefixStore(f"run{next(_runs)}", dist.distributed_c10d._get_default_store())
+    control = GroupControl(dist.group.WORLD, store, dist.get_rank(), dist.get_world_size())
     return Run(strategy=Where(control=control), **values)
