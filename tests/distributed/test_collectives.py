@@ -271,6 +271,21 @@ def test_a_value_decides_alike_on_all_ranks() -> None:  # B-19
         assert rates == [0.1 / 2**3], how
 
 
+def _stopping_on_rank_0() -> dict[str, Any]:
+    only_here = [EarlyStopping("value", patience=3)] if dist.get_rank() == 0 else []
+    trainer = quiet(strategy="ddp", max_epochs=2, callbacks=only_here)
+    began = time.monotonic()
+    with failing() as error:
+        trainer.fit(Monitored("reduced"), loader(16, 4), loader(16, 4))
+    return {"text": error["text"], "seconds": time.monotonic() - began}
+
+
+def test_a_callback_that_decides_on_one_rank_only_is_named_and_never_hangs() -> None:  # B-19
+    for found in run_distributed(_stopping_on_rank_0, 2):
+        assert "rank(s) [0] came to the value of 'value'" in found["text"]
+        assert found["seconds"] < 20
+
+
 class Skipping(Regression):
     """Ends the epoch after two micro-batches, on some ranks."""
 
