@@ -41,9 +41,6 @@ class ControlPlane(Protocol):
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's picklable value, by rank, on every rank."""
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's picklable value on every rank."""
-
     def barrier(self) -> None:
         """Wait for all ranks."""
 
@@ -106,9 +103,6 @@ class LocalControl:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
 
     def barrier(self) -> None:
         return None

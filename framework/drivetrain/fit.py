@@ -28,6 +28,7 @@ from drivetrain.loops.manual_step import OptimizerHandle
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.precision.resolve import canonical_name
+from drivetrain.run_handle import is_attached
 from drivetrain.seed import checked_seed
 from drivetrain.strategy import Strategy, strategy_by_name
 
@@ -64,7 +65,7 @@ class Fit(RunReads):
         logger: None and True are the default logger, False none; or one, or a list.
         log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
         enable_progress_bar: show one.
-        enable_checkpointing: save checkpoints.
+        enable_checkpointing: kept for a later version, in which runs save by themselves; nothing does yet.
         enable_model_summary: print one.
         default_root_dir: where files go; the working directory by default.
         seed: of initialisation, order and every generator.
@@ -190,9 +191,9 @@ class Fit(RunReads):
         if not isinstance(environment, Environment):
             check_environment_name(environment)
         # Built now, so that an unknown name is refused now; "auto" waits for the number of processes.
-        self._strategy = strategy if isinstance(strategy, Strategy) else None
+        self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
-            self._strategy = strategy_by_name(strategy)
+            self.chosen_strategy = strategy_by_name(strategy)
         elif not isinstance(strategy, str | Strategy):
             raise ConfigurationError(
                 f"strategy={strategy!r}.", "it is a name or a Strategy.", "use strategy='ddp', or DDPStrategy(...)."
@@ -202,7 +203,7 @@ class Fit(RunReads):
             callbacks, progress_bar=enable_progress_bar, model_summary=enable_model_summary
         )
         self.state = "idle"
-        self._session = None
+        self.session = None
         self._collective_calls = CollectiveCalls()
 
     # The four verbs
@@ -294,7 +295,7 @@ class Fit(RunReads):
                 "the engine drives a drivetrain.TrainModule: its steps, its optimizers, its hooks.",
                 "subclass TrainModule, write training_step and configure_optimizers; to compile: Fit(compile=True).",
             )
-        if "_trainer" in module.__dict__:
+        if is_attached(module):
             raise ConfigurationError(
                 f"{stage} was called while a run of {type(module).__name__} is under way.",
                 "it would take the module, its metrics and the processes away from that run.",

@@ -24,6 +24,28 @@ class HyperParameters(dict[str, Any]):
         self[name] = value
 
 
+class KeepsHyperParameters:
+    """Mixed into what is built from arguments worth keeping."""
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """What `save_hyperparameters` kept."""
+        kept: HyperParameters = self.__dict__.setdefault("_hyper_parameters", HyperParameters())
+        return kept
+
+    def save_hyperparameters(self, *names: str, ignore: str | Iterable[str] = ()) -> None:
+        """Keep the arguments of ``__init__`` in `hparams`; a module's go into every checkpoint.
+
+        Args:
+            names: which; all where none are given.
+            ignore: names to leave out.
+
+        Raises:
+            ConfigurationError: names a value that JSON cannot hold.
+        """
+        self.hparams.update(collect_init_arguments(self, names, ignore))
+
+
 def collect_init_arguments(owner: object, names: Sequence[str], ignore: str | Iterable[str]) -> dict[str, Any]:
     """Return the arguments of the ``__init__`` calls of ``owner`` that are under way, subclasses' values first.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 
 from drivetrain.checkpoint_files import read_files
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.hyper_parameters import HyperParameters, collect_init_arguments
+from drivetrain.hyper_parameters import KeepsHyperParameters
 from drivetrain.module_hooks import ModuleHooks
-
-if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+from drivetrain.run_handle import RunHandle
 
 
-class TrainModule(ModuleHooks, nn.Module):
+class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
     """A model together with how it is trained.
 
     Write `training_step` and `configure_optimizers`; everything else is optional. A TrainModule is an ordinary
@@ -29,6 +27,8 @@ class TrainModule(ModuleHooks, nn.Module):
 
     automatic_optimization: bool = True
     """False hands backward and steps to `training_step` (`manual_backward`, `optimizers`)."""
+
+    _held = False
 
     # What a user writes
 
@@ -111,27 +111,10 @@ class TrainModule(ModuleHooks, nn.Module):
     # The run we are in
 
     @property
-    def trainer(self) -> Fit:
-        """The `Fit` that is running this module.
-
-        Raises:
-            ConfigurationError: there is none just now.
-        """
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        if trainer is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} is not in a run, so it has no trainer.",
-                "trainer, log and what talks to other ranks exist only while fit, validate, test or predict runs.",
-                "call it from a step or a hook, or read the result from the Fit object after the run.",
-            )
-        return trainer
-
-    @property
     def device(self) -> torch.device:
         """Where the module computes."""
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        if trainer is not None:
-            return trainer.strategy.device
+        if self._trainer is not None:
+            return self._trainer.strategy.device
         parameter = next(self.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
@@ -144,26 +127,22 @@ class TrainModule(ModuleHooks, nn.Module):
     @property
     def current_epoch(self) -> int:
         """Epochs completed; 0 outside a run."""
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.current_epoch
+        return 0 if self._trainer is None else self._trainer.current_epoch
 
     @property
     def global_step(self) -> int:
         """Optimizer steps made; 0 outside a run."""
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.global_step
+        return 0 if self._trainer is None else self._trainer.global_step
 
     @property
     def global_rank(self) -> int:
         """This process's rank; 0 outside a run."""
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.global_rank
+        return 0 if self._trainer is None else self._trainer.global_rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node; 0 outside a run."""
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        return 0 if trainer is None else trainer.local_rank
+        return 0 if self._trainer is None else self._trainer.local_rank
 
     @property
     def device_mesh(self) -> Any:
@@ -288,25 +267,7 @@ class TrainModule(ModuleHooks, nn.Module):
         if gradient_clip_val is not None:
             self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
 
-    # Hyper-parameters and weights
-
-    @property
-    def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept."""
-        kept: HyperParameters = self.__dict__.setdefault("_hyper_parameters", HyperParameters())
-        return kept
-
-    def save_hyperparameters(self, *names: str, ignore: Any = ()) -> None:
-        """Keep the arguments of ``__init__`` in `hparams` and in every checkpoint.
-
-        Args:
-            names: which; all where none are given.
-            ignore: names to leave out.
-
-        Raises:
-            ConfigurationError: names a value that JSON cannot hold.
-        """
-        self.hparams.update(collect_init_arguments(self, names, ignore))
+    # Weights
 
     @classmethod
     def load_from_checkpoint(
@@ -361,7 +322,7 @@ class TrainModule(ModuleHooks, nn.Module):
     # A strategy holds the module during a run
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        if self.__dict__.get("_held", False):
+        if self._held:
             raise ConfigurationError(
                 f"{type(self).__name__} was moved or re-cast (.to, .cuda, .half, ...) during a run.",
                 "the strategy and the optimizer hold its parameters; new ones would silently stop training.",
@@ -373,3 +334,13 @@ class TrainModule(ModuleHooks, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy, deep or pickled, is a module of its own and in no run.
         return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_held")}
+
+
+def hold(module: TrainModule) -> None:
+    """Refuse from here on, until `release`, that somebody moves or re-casts ``module``."""
+    module.__dict__["_held"] = True
+
+
+def release(module: TrainModule) -> None:
+    """Let the module be moved again."""
+    module.__dict__.pop("_held", None)

@@ -50,7 +50,12 @@ class Strategy(ABC):
     accepts_none_loss: ClassVar[bool] = True
     """False where ``training_step`` may not return None even in a single process."""
 
+    supports_sync_batchnorm: ClassVar[bool] = False
+    """True where the strategy heeds its `sync_batchnorm`; on several ranks of another, it is refused."""
+
     def __init__(self) -> None:
+        self.sync_batchnorm = False
+        """Normalise over the samples of all ranks; ``Fit(sync_batchnorm=True)`` sets it."""
         self.launcher: Any = None
         """A `drivetrain.launchers.Launcher` of the strategy's own; None leaves the choice to Fit."""
         self.placement = Placement()
@@ -142,11 +147,6 @@ class Strategy(ABC):
         return self.optimizers
 
     # In the loop
-
-    @property
-    def batch_device(self) -> torch.device:
-        """Where `to_device` puts a batch."""
-        return self.device
 
     def to_device(self, batch: Any) -> Any:
         """Move every tensor of a nested batch to this rank's device."""
@@ -266,8 +266,6 @@ class Strategy(ABC):
 
 
 # The registry
-
-StrategyFactory = Callable[[], Strategy]
 
 
 def known_strategies() -> dict[str, Any]:

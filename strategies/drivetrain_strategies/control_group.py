@@ -69,11 +69,6 @@ class GroupControl:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
-
     def barrier(self) -> None:
         dist.barrier(group=self._group)
 

@@ -44,6 +44,8 @@ class DDPStrategy(DistributedStrategy):
 
     name: ClassVar[str] = "ddp"
 
+    supports_sync_batchnorm: ClassVar[bool] = True
+
     def __init__(
         self,
         static_graph: bool | None = False,

@@ -23,7 +23,8 @@ FLOORS: list[set[str]] = [
     {"failure"},
     {
         *{"accelerators", "arguments", "checkpoint_files", "config", "control", "environments"},
-        *{"hyper_parameters", "module_hooks", "optimizer_state", "precision", "process_state", "seed", "transfer"},
+        *{"hyper_parameters", "module_hooks", "optimizer_state", "precision", "process_state", "run_handle", "seed"},
+        "transfer",
     },
     {"callback", "handshake", "module", "strategy"},
     {"hooks"},

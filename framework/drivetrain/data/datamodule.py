@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from drivetrain.errors import ConfigurationError
-from drivetrain.hyper_parameters import HyperParameters, collect_init_arguments
+from drivetrain.hyper_parameters import KeepsHyperParameters
+from drivetrain.run_handle import RunHandle
 from drivetrain.transfer import move_to
 
-if TYPE_CHECKING:
-    from drivetrain.fit import Fit
 
-
-class DataModule:
+class DataModule(RunHandle, KeepsHyperParameters):
     """Holds the loaders of a task and how its data is prepared.
 
     Write `prepare_data` and `setup`, and a loader for each stage that is run. Return plain loaders: dealing to the
@@ -69,40 +66,6 @@ class DataModule:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
-
-    @property
-    def trainer(self) -> Fit:
-        """The `Fit` that is running.
-
-        Raises:
-            ConfigurationError: there is none just now.
-        """
-        trainer: Fit | None = self.__dict__.get("_trainer")
-        if trainer is None:
-            raise ConfigurationError(
-                f"{type(self).__name__} is not in a run, so it has no trainer.",
-                "trainer exists only while fit, validate, test or predict runs.",
-                "read the result from the Fit object after the run.",
-            )
-        return trainer
-
-    @property
-    def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept."""
-        kept: HyperParameters = self.__dict__.setdefault("_hyper_parameters", HyperParameters())
-        return kept
-
-    def save_hyperparameters(self, *names: str, ignore: Any = ()) -> None:
-        """Keep the arguments of ``__init__`` in `hparams`.
-
-        Args:
-            names: which; all where none are given.
-            ignore: names to leave out.
-
-        Raises:
-            ConfigurationError: names a value that JSON cannot hold.
-        """
-        self.hparams.update(collect_init_arguments(self, names, ignore))
 
     def _missing(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} has no {name}")

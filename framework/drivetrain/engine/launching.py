@@ -35,10 +35,10 @@ def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_pat
     check_requirements(stage, module, given)
     setting = trainer.environment
     environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
-    single = trainer._strategy is not None and trainer._strategy.single_process
+    single = trainer.chosen_strategy is not None and trainer.chosen_strategy.single_process
     place = find_place(environment, resolve_devices(trainer.accelerator, trainer.devices), trainer.num_nodes, single)
     if place.missing:
-        chosen = None if trainer._strategy is None else trainer._strategy.launcher
+        chosen = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
         launcher = chosen or choose_launcher(trainer.launcher, place.placement.local_world_size)
         if isinstance(launcher, FunctionLauncher):
             return _in_other_processes(launcher, place, trainer, stage, module, given, ckpt_path)
@@ -53,9 +53,9 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
     if place.world is not None and place.placement.world_size > 1:
         place.world.meet()
     device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
-    if trainer._strategy is None:
-        trainer._strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")
-    strategy = trainer._strategy
+    if trainer.chosen_strategy is None:
+        trainer.chosen_strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")
+    strategy = trainer.chosen_strategy
     _sync_batchnorm(trainer, strategy, device)
     strategy.bind(place.placement, device, resolve_precision(trainer.precision_setting, device), place.store)
     if stage == "fit" and trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
@@ -67,7 +67,7 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
     session = Session(trainer, stage, module, given, ckpt_path, strategy, place)
     if stage != "fit":
         session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
-    trainer._session = session
+    trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
     if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
@@ -87,14 +87,19 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
 def _sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> None:
     if not trainer.sync_batchnorm:
         return
+    if not (strategy.single_process or strategy.supports_sync_batchnorm):
+        raise ConfigurationError(
+            f"sync_batchnorm=True with strategy={strategy.name!r}.",
+            "it would go on normalising over each rank's own samples.",
+            "use strategy='ddp', or normalise with GroupNorm or LayerNorm.",
+        )
     if device.type == "cpu":
         raise ConfigurationError(
             "sync_batchnorm=True on the CPU.",
             "torch's SyncBatchNorm needs an accelerator.",
             "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
         )
-    if hasattr(strategy, "sync_batchnorm"):
-        strategy.sync_batchnorm = True
+    strategy.sync_batchnorm = True
 
 
 # In processes started for the run
@@ -119,17 +124,17 @@ def _in_other_processes(
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         if state:
             callback.load_state_dict(state)
-    trainer._session = session
+    trainer.session = session
     trainer.state = outcome.state
     return outcome.result
 
 
 def _stand_in(trainer: Fit, place: Place) -> Strategy:
     """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
-    if trainer._strategy is None:
-        trainer._strategy = strategy_by_name("ddp")
-    trainer._strategy.placement = place.placement
-    return trainer._strategy
+    if trainer.chosen_strategy is None:
+        trainer.chosen_strategy = strategy_by_name("ddp")
+    trainer.chosen_strategy.placement = place.placement
+    return trainer.chosen_strategy
 
 
 def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:

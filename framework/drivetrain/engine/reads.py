@@ -41,13 +41,11 @@ class RunReads:
     state: str
     """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
 
-    _strategy: Strategy | None
-    _session: Session | None
+    chosen_strategy: Strategy | None
+    """The strategy; None while strategy="auto" waits for the number of processes."""
 
-    @property
-    def session(self) -> Session | None:
-        """The run that is under way, or the last one."""
-        return self._session
+    session: Session | None
+    """The run that is under way, or the last one."""
 
     @property
     def metrics(self) -> Any:
@@ -57,18 +55,18 @@ class RunReads:
     @property
     def progress(self) -> Progress:
         """The counters."""
-        return Progress() if self._session is None else self._session.progress
+        return Progress() if self.session is None else self.session.progress
 
     @property
     def strategy(self) -> Strategy:
         """The strategy; with "auto" known once a run has begun."""
-        if self._strategy is None:
+        if self.chosen_strategy is None:
             raise ConfigurationError(
                 "strategy='auto' is not resolved yet.",
                 "it depends on the number of processes, which is known once a run begins.",
                 "read it in or after fit, or name a strategy.",
             )
-        return self._strategy
+        return self.chosen_strategy
 
     @property
     def precision(self) -> Precision:
@@ -98,22 +96,22 @@ class RunReads:
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Everything logged, by every name it is known by."""
-        return {} if self._session is None else self._session.metrics.callback_metrics()
+        return {} if self.session is None else self.session.metrics.callback_metrics()
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
         """The latest values that went to the loggers."""
-        return {} if self._session is None else self._session.metrics.logged_metrics()
+        return {} if self.session is None else self.session.metrics.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
         """The latest values logged with ``prog_bar=True``."""
-        return {} if self._session is None else self._session.metrics.progress_bar_metrics()
+        return {} if self.session is None else self.session.metrics.progress_bar_metrics()
 
     @property
     def should_stop(self) -> bool:
         """Set it, on any rank, to end the run early; all ranks then stop after the same step."""
-        return self._session is not None and self._session.stop.requested
+        return self.session is not None and self.session.stop.requested
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
@@ -122,22 +120,22 @@ class RunReads:
     @property
     def joining(self) -> bool:
         """True while this rank has no data and only keeps the others company."""
-        return self._session is not None and self._session.metrics.joining
+        return self.session is not None and self.session.metrics.joining
 
     @property
     def sanity_checking(self) -> bool:
         """True during the validation that is tried before training."""
-        return self._session is not None and self._session.sanity_checking
+        return self.session is not None and self.session.sanity_checking
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
         """The total norm before the last clipping, of shape (); None where nothing was clipped."""
-        return None if self._session is None else self._session.gradient_norm
+        return None if self.session is None else self.session.gradient_norm
 
     @property
     def world_size(self) -> int:
         """How many processes run together."""
-        return 1 if self._strategy is None else self._strategy.world_size
+        return 1 if self.chosen_strategy is None else self.chosen_strategy.world_size
 
     @property
     def global_rank(self) -> int:
@@ -155,8 +153,8 @@ class RunReads:
         return self._standing().node_rank
 
     def _standing(self) -> Strategy | Placement:
-        if self._strategy is not None and (self._session is not None or self._strategy.single_process):
-            return self._strategy
+        if self.chosen_strategy is not None and (self.session is not None or self.chosen_strategy.single_process):
+            return self.chosen_strategy
         return expected_placement(self.environment, self.devices, self.num_nodes)
 
     @property
@@ -167,7 +165,7 @@ class RunReads:
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of an epoch on each rank; infinite where it is not known."""
-        data = None if self._session is None else self._session.data
+        data = None if self.session is None else self.session.data
         limit = None if data is None else data.train_limit
         return float("inf") if limit is None else limit
 
@@ -187,7 +185,7 @@ class RunReads:
         return self._limits("predict")
 
     def _limits(self, stage: str) -> list[int | float]:
-        data = None if self._session is None else self._session.data
+        data = None if self.session is None else self.session.data
         limits = [] if data is None else data.limits.get(stage, [])
         return [float("inf") if limit is None else limit for limit in limits]
 
@@ -199,7 +197,7 @@ class RunReads:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers."""
-        return [] if self._session is None else self._session.optimizers
+        return [] if self.session is None else self.session.optimizers
 
     @property
     def optimizer_handles(self) -> list[OptimizerHandle]:
@@ -209,7 +207,7 @@ class RunReads:
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:
         """The schedulers and when they step."""
-        return [] if self._session is None else self._session.schedulers
+        return [] if self.session is None else self.session.schedulers
 
     @property
     def lr_schedulers(self) -> list[Any]:
@@ -227,10 +225,10 @@ class RunReads:
         return next((callback for callback in self.callbacks if type(callback).__name__ == "Checkpoint"), None)
 
     def _running(self, what: str) -> Session:
-        if self._session is None:
+        if self.session is None:
             raise ConfigurationError(
                 f"{what} was used outside a run.",
                 "it exists only while fit, validate, test or predict runs.",
                 "use it from a step or a hook.",
             )
-        return self._session
+        return self.session

@@ -34,8 +34,9 @@ from drivetrain.loops.predict import PredictLoop
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.metrics import MetricStore
-from drivetrain.module import TrainModule
+from drivetrain.module import TrainModule, hold, release
 from drivetrain.process_state import ProcessState
+from drivetrain.run_handle import attach, detach
 from drivetrain.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Session:
         self.handles: list[OptimizerHandle] = []
         self.manual: ManualStep | None = None
         self.callbacks: list[Callback] = []
-        self.hooks: HookTable | None = None
+        self._hooks: HookTable | None = None
         self.data: StageData | None = None
         self.sanity_checking = False
         self.gradient_norm: torch.Tensor | None = None
@@ -125,9 +126,9 @@ class Session:
             seed_generators(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
         self.metrics.control = strategy.control
-        self.module.__dict__["_trainer"] = trainer
+        attach(self.module, trainer)
         if self.given.datamodule is not None:
-            self.given.datamodule.__dict__["_trainer"] = trainer
+            attach(self.given.datamodule, trainer)
         self._share_log_versions()
         self._prepare_data()
         self._assemble()
@@ -144,7 +145,7 @@ class Session:
             seed_generators(trainer.seed, strategy.data_rank)
         move = batch_mover(self.module, self.given.datamodule, strategy)
         result = self._stage_result(runner, move)
-        self.module.__dict__.pop("_held", None)
+        release(self.module)
         strategy.restore_module()
         while self._teardowns:
             self._teardowns.pop(0)(self.stage)
@@ -160,7 +161,7 @@ class Session:
         return None
 
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
-        trainer, hooks = self.trainer, self._hooks()
+        trainer, hooks = self.trainer, self.hooks
         self._set_up_optimizers()
         if self.ckpt_path is not None:
             self._checkpoint().load(self.ckpt_path)
@@ -189,7 +190,7 @@ class Session:
                 one.log_hyperparams(params)
 
     def _sanity_check(self, runner: StepRunner, move: Move | None) -> None:
-        steps, hooks = self.trainer.num_sanity_val_steps, self._hooks()
+        steps, hooks = self.trainer.num_sanity_val_steps, self.hooks
         if not steps or self.validate is None or self.ckpt_path is not None:
             return
         limits = [steps if limit is None else min(steps, limit) for limit in self._data().limits["validate"]]
@@ -215,7 +216,7 @@ class Session:
                 module=self.module,
                 runner=runner,
                 strategy=self.strategy,
-                hooks=self._hooks(),
+                hooks=self.hooks,
                 metrics=self.metrics,
                 sources=self._data().sources["predict"],
                 limits=self._data().limits["predict"],
@@ -233,7 +234,7 @@ class Session:
             module=self.module,
             runner=runner,
             strategy=self.strategy,
-            hooks=self._hooks(),
+            hooks=self.hooks,
             metrics=self.metrics,
             sources=self._data().sources[stage],
             limits=self._data().limits[stage] if limits is None else limits,
@@ -265,7 +266,7 @@ class Session:
         own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
         replaced = {type(callback) for callback in own}
         self.callbacks = [callback for callback in self.trainer.callbacks if type(callback) not in replaced] + own
-        self.hooks = HookTable(self.trainer, self.module, self.callbacks)
+        self._hooks = HookTable(self.trainer, self.module, self.callbacks)
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         module, strategy = self.module, self.strategy
@@ -277,7 +278,7 @@ class Session:
         if self.trainer.compile:
             self._compile()
         runner = under_context(strategy.setup_module(module), strategy.precision)
-        module.__dict__["_held"] = True
+        hold(module)
         return runner
 
     def _compile(self) -> None:
@@ -295,14 +296,14 @@ class Session:
         if not optimizers:
             logger.warning("configure_optimizers returned None: nothing will be trained.")
         self.optimizers = self.strategy.setup_optimizers(optimizers)
-        before_step = () if self.module.automatic_optimization else self._hooks().on_before_optimizer_step
+        before_step = () if self.module.automatic_optimization else self.hooks.on_before_optimizer_step
         self.handles = [OptimizerHandle(optimizer, self.strategy, before_step) for optimizer in self.optimizers]
 
     # Checkpoints
 
     def save(self, path: str, weights_only: bool) -> None:
         """Write a checkpoint. Collective."""
-        if self.hooks is None and not weights_only:
+        if self._hooks is None and not weights_only:
             raise ConfigurationError(
                 "save_checkpoint after a run that took place in other processes.",
                 "its optimizers' states ended with them; here are the trained weights.",
@@ -316,6 +317,12 @@ class Session:
         )
 
     # Reads
+
+    @property
+    def hooks(self) -> HookTable:
+        """Who overrode what; there from when the callbacks are known."""
+        assert self._hooks is not None
+        return self._hooks
 
     @property
     def estimated_steps(self) -> int | float:
@@ -341,12 +348,8 @@ class Session:
         assert self.data is not None
         return self.data
 
-    def _hooks(self) -> HookTable:
-        assert self.hooks is not None
-        return self.hooks
-
     def _set_up(self) -> None:
-        datamodule, hooks = self.given.datamodule, self._hooks()
+        datamodule, hooks = self.given.datamodule, self.hooks
         setups: list[Callable[[str], None]] = [*hooks.setup]
         self._teardowns = [*hooks.teardown]
         if datamodule is not None:
@@ -365,23 +368,23 @@ class Session:
                 one.finalize(status)
 
     def _detach(self) -> None:
-        for name in ("_held", "_trainer"):
-            self.module.__dict__.pop(name, None)
+        release(self.module)
+        detach(self.module)
         for name, before in self._compiled.items():
             self.module.__dict__.pop(name)
             if before is not None:
                 self.module.__dict__[name] = before
         if self.given.datamodule is not None:
-            self.given.datamodule.__dict__.pop("_trainer", None)
+            detach(self.given.datamodule)
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell hooks and ranks, let go of everything, and return what to raise."""
         control = self.strategy.control
         failure = Failure.of_exception(self.strategy.rank, error)
         tell_others(control, failure)
-        self.module.__dict__.pop("_held", None)
+        release(self.module)
         calls: list[Callable[[], Any]] = []
-        if self.hooks is not None:
+        if self._hooks is not None:
             calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

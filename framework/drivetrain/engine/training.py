@@ -46,7 +46,7 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
     return TrainLoop(
         step=step,
         micro_batches=_micro_batches(session, move),
-        hooks=session._hooks(),
+        hooks=session.hooks,
         metrics=metrics,
         progress=session.progress,
         limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
@@ -87,7 +87,6 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
 
 def _step(session: Session, runner: StepRunner) -> TrainStep:
     module, strategy, hooks = session.module, session.strategy, session.hooks
-    assert hooks is not None
     takes = StepArguments(module.training_step)
     arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
     if not module.automatic_optimization:

@@ -103,11 +103,10 @@ class ManualStep:
         self._scale = 1.0
 
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
-        for handle in self._handles:
-            handle.stepped = None
         # The strategy averages over all ranks; those without data count for nothing.
         self._scale = self._strategy.data_world_size / micro.ranks
         for handle in self._handles:
+            handle.stepped = None
             handle.share = 0.0 if micro.joins else self._scale
         arguments = (micro.batch, batch_idx) if self._arguments is None else self._arguments(micro.batch, batch_idx)
         if micro.joins:

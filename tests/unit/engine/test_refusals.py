@@ -11,7 +11,7 @@ import torch
 from engine_case import Tiny, fit, loader
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigurationError, DataModule, DrivetrainError, Fit, TrainModule
+from drivetrain import ConfigurationError, DataModule, DrivetrainError, Fit, Strategy, TrainModule
 
 
 def _refused(call: Callable[[], Any], *said: str) -> None:
@@ -190,6 +190,22 @@ def test_what_cannot_be_had_is_no_silent_substitute(tmp_path: Path, options: dic
         pytest.skip("there is a CUDA device here")
     with pytest.raises(ConfigurationError, match=said):
         fit(tmp_path, **options).fit(Tiny(), loader())
+
+
+def test_a_strategy_that_cannot_synchronise_batchnorm_is_not_asked_to(tmp_path: Path) -> None:
+    """A-06: it would normalise over each rank's own samples in silence."""
+
+    class Replicas(Strategy):
+        name = "replicas"
+
+        def setup_module(self, module: torch.nn.Module) -> Callable[..., Any]:
+            raise AssertionError
+
+        def teardown(self) -> None:
+            raise AssertionError
+
+    with pytest.raises(ConfigurationError, match="sync_batchnorm=True with strategy='replicas'"):
+        fit(tmp_path, strategy=Replicas(), sync_batchnorm=True).fit(Tiny(), loader())
 
 
 def test_a_loader_of_an_iterator_that_is_spent_says_so(tmp_path: Path) -> None:
