@@ -12,7 +12,6 @@ import torch
 from drivetrain.errors import ConfigurationError
 
 _last_seed: int | None = None
-_seeds_workers = True
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -22,7 +21,7 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
     Args:
         seed: from 0 to 2**32 - 1, the range NumPy accepts.
-        workers: whether data-loading workers are seeded from it too.
+        workers: taken for Lightning's sake; a run seeds its data-loading workers whatever it says.
 
     Returns:
         The seed.
@@ -30,7 +29,7 @@ def seed_everything(seed: int, workers: bool = True) -> int:
     Raises:
         ConfigurationError: the seed is not an integer, or out of range.
     """
-    global _last_seed, _seeds_workers
+    global _last_seed
     value = checked_seed(seed)
     random.seed(value)
     if importlib.util.find_spec("numpy") is not None:
@@ -38,18 +37,13 @@ def seed_everything(seed: int, workers: bool = True) -> int:
 
         numpy.random.seed(value)
     torch.manual_seed(value)
-    _last_seed, _seeds_workers = value, workers
+    _last_seed = value
     return value
 
 
 def last_seed() -> int | None:
     """Return the seed of the latest `seed_everything` in this process, or None."""
     return _last_seed
-
-
-def seeds_workers() -> bool:
-    """Tell whether the latest `seed_everything` asked for seeded data-loading workers."""
-    return _seeds_workers
 
 
 def checked_seed(seed: object) -> int:

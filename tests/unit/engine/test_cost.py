@@ -158,7 +158,7 @@ def test_a_step_waits_for_no_value_and_makes_no_collective(
 
 
 def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
-    """The blueprint's hot path: not called and found empty, but not there."""
+    """A hook nobody overrides is absent from the loop: not called and found empty, but not there."""
     runner = fit(tmp_path)
     runner.fit(Bare(), _loader())
     assert runner.session is not None

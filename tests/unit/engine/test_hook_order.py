@@ -1,4 +1,4 @@
-"""The full order of hooks, as api.md gives it: callbacks before the module, below-zero callbacks after it."""
+"""The full order of hooks: callbacks before the module, below-zero callbacks after it."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_hooks_are_given_what_the_contract_says(tmp_path: Path) -> None:
 
 
 def test_old_gradients_do_not_live_through_the_forward(tmp_path: Path) -> None:
-    """The blueprint's hot path: cleared before the window's first training_step, to None."""
+    """Old gradients do not live through a forward: cleared before the window's first training_step, to None."""
     held: list[list[bool]] = []
 
     class Watching(Tiny):
