@@ -1,7 +1,6 @@
 """Handwritten digits: a small classifier that is right on more than 95% of the images it never saw, within seconds.
 
-python examples/digits.py
-python examples/digits.py --devices 2        # the same on two processes
+python examples/digits.py [--devices 2]
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class Classifier(TrainModule):
         self.log("val_accuracy", (logits.argmax(-1) == labels).float().mean(), prog_bar=True)
 
     def predict_step(self, batch, batch_idx):
-        images, _ = batch
-        return self(images).argmax(-1)
+        return self(batch[0]).argmax(-1)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -50,15 +48,10 @@ class Classifier(TrainModule):
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """1797 images of 8 x 8 grey values with their digits, a fifth of each digit held out."""
-    images, digits = load_digits(return_X_y=True)
-    train_x, held_out_x, train_y, held_out_y = train_test_split(
-        torch.tensor(images, dtype=torch.float32) / 16,
-        torch.tensor(digits),
-        test_size=0.2,
-        stratify=digits,
-        random_state=0,
-    )
-    return TensorDataset(train_x, train_y), TensorDataset(held_out_x, held_out_y)
+    values, digits = load_digits(return_X_y=True)
+    images, labels = torch.tensor(values, dtype=torch.float32) / 16, torch.tensor(digits)
+    train, held_out = train_test_split(range(len(digits)), test_size=0.2, stratify=digits, random_state=0)
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[held_out], labels[held_out])
 
 
 def main() -> None:
@@ -69,19 +62,17 @@ def main() -> None:
     options = parser.parse_args()
 
     train, held_out = load_data()
-    stopping = EarlyStopping(monitor="val_loss", patience=5)
-    fit = Fit(**vars(options), callbacks=[stopping], seed=0, log_every_n_steps=10)
+    fit = Fit(**vars(options), callbacks=EarlyStopping("val_loss", patience=5), seed=0, log_every_n_steps=10)
     torch.manual_seed(0)
     model = Classifier()
     fit.fit(model, DataLoader(train, batch_size=32, shuffle=True), DataLoader(held_out, batch_size=128))
 
     predicted = torch.cat(fit.predict(model, DataLoader(held_out, batch_size=128)))
     labels = held_out.tensors[1]
-    wrong = (predicted != labels).nonzero().flatten()
-    fit.print(
-        f"{len(labels) - len(wrong)} of {len(labels)} held-out digits are right: {1 - len(wrong) / len(labels):.1%}"
-    )
-    for i in wrong[:5].tolist():
+    wrong = (predicted != labels).nonzero().flatten().tolist()
+    count = len(labels)
+    fit.print(f"{count - len(wrong)} of {count} held-out digits are right: {1 - len(wrong) / count:.1%}")
+    for i in wrong[:5]:
         fit.print(f"  image {i} shows a {labels[i]}, taken for a {predicted[i]}")
 
 

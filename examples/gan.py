@@ -1,7 +1,6 @@
 """A small GAN on handwritten digits: two optimizers that take turns, in manual optimization.
 
-python examples/gan.py
-python examples/gan.py --devices 2        # the same on two processes
+python examples/gan.py [--devices 2]
 """
 
 from __future__ import annotations
@@ -22,14 +21,8 @@ class GAN(TrainModule):
         super().__init__()
         self.save_hyperparameters()
         self.automatic_optimization = False  # training_step runs backward and steps itself
-        self.generator = nn.Sequential(
-            nn.Linear(noise, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2),
-            nn.Linear(width, 64), nn.Sigmoid(),
-        )  # fmt: skip
-        self.critic = nn.Sequential(
-            nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(width, width), nn.LeakyReLU(0.2),
-            nn.Linear(width, 1),
-        )  # fmt: skip
+        self.generator = nn.Sequential(*layers(noise, width), *layers(width, width), nn.Linear(width, 64), nn.Sigmoid())
+        self.critic = nn.Sequential(*layers(64, width), nn.Dropout(0.3), *layers(width, width), nn.Linear(width, 1))
 
     def forward(self, count: int) -> Tensor:
         return self.generator(torch.randn(count, self.hparams.noise, device=self.device))
@@ -56,6 +49,10 @@ class GAN(TrainModule):
     def configure_optimizers(self):
         networks = (self.generator, self.critic)
         return [torch.optim.Adam(each.parameters(), lr=self.hparams.lr, betas=(0.5, 0.999)) for each in networks]
+
+
+def layers(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Linear(inputs, outputs), nn.LeakyReLU(0.2)]
 
 
 def says(logits: Tensor, real: float) -> Tensor:
