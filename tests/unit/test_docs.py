@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -80,3 +81,14 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert not {page for page in pages if page not in navigation}
+
+
+@pytest.mark.parametrize("package", ["", ".callbacks", ".environments", ".loggers", ".precision", ".testing"])
+def test_the_reference_has_every_public_class_and_test_helper(package: str) -> None:
+    pages = (ROOT / "docs" / "reference.md").read_text()
+    named = {target.rpartition(".")[2] for target in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    module = importlib.import_module(f"drivetrain{package}")
+    public = {name for name in module.__all__ if isinstance(getattr(module, name), type)}
+    if package == ".testing":
+        public = {name for name in module.__all__ if not name.startswith("requires_")} | {"marks"}
+    assert not public - named
