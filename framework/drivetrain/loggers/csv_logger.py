@@ -9,13 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers.directory import RunDirectory
-from drivetrain.loggers.logger import Logger
+from drivetrain.loggers.directory_logger import DirectoryLogger
 
 _Row = dict[str, str]
 
 
-class CSVLogger(Logger):
+class CSVLogger(DirectoryLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
     The table's first column is ``step``; a metric that appears later becomes a new column, and what is already in the
@@ -47,33 +46,13 @@ class CSVLogger(Logger):
                 "rows are written every so many steps, so it must be at least 1",
                 "give a count such as 100",
             )
-        self._directory = RunDirectory(os.fspath(save_dir), name, version)
-        self._prefix = f"{prefix}-" if prefix else ""
+        super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
         self._columns: list[str] | None = None  # None until the file has been looked at
         self._pending: list[_Row] = []
         self._flushed_step: int | None = None
         # An object store cannot append: there the rows stay here and the file is written whole.
         self._written: list[_Row] = []
-
-    @property
-    def name(self) -> str:
-        """The experiment's sub-directory."""
-        return self._directory.name
-
-    @property
-    def version(self) -> str:
-        """The run's directory name; asking settles the number."""
-        return self._directory.version
-
-    def adopt(self, version: str) -> None:
-        """Take the version that rank 0's logger has."""
-        self._directory.adopt(version)
-
-    @property
-    def log_dir(self) -> str:
-        """The run's directory, which exists after the first write."""
-        return self._directory.path
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a row, or complete the last one where the step is the same and no value would be replaced."""

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers.directory import RunDirectory
-from drivetrain.loggers.logger import Logger
+from drivetrain.loggers.directory_logger import DirectoryLogger
 
 
-class TensorBoardLogger(Logger):
+class TensorBoardLogger(DirectoryLogger):
     """Writes TensorBoard event files and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
     Args:
@@ -45,30 +44,10 @@ class TensorBoardLogger(Logger):
                 "event files are written by the package tensorboard (or tensorboardX)",
                 "pip install 'drivetrain[tensorboard]' (or tensorboard itself), or use CSVLogger",
             )
-        self._directory = RunDirectory(os.fspath(save_dir), name, version)
+        super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
-        self._prefix = f"{prefix}-" if prefix else ""
         self._options = options
         self._writer: Any = None
-
-    @property
-    def name(self) -> str:
-        """The experiment's sub-directory."""
-        return self._directory.name
-
-    @property
-    def version(self) -> str:
-        """The run's directory name; asking settles the number."""
-        return self._directory.version
-
-    def adopt(self, version: str) -> None:
-        """Take the version that rank 0's logger has."""
-        self._directory.adopt(version)
-
-    @property
-    def log_dir(self) -> str:
-        """The run's directory, which exists after the first write."""
-        return self._directory.path
 
     @property
     def experiment(self) -> Any:
