@@ -92,3 +92,11 @@ def test_the_reference_has_every_public_class_and_test_helper(package: str) -> N
     if package == ".testing":
         public = {name for name in module.__all__ if not name.startswith("requires_")} | {"marks"}
     assert not public - named
+
+
+def test_every_id_of_a_behaviour_is_explained() -> None:
+    explained = set(re.findall(r"^\| ([A-H]-\d\d) \|", (ROOT / "docs" / "behaviours.md").read_text(), re.MULTILINE))
+    sections = {name[0] for name in explained}
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    used = {name for name in re.findall(r"\b[A-H]-\d\d\b", tests) if name[0] in sections}
+    assert explained == used
