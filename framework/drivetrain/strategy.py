@@ -156,40 +156,21 @@ class Strategy(ABC):
         """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``."""
         return nullcontext()
 
-    @contextmanager
-    def without_gradient(self) -> Iterator[None]:
+    def without_gradient(self) -> AbstractContextManager[None]:
         """Within it a backward adds exactly zero to every parameter's gradient, even where the loss is NaN.
 
         Multiplying the loss by zero would not do: the mean over no items is NaN, and NaN times zero is NaN.
         """
         assert self.module is not None
-        handles = [
-            parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            for parameter in self.module.parameters()
-            if parameter.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return _silenced(self.module)
 
     def forget_gradients(self) -> None:
         """Drop what a window has added up so far, where that is not in the parameters' ``grad``."""
 
-    @contextmanager
-    def training_only(self, optimizer: Any) -> Iterator[None]:
+    def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
         """Within it only ``optimizer``'s parameters require gradients; what ``toggled_optimizer`` does."""
         assert self.module is not None
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        others = [one for one in self.module.parameters() if one.requires_grad and id(one) not in held]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in others:
-                parameter.requires_grad_(True)
+        return _training_only(self.module, optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a loss of shape ()."""
@@ -263,6 +244,33 @@ class Strategy(ABC):
     @abstractmethod
     def teardown(self) -> None:
         """Let go of everything this strategy took. Never waits for other ranks, since it also runs after a failure."""
+
+
+@contextmanager
+def _silenced(module: torch.nn.Module) -> Iterator[None]:
+    handles = [
+        parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _training_only(module: torch.nn.Module, optimizer: Any) -> Iterator[None]:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [one for one in module.parameters() if one.requires_grad and id(one) not in held]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
 
 
 # The registry

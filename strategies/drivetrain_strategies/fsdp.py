@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner
-from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing, modules_of
+from drivetrain_strategies import fsdp_lbfgs
+from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
 from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer
+from drivetrain_strategies.fsdp_gradients import Gradients
 from drivetrain_strategies.fsdp_optimizers import Adoptions
-from drivetrain_strategies.fsdp_plan import Plan, Unit, Wrap, make_plan
+from drivetrain_strategies.fsdp_plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp_precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp_private import Sharded, forget_original, remove_tensor_parallel_hooks
+from drivetrain_strategies.fsdp_private import Sharded, forget_meshes, remove_tensor_parallel_hooks
+from drivetrain_strategies.fsdp_sharding import Sharding, change_forwards, gather_ahead, shard
 from drivetrain_strategies.fsdp_start import start_alike
 from drivetrain_strategies.fsdp_state import load_state, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp_unused import UnusedParameters
+from drivetrain_strategies.fsdp_whole_step import KINDS as WHOLE_STEP_KINDS
+from drivetrain_strategies.fsdp_whole_step import WholeStep
 from drivetrain_strategies.originals import Original, originals_of
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
-from drivetrain_strategies.whole_parameters import WholeParameters
 
 logger = logging.getLogger("drivetrain")
 
@@ -125,13 +129,12 @@ class FSDPStrategy(DistributedStrategy):
         self._originals: list[Original] = []
         self._sharded: Sharded | None = None
         self._swap: ForwardSwap | None = None
-        self._unused: UnusedParameters | None = None
-        self._whole: WholeParameters | None = None
+        self._gradients: Gradients | None = None
         self._order: UnitOrder | None = None
         self._adoptions: Adoptions | None = None
+        self._whole_steps: list[WholeStep] = []
         self._manual = False
         self._inside = False
-        self._exchanges = True
 
     # Where we are
 
@@ -176,84 +179,37 @@ class FSDPStrategy(DistributedStrategy):
         if self.rank == 0:
             logger.info("%s", plan.table(mesh.layout.shard))
         self._manual = not getattr(module, "automatic_optimization", True)
-        self._change_forwards(module, plan)
+        compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
+        self._swap = change_forwards(module, plan, self.activation_checkpointing, self._checkpointing, compile_options)
         start_alike(plan.whole.values(), self.device)
-        root = self._shard(StepModule(module), plan, mesh)
+        root = shard(StepModule(module), plan, mesh, self._how(), self._originals)
         start_alike(module.buffers(), self.device)
         sharded = self._sharded = Sharded(root)
         for other in sharded.meshes():
             mesh.also(other)
-        self._prefetch(plan)
+        gather_ahead(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._unused = UnusedParameters(
+        unused = UnusedParameters(
             True if self._manual else self.find_unused_parameters,
             {id(one): names[id(one.sharded_param)] for one in sharded.parameters},
             self.control,
         )
-        if plan.whole:
-            self._whole = WholeParameters(list(plan.whole.values()), mesh.data_group)
+        whole = list(plan.whole.values())
+        self._gradients = Gradients(sharded, whole, mesh.data_group, unused, self.reshard_after_backward)
+        if whole:
             self.precision.found_inf_reducer = self._spread_overflow
         if len(plan.units) > 1:
             self._order = UnitOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
         self._adoptions = Adoptions(self._originals)
         return self._runner(cast(Callable[..., Any], root))
 
-    def _change_forwards(self, module: nn.Module, plan: Plan) -> None:
-        """Activation checkpointing first, compilation around it, sharding around both."""
-        swap = self._swap = ForwardSwap()
-        if self.activation_checkpointing is not None:
-            for block in modules_of(module, self.activation_checkpointing):
-                swap.put(block, self._checkpointing)
-        if self.compile:
-            options = self.compile if isinstance(self.compile, dict) else {}
-            for unit in plan.units[:-1]:
-                swap.put(unit.module, lambda forward: torch.compile(forward, **options))
-
-    def _shard(self, root: StepModule, plan: Plan, mesh: Mesh) -> FSDPModule:
-        originals = {id(original.parameter): original for original in self._originals}
-        options: dict[str, Any] = {
-            "mesh": mesh.data,
-            "mp_policy": mixed_precision_policy(self.precision, self.mixed_precision),
-            "offload_policy": offload_policy(self.cpu_offload, self.device),
-        }
-        whole = set(plan.whole.values())
-        apart = whole | set(plan.ties)
-        if plan.ties:
-            root.ties = nn.ParameterList(plan.ties)
-        for unit in plan.units:
-            start_alike(unit.parameters, self.device)
-            if unit is plan.root:
-                fully_shard(root, ignored_params=whole, **options)
-            else:
-                fully_shard(
-                    unit.module, ignored_params=apart, reshard_after_forward=self.reshard_after_forward, **options
-                )
-            self._release(unit, originals)
-        sharded = cast(FSDPModule, root)
-        sharded.set_reduce_scatter_unused_params(True)
-        if self.device.type == "cpu":
-            for child in root.modules():
-                if isinstance(child, FSDPModule):
-                    child.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
-        return sharded
-
-    @staticmethod
-    def _release(unit: Unit, originals: Mapping[int, Original]) -> None:
-        for parameter in unit.parameters:
-            forget_original(parameter)
-            originals[id(parameter)].release()
-
-    def _prefetch(self, plan: Plan) -> None:
-        units = sorted(plan.units[:-1], key=lambda unit: unit.name.count("."))
-        modules = [cast(FSDPModule, unit.module) for unit in units]
-        for depth, ordered, method in (
-            (self.forward_prefetch, modules, FSDPModule.set_modules_to_forward_prefetch),
-            (self.backward_prefetch, modules[::-1], FSDPModule.set_modules_to_backward_prefetch),
-        ):
-            for position, module in enumerate(ordered):
-                ahead = ordered[position + 1 : position + 1 + depth]
-                if ahead:
-                    method(module, ahead)
+    def _how(self) -> Sharding:
+        return Sharding(
+            self.reshard_after_forward,
+            mixed_precision_policy(self.precision, self.mixed_precision),
+            offload_policy(self.cpu_offload, self.device),
+            self.device,
+        )
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._adoptions is not None
@@ -262,6 +218,9 @@ class FSDPStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
             check_optimizer(optimizer)
+            fsdp_lbfgs.take(optimizer)
+            if isinstance(optimizer, WHOLE_STEP_KINDS):
+                self._whole_steps.append(WholeStep(optimizer))
         return super().setup_optimizers(optimizers)
 
     # In the loop
@@ -297,57 +256,21 @@ class FSDPStrategy(DistributedStrategy):
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+        # One process has nothing to say, and its gradients are best where a loss that is None can rescale them.
         if enabled or self.world_size == 1:
             return nullcontext()
-        return self._accumulating()
+        return self._held_gradients().accumulating()
 
-    @contextmanager
-    def _accumulating(self) -> Iterator[None]:
-        sharded = self._sharded
-        assert sharded is not None
-        sharded.set_gradient_sync(False)
-        if not self.reshard_after_backward:
-            sharded.set_reshard_after_backward(False)
-        self._exchanges = False
-        try:
-            yield
-        finally:
-            self._exchanges = True
-            sharded.set_gradient_sync(True)
-            sharded.set_reshard_after_backward(True)
+    def without_gradient(self) -> AbstractContextManager[Any]:
+        return self._held_gradients().silenced()
 
-    @contextmanager
-    def without_gradient(self) -> Iterator[None]:
-        assert self._sharded is not None
-        assert self.plan is not None
-        whole = [one.register_hook(torch.zeros_like) for one in self.plan.whole.values() if one.requires_grad]  # type: ignore[no-untyped-call]
-        try:
-            with self._sharded.without_gradient():
-                yield
-        finally:
-            for handle in whole:
-                handle.remove()
-
-    @contextmanager
-    def training_only(self, optimizer: Any) -> Iterator[None]:
-        sharded, plan = self._sharded, self.plan
-        assert sharded is not None
-        assert plan is not None
+    def training_only(self, optimizer: Any) -> AbstractContextManager[Any]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        others = [one for one in sharded.parameters if one.sharded_param.requires_grad]
-        others = [one for one in others if id(one.sharded_param) not in held]
-        whole = [one for one in plan.whole.values() if one.requires_grad and id(one) not in held]
-        for parameter in others:
-            sharded.set_requires_grad(parameter, False)
-        for one in whole:
-            one.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in others:
-                sharded.set_requires_grad(parameter, True)
-            for one in whole:
-                one.requires_grad_(True)
+        return self._held_gradients().only_of(held)
+
+    def _held_gradients(self) -> Gradients:
+        assert self._gradients is not None
+        return self._gradients
 
     def backward(self, loss: torch.Tensor) -> None:
         sharded = self._sharded
@@ -355,11 +278,7 @@ class FSDPStrategy(DistributedStrategy):
         if self._inside:
             sharded.begin_backward_within_forward(loss)
         self.precision.backward(loss)
-        if self._exchanges:
-            assert self._unused is not None
-            self._unused.settle(sharded.take_unused())
-            if self._whole is not None:
-                self._whole.average()
+        self._held_gradients().after_backward()
         if self._inside:
             sharded.gather_root()
 
@@ -446,8 +365,13 @@ class FSDPStrategy(DistributedStrategy):
             self._undo()
         elif self._swap is not None:
             self._swap.undo()
+        for optimizer in self.optimizers:
+            fsdp_lbfgs.give_back(optimizer)
+        for step in self._whole_steps:
+            step.undo()
         self.precision.found_inf_reducer = None
         if self._mesh is not None:
             self._mesh.close()
+            forget_meshes()
         self._reset()
         super().teardown()

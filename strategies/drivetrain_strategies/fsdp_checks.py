@@ -10,8 +10,7 @@ from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedd
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 
-_NOT_ELEMENT_WISE = {
-    "Adafactor": "it takes norms of whole rows and columns, in place, which torch cannot do on shards",
+_REFUSED = {
     "SparseAdam": "sharded gradients are dense",
 }
 
@@ -79,9 +78,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         ConfigurationError: names it and the reason.
     """
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in _NOT_ELEMENT_WISE and kind.__module__.startswith("torch."):
+        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch."):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} under FSDP.",
-                f"{_NOT_ELEMENT_WISE[kind.__name__]}.",
-                "use an optimizer that works element by element (AdamW, SGD, ...), or strategy='ddp'.",
+                f"{_REFUSED[kind.__name__]}.",
+                "use another optimizer, or strategy='ddp'.",
             )

@@ -61,6 +61,11 @@ class Plan:
     def root(self) -> Unit:
         return self.units[-1]
 
+    def in_order(self) -> list[Unit]:
+        """All but the root, as they stand in the module."""
+        inner = {id(unit.module): unit for unit in self.units[:-1]}
+        return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
+
     def table(self, shards: int) -> str:
         """The plan as text, a line for each class of unit."""
         lines = [

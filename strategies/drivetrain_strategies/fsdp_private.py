@@ -16,6 +16,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 class _WatchedParam(FSDPParam):
@@ -31,9 +33,20 @@ class _WatchedParam(FSDPParam):
 
     @property
     def unsharded_zero_grad_data(self) -> torch.Tensor:
-        self.watcher._without_gradient.append(self)
-        zeros: torch.Tensor = super().unsharded_zero_grad_data
-        return zeros
+        self.watcher._asked_for_zeros[id(self)] = self
+        return super().unsharded_zero_grad_data
+
+    # A module that runs twice in a forward is asked twice in a backward, and has its gradient the second time.
+
+    @property
+    def unsharded_grad_data(self) -> torch.Tensor:
+        self.watcher._gave_gradient.add(id(self))
+        return super().unsharded_grad_data
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        self.watcher._gave_gradient.add(id(self))
+        return super().unsharded_accumulated_grad_data
 
 
 class Sharded:
@@ -53,7 +66,8 @@ class Sharded:
         ]
         self.parameters: list[_WatchedParam] = []
         """In an order that is the same on every rank."""
-        self._without_gradient: list[_WatchedParam] = []
+        self._asked_for_zeros: dict[int, _WatchedParam] = {}
+        self._gave_gradient: set[int] = set()
         self._silencers: list[Any] | None = None
         for group in self._groups:
             for parameter in group.fsdp_params:
@@ -106,7 +120,9 @@ class Sharded:
 
     def take_unused(self) -> list[_WatchedParam]:
         """Those that had no gradient in the last backward that exchanged them; asked once."""
-        found, self._without_gradient = self._without_gradient, []
+        found = [one for key, one in self._asked_for_zeros.items() if key not in self._gave_gradient]
+        self._asked_for_zeros.clear()
+        self._gave_gradient.clear()
         return found
 
     @contextmanager
@@ -190,3 +206,14 @@ def remove_tensor_parallel_hooks(module: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
                     del hooks[key]
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of how operations lay out their results.
+
+    Meshes are equal by their sizes and names: a result computed in a later run would be given the mesh of an earlier
+    one, whose process groups are gone ("Could not resolve the process group registered under the name ...").
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()

@@ -120,7 +120,17 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Fit, module: Trained) -> None:
         for index in range(len(trainer.optimizers)):
             state = trainer.strategy.optimizer_state(index)["state"]
-            self.record.trace.states.append({name.removeprefix("net."): values for name, values in state.items()})
+            self.record.trace.states.append(
+                {
+                    name.removeprefix("net."): {key: whole(value) for key, value in values.items()}
+                    for name, values in state.items()
+                }
+            )
+
+
+def whole(value: Any) -> Any:
+    """A tensor that is spread over the ranks, gathered; anything else as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 class Parts(IterableDataset[Batch]):

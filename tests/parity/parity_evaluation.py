@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from parity_cases import SEED
 from parity_engine import settings
 from parity_nets import Batch, Mlp, numbers
@@ -135,6 +136,8 @@ def look(strategy: str, ranks: int, rank: int) -> Findings:
         _draw(findings, common, rank)
         if hasattr(strategy_by_name(strategy), "comm_hook"):
             _count_reductions(findings, strategy, common)
+        elif strategy_by_name(strategy).shards_parameters:
+            _count_reduce_scatters(findings, common)
     except Exception:
         findings.error = traceback.format_exc()
     return findings
@@ -160,6 +163,30 @@ def _count_reductions(findings: Findings, name: str, common: dict[str, Any]) -> 
         accumulate_grad_batches=4,
         callbacks=LambdaCallback(on_train_batch_end=note),
     ).fit(scored(), loader)
+
+
+def _count_reduce_scatters(findings: Findings, common: dict[str, Any]) -> None:
+    """After each micro-batch, how often the gradients of all units were reduced so far."""
+    count = [0]
+    reduce_scatter = dist.reduce_scatter_single
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        return reduce_scatter(*arguments, **options)
+
+    def note(*_: Any) -> None:
+        findings.reductions.append(count[0])
+
+    dist.reduce_scatter_single = counted
+    try:
+        loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
+        Fit(**common, max_epochs=1, accumulate_grad_batches=4, callbacks=LambdaCallback(on_train_batch_end=note)).fit(
+            scored(), loader
+        )
+    finally:
+        dist.reduce_scatter_single = reduce_scatter
+    units = findings.reductions[3]  # of the first window
+    findings.reductions = [reduced // units if reduced % units == 0 else -1 for reduced in findings.reductions]
 
 
 def _draw(findings: Findings, common: dict[str, Any], rank: int) -> None:

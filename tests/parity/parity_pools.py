@@ -28,7 +28,11 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
     jobs = [(case.name, "32-true") for case in cases]
     if not candidate.only:
         jobs += [(name, precision) for precision in PRECISIONS for name in PRECISION_CASES]
-        jobs += [(OVERFLOW.name, "16-mixed"), (SEVERAL.name, "16-mixed"), (SEVERAL.name, "bf16-mixed")]
+        jobs += [(OVERFLOW.name, "16-mixed"), (SEVERAL.name, "bf16-mixed")]
+        if ranks < 4:
+            # Of two samples a rank the first step overflows, in one optimizer's gradients: there torch's scaler, and
+            # with it the reference, steps the other one, where a step of ours is made or skipped as a whole.
+            jobs.append((SEVERAL.name, "16-mixed"))
     return jobs
 
 

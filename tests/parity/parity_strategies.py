@@ -15,6 +15,7 @@ class Candidate:
         also_on: on how many more it runs the cases where that matters.
         refuses: cases that it cannot train, with a part of the message that says so before or on the first step.
         only: the cases it is for; empty for all.
+        shards: a rank holds parts of gradients, so that norms are summed up part by part.
     """
 
     name: str
@@ -22,7 +23,10 @@ class Candidate:
     also_on: tuple[int, ...] = ()
     refuses: dict[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ()
+    shards: bool = False
 
+
+NO_SPARSE = {"sparse embedding": "an EmbeddingBag with sparse=True"}
 
 STRATEGIES = [
     Candidate("single_device", ranks=1),
@@ -45,4 +49,7 @@ STRATEGIES = [
         ranks=2,
         only=("plain", "accumulated", "orphan parameter", "uneven data, joiners"),
     ),
+    Candidate("fsdp", ranks=2, also_on=(4,), refuses=NO_SPARSE, shards=True),
+    Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE, shards=True),
+    Candidate("hsdp", ranks=4, refuses=NO_SPARSE, shards=True),
 ]

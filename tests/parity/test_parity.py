@@ -95,7 +95,8 @@ def test_training(cell: Cell, results: Run, references: Reference) -> None:
     assert actual.steps == expected.steps, "micro-batches after which the optimizer stepped (B-02)"
     assert actual.planned == expected.planned, "estimated_stepping_batches (B-09)"
     assert_close_traces(actual.losses, expected.losses, atol=atol, rtol=atol)
-    assert_close_traces(actual.norms, expected.norms, atol=atol, rtol=atol)
+    norm_atol = max(atol, 2 * BF16) if cell.candidate.shards and precision == "bf16-true" else atol
+    assert_close_traces(actual.norms, expected.norms, atol=norm_atol, rtol=norm_atol)
     assert actual.rates == expected.rates, "learning rates (B-09)"
     assert actual.scales == expected.scales, "loss scales (B-06)"
     assert_close_states(actual.weights, expected.weights, atol=atol, rtol=atol)
@@ -155,8 +156,16 @@ def test_what_the_mean_over_ranks_is_not(candidate: Candidate, results: Run, ref
     assert gap.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("precision", [name for name, precise in PRECISIONS.items() if precise.by_rank])
-@pytest.mark.parametrize("candidate", [one for one in STRATEGIES if not one.only], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("candidate", "precision"),
+    [
+        pytest.param(candidate, precision, id=f"{candidate.name}-{precision}")
+        for candidate in STRATEGIES
+        for precision, precise in PRECISIONS.items()
+        # Of two samples a rank, the first losses overflow at the first scale: those steps are skipped, as they should.
+        if precise.by_rank and not candidate.only and not (candidate.ranks > 2 and precision == "16-mixed")
+    ],
+)
 def test_low_precision_stays_near_full(
     candidate: Candidate, precision: str, results: Run, references: Reference
 ) -> None:
@@ -193,7 +202,8 @@ def test_clipping_returns_the_norm_before_it(candidate: Candidate, results: Run)
     }
     for job, records in jobs.items():
         for record in records:
-            norms = record.clipped_norms[case_of(job).accumulate - 1 :]
+            norms = [norm if math.isfinite(norm) else math.inf for norm in record.clipped_norms]
+            norms = norms[case_of(job).accumulate - 1 :]
             assert set(norms) == set(record.trace.norms), job
 
 
@@ -244,4 +254,13 @@ def _tolerance(cell: Cell, case: Case) -> float:
     if precision == "bf16-true" and cell.candidate.name == "ddp_static_graph" and case.accumulate > 1:
         # Its first window is reduced after every micro-batch (C-02): the same sums, rounded to bf16 in another order.
         return 4 * BF16
+    if cell.candidate.shards:
+        # The norm is summed up shard by shard, and four ranks' gradients in another order than one by one.
+        in_order = cell.ranks == 2 and case.clip is None
+        if precision == "bf16-true":
+            return 0.0 if in_order else 4 * BF16
+        if precision == "16-mixed" and not in_order:
+            return 1e-4  # the last bit of a weight decides how it is rounded to fp16
+        if case.name == "several optimizers" and cell.ranks > 2:
+            return 5e-3  # the last bit of a gradient, and Muon computes in bf16
     return max(case.atol, PRECISIONS[precision].atol) if precision == "32-true" else PRECISIONS[precision].atol
