@@ -30,15 +30,19 @@ def seed_everything(seed: int, workers: bool = True) -> int:
         ConfigurationError: the seed is not an integer, or out of range.
     """
     global _last_seed
-    value = checked_seed(seed)
-    random.seed(value)
+    _last_seed = checked_seed(seed)
+    seed_generators(_last_seed)
+    return _last_seed
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of Python, NumPy (where it is installed) and torch with a seed of any size."""
+    random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         import numpy
 
-        numpy.random.seed(value)
-    torch.manual_seed(value)
-    _last_seed = value
-    return value
+        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def last_seed() -> int | None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import random
-
 import torch
 
 from drivetrain.control import ControlPlane
-from drivetrain.seed import derive_seed, last_seed
+from drivetrain.seed import derive_seed, last_seed, seed_generators
 
 
 def order_seed(seed: int | None, control: ControlPlane) -> int:
@@ -23,15 +20,9 @@ def order_seed(seed: int | None, control: ControlPlane) -> int:
     return int(control.from_rank_0(seed))
 
 
-def seed_generators(seed: int, data_rank: int) -> None:
+def seed_rank(seed: int, data_rank: int) -> None:
     """Seed Python, NumPy and torch; rank 0 as ``torch.manual_seed(seed)`` would, the others apart from it.
 
     With equal seeds all ranks would draw the same dropout mask, which is one mask and not W.
     """
-    own = seed if data_rank == 0 else derive_seed(seed, data_rank)
-    random.seed(own)
-    if importlib.util.find_spec("numpy") is not None:
-        import numpy
-
-        numpy.random.seed(own % 2**32)
-    torch.manual_seed(own)
+    seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))

@@ -19,7 +19,7 @@ from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.failing import cause_of, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
-from drivetrain.engine.seeding import order_seed, seed_generators
+from drivetrain.engine.seeding import order_seed, seed_rank
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
@@ -123,7 +123,7 @@ class Session:
         trainer, strategy = self.trainer, self.strategy
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
         if trainer.seed is not None:
-            seed_generators(trainer.seed, 0)  # alike everywhere, for what is initialised
+            seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
         self.metrics.control = strategy.control
         attach(self.module, trainer)
@@ -142,7 +142,7 @@ class Session:
         self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
         runner = self._set_up_module(self.data)
         if trainer.seed is not None and strategy.data_rank > 0:
-            seed_generators(trainer.seed, strategy.data_rank)
+            seed_rank(trainer.seed, strategy.data_rank)
         move = batch_mover(self.module, self.given.datamodule, strategy)
         result = self._stage_result(runner, move)
         release(self.module)
@@ -161,7 +161,7 @@ class Session:
         return None
 
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
-        trainer, hooks = self.trainer, self.hooks
+        hooks = self.hooks
         self._set_up_optimizers()
         if self.ckpt_path is not None:
             self._checkpoint().load(self.ckpt_path)
@@ -176,7 +176,6 @@ class Session:
         self.metrics.enter("train")
         for hook in hooks.on_train_start:
             hook()
-        trainer.state = "fitting"
         loop.run()
         self.metrics.enter(None)
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):

@@ -517,3 +517,13 @@ def test_all_gather_has_a_leading_dimension_in_one_process_too(tmp_path: Path) -
 
 def test_data_module_hooks_are_those_of_the_contract() -> None:
     assert {"prepare_data", "setup", "teardown"} <= set(vars(DataModule))
+
+
+def test_a_frozen_module_evaluates_and_an_unfrozen_one_trains() -> None:
+    module = Tiny()
+    module.freeze()
+    assert not module.training
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    module.unfreeze()
+    assert module.training
+    assert all(parameter.requires_grad for parameter in module.parameters())
