@@ -21,7 +21,7 @@ from drivetrain_strategies import fsdp_lbfgs
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
 from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer
+from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer, check_reshard_size
 from drivetrain_strategies.fsdp_gradients import Gradients
 from drivetrain_strategies.fsdp_optimizers import Adoptions
 from drivetrain_strategies.fsdp_plan import Plan, Wrap, make_plan
@@ -140,6 +140,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
         self._layout = find_layout(placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel)
+        check_reshard_size(self.reshard_after_forward, self._layout.shard)
         super().bind(placement, device, precision, store)
 
     def setup_environment(self) -> None:

@@ -54,6 +54,22 @@ def check_arguments(
             raise ConfigurationError(f"{name}={value!r}.", "it counts ranks.", "use an int of 1 or more.")
 
 
+def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> None:
+    """Refuse to keep parts of a size that the shards do not make up.
+
+    Raises:
+        ConfigurationError: names both sizes.
+    """
+    if not isinstance(reshard_after_forward, bool | None) and (
+        reshard_after_forward < 1 or shard % reshard_after_forward
+    ):
+        raise ConfigurationError(
+            f"reshard_after_forward={reshard_after_forward}, and a copy is spread over {shard} ranks.",
+            "as a number it says over how many ranks parameters stay spread between forward and backward.",
+            f"use a divisor of {shard}, or True or False.",
+        )
+
+
 def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> None:
     """Refuse a module that cannot be sharded.
 

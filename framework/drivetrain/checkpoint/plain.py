@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
+from drivetrain.checkpoint.gathering import gathered
 from drivetrain.checkpoint_files import CheckpointFiles, read_files, untied, write_files
 from drivetrain.errors import CheckpointError
 from drivetrain.module import TrainModule
@@ -56,7 +57,8 @@ class PlainCheckpoint:
         """
         strategy, module = self._strategy, self._module
         state = strategy.model_state() if strategy.module is not None else dict(module.state_dict())
-        weights, aliases = untied(state)
+        first = strategy.rank == 0
+        weights, aliases = untied(gathered(state, first))
         manifest: dict[str, Any] = {
             "progress": self._progress.state_dict(),
             "hyper_parameters": dict(module.hparams),
@@ -78,8 +80,10 @@ class PlainCheckpoint:
                 manifest["optimizers"] = [named_optimizer_state(module, one) for one in self._optimizers]
             manifest["schedulers"] = [config.scheduler.state_dict() for config in self._schedulers]
             manifest["precision"] = strategy.precision.state_dict()
+        # What hooks put in may be spread over the ranks too: an average of sharded weights, say.
+        manifest = gathered(manifest, first)
         problem = None
-        if strategy.rank == 0:
+        if first:
             try:
                 write_files(path, CheckpointFiles(weights, aliases, manifest))
             except CheckpointError as error:

@@ -1,0 +1,88 @@
+"""Networks for the tests of sharded runs: blocks that repeat, ties across them, experts, single numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from small_runs import FEATURES, Regression, seeded
+from torch import Tensor, nn
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Keeps its input's shape (n, width)."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    """A stem, blocks and a head: (n, 4) to (n, 1)."""
+
+    def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class DeepRegression(Regression):
+    """`Deep` on mean squared error; AdamW."""
+
+    def __init__(self, net: nn.Module | None = None, lr: float = 0.01) -> None:
+        super().__init__(lr)
+        self.net = seeded(Deep) if net is None else net
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.lr, eps=1e-5, weight_decay=0.1)
+
+
+class Tied(Deep):
+    """Two blocks share a matrix, and the root has a parameter list and a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(WIDTH))])
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scales[0] * self.scales[1]
+        for block in self.blocks:
+            x = self.empty(block(x))
+        return self.head(x) / self.temperature
+
+
+class Experts(nn.Module):
+    """Routes each sample by the sign of its first feature; an expert that gets none does not run."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, WIDTH)
+        self.experts = nn.ModuleList(Block() for _ in range(3 if unused else 2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stem(x)
+        route = (x[:, 0] > 0).long()
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            chosen = route == number
+            if bool(chosen.any()):
+                out[chosen] = expert(hidden[chosen])
+        return self.head(out)
