@@ -49,3 +49,19 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
                 "its forward rewrites the rows that this rank looked up, so that replicas drift apart in silence.",
                 "drop max_norm and renormalise all rows in on_train_batch_end, alike on every rank.",
             )
+
+
+def refuse_meta(module: nn.Module) -> None:
+    """Refuse parameters without storage, for a strategy that does not give them any.
+
+    Raises:
+        ConfigurationError: names the parameters.
+    """
+    names = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if names:
+        raise ConfigurationError(
+            f"{len(names)} parameter(s) are on the meta device: {', '.join(map(repr, names[:10]))}"
+            f"{', ...' if len(names) > 10 else ''}.",
+            "they have no values, and this strategy does not initialise them.",
+            "build the layers in configure_model without torch.device('meta'), or call module.to_empty and initialise.",
+        )

@@ -13,7 +13,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner, Strategy
-from drivetrain_strategies.module_checks import refuse_device_map
+from drivetrain_strategies.module_checks import refuse_device_map, refuse_meta
 from drivetrain_strategies.placement import HomeDevice
 
 
@@ -45,6 +45,7 @@ class SingleDeviceStrategy(Strategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
+        refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         self.module = module

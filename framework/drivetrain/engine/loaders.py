@@ -12,6 +12,9 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
 from drivetrain.module import TrainModule
 
+_LOOKED_AT = 8
+"""Entries of a list that tell whether it holds loaders or batches."""
+
 _KINDS = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
@@ -132,10 +135,11 @@ def _is_several(loaders: Any) -> bool:
     """Whether this is a collection of loaders, and not one loader that happens to be a list of batches."""
     if isinstance(loaders, Mapping):
         return True
-    return (
-        isinstance(loaders, list | tuple)
-        and any(is_loader(loader) or isinstance(loader, Mapping) or _is_several(loader) for loader in loaders)
-        and not any(isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in loaders)
+    if not isinstance(loaders, list | tuple):
+        return False
+    first = loaders[:_LOOKED_AT]  # a list of batches may be long, and all of a kind
+    return any(is_loader(loader) or isinstance(loader, Mapping) or _is_several(loader) for loader in first) and not any(
+        isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in first
     )
 
 

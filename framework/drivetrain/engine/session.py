@@ -130,8 +130,8 @@ class Session:
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)
         self._share_log_versions()
-        self._prepare_data()
         self._assemble()
+        self._prepare_data()
         self._set_up()
         dealing = Dealing(
             strategy.data_rank,

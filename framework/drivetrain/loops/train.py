@@ -22,7 +22,7 @@ from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
 from drivetrain.transfer import map_tensors
 
-_SKIP_TIMEOUT = timedelta(seconds=60)
+_SKIP_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True, slots=True)

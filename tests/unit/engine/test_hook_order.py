@@ -66,8 +66,8 @@ def test_the_full_order_of_fit(tmp_path: Path) -> None:
         *_everyone("on_train_epoch_end"),
     ]
     expected = [
-        "module.prepare_data",
         "module.configure_callbacks",
+        "module.prepare_data",
         *_everyone("setup"),
         "module.configure_model",
         "module.configure_optimizers",
@@ -95,8 +95,8 @@ def test_the_full_order_of_fit(tmp_path: Path) -> None:
 )
 def test_the_full_order_of_evaluation(tmp_path: Path, verb: str, stage: str, step: str) -> None:
     assert _run(tmp_path, verb) == [
-        "module.prepare_data",
         "module.configure_callbacks",
+        "module.prepare_data",
         *_everyone("setup"),
         "module.configure_model",
         *_everyone(f"on_{stage}_start", f"on_{stage}_epoch_start"),

@@ -1,0 +1,77 @@
+"""What is refused, or told, before the first step of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Callback, ConfigurationError, Fit, TrainModule
+
+
+class Line(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.told: list[str] = []
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.told.append(str(exception))
+
+
+def quiet(folder: Path, **settings: Any) -> Fit:
+    return Fit(max_epochs=1, accelerator="cpu", barebones=True, default_root_dir=folder, **settings)
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_parameters_without_storage_are_named(tmp_path: Path, strategy: str) -> None:  # G-06
+    with torch.device("meta"):
+        module = Line()
+    with pytest.raises(ConfigurationError, match=r"'net.weight', 'net.bias'"):
+        quiet(tmp_path, strategy=strategy).fit(module, [torch.ones(4, 2)])
+
+
+def test_a_failure_to_prepare_the_data_is_told_to_module_and_callbacks(tmp_path: Path) -> None:
+    class Failing(Line):
+        def prepare_data(self) -> None:
+            raise OSError("no such archive")
+
+    class Listener(Callback):
+        told = ""
+
+        def on_exception(self, trainer: Fit, module: TrainModule, exception: BaseException) -> None:
+            self.told = str(exception)
+
+    module, listener = Failing(), Listener()
+    with pytest.raises(OSError, match="no such archive"):
+        quiet(tmp_path, callbacks=listener).fit(module, [torch.ones(4, 2)])
+    assert module.told == [listener.told] == ["no such archive"]
+
+
+def test_a_long_list_of_batches_is_not_walked_through(tmp_path: Path) -> None:
+    class Counted(list[Any]):
+        looks = 0
+
+        def __iter__(self) -> Any:
+            Counted.looks += 1
+            return super().__iter__()
+
+    batches = [Counted([torch.ones(4, 2)]) for _ in range(100)]
+
+    class First(Line):
+        def training_step(self, batch: Any) -> torch.Tensor:
+            return self.net(batch[0]).mean()
+
+    trainer = quiet(tmp_path, max_steps=1)
+    trainer.fit(First(), batches)
+    assert trainer.global_step == 1
+    assert Counted.looks < 100
