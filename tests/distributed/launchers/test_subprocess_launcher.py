@@ -109,7 +109,8 @@ def test_every_rank_goes_on_through_the_script(tmp_path: Path) -> None:  # A-02,
         except Exception as error:
             say(f"{place.rank} refused {type(error).__name__}: {error.what}")
         names = [name for name in ("RANK", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS") if name in os.environ]
-        print("printed by", place.rank, flush=True)
+        sys.stdout.write(f"printed by {place.rank}\\n")  # in one piece: the ranks share the stream
+        sys.stdout.flush()
         say(f"{place.rank} of {place.world_size} sum {total} {sys.argv[1:]} {sys.flags.dev_mode} {names}")
         """,
         "package/__main__.py",
