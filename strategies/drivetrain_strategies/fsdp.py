@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, cast
 
@@ -23,6 +23,7 @@ from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer, check_reshard_size
 from drivetrain_strategies.fsdp_gradients import Gradients
+from drivetrain_strategies.fsdp_meta import BareModule
 from drivetrain_strategies.fsdp_optimizers import Adoptions
 from drivetrain_strategies.fsdp_plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp_precision import mixed_precision_policy, offload_policy
@@ -33,6 +34,7 @@ from drivetrain_strategies.fsdp_state import load_state, sharded_optimizer_state
 from drivetrain_strategies.fsdp_unused import UnusedParameters
 from drivetrain_strategies.fsdp_whole_step import KINDS as WHOLE_STEP_KINDS
 from drivetrain_strategies.fsdp_whole_step import WholeStep
+from drivetrain_strategies.materialize import Recording, without_storage
 from drivetrain_strategies.originals import Original, originals_of
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
@@ -126,6 +128,7 @@ class FSDPStrategy(DistributedStrategy):
         """Hold nothing of a run."""
         self.plan: Plan | None = None
         self._mesh: Mesh | None = None
+        self._recording: Recording | None = None
         self._originals: list[Original] = []
         self._sharded: Sharded | None = None
         self._swap: ForwardSwap | None = None
@@ -167,12 +170,24 @@ class FSDPStrategy(DistributedStrategy):
 
     # Set-up
 
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        context = super().module_init_context()
+        # Under tensor parallelism configure_model hands parts of tensors to other ranks, for which there must be some.
+        return self._without_storage(context) if self.meta and self.tensor_parallel == 1 else context
+
+    @contextmanager
+    def _without_storage(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        with context, without_storage() as recording:
+            yield
+        self._recording = recording
+
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
         assert self._mesh is not None
         self.module = module
+        bare = BareModule(module, self._recording)
         self.precision.convert_module(module)
         self._originals = originals_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
@@ -184,8 +199,10 @@ class FSDPStrategy(DistributedStrategy):
         self._swap = change_forwards(module, plan, self.activation_checkpointing, self._checkpointing, compile_options)
         start_alike(plan.whole.values(), self.device)
         root = shard(StepModule(module), plan, mesh, self._how(), self._originals)
-        start_alike(module.buffers(), self.device)
         sharded = self._sharded = Sharded(root)
+        bare.initialise(self._originals, sharded, plan, self.device, self.control)
+        self._recording = None
+        start_alike(module.buffers(), self.device)
         for other in sharded.meshes():
             mesh.also(other)
         gather_ahead(plan, self.forward_prefetch, self.backward_prefetch)

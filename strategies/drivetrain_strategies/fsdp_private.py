@@ -16,6 +16,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -74,6 +75,20 @@ class Sharded:
                 parameter.__class__ = _WatchedParam
                 parameter.watcher = self
                 self.parameters.append(parameter)
+
+    @torch.no_grad()
+    def give_storage(self, device: torch.device) -> None:
+        """Give shards that have no storage some, of zeros; they become other objects in all their places."""
+        for parameter in self.parameters:
+            shard: Any = parameter.sharded_param
+            if not shard.to_local().is_meta:
+                continue
+            local = torch.zeros_like(shard.to_local(), device="cpu" if parameter.offload_to_cpu else device)
+            real = DTensor.from_local(
+                local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
+            parameter._setattr_on_modules(nn.Parameter(real, requires_grad=shard.requires_grad))
+            parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
     def meshes(self) -> list[Any]:
         """Further meshes that torch made, for parameters kept in larger parts between forward and backward."""

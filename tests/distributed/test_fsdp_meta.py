@@ -1,0 +1,240 @@
+"""Modules that `configure_model` builds are never whole anywhere under FSDP: D-01, D-03, B-18."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from fsdp_nets import DeepRegression, Tied
+from small_runs import Regression, failing, global_batches, loader, quiet, train_by_hand, weights
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain import Callback
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import resolve_precision
+from drivetrain.testing import assert_close_states, run_distributed
+from drivetrain_strategies import FSDPStrategy
+from drivetrain_strategies.materialize import bare_tensors, replay, without_storage
+
+
+class Everything(nn.Module):
+    """Every way of initialising that torch has, and some of a user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.attention = nn.Linear(5, 7), nn.MultiheadAttention(8, 2)
+        self.recurrent, self.embedding = nn.GRU(3, 4), nn.Embedding(9, 6, padding_idx=1)
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)).bool())
+        self.register_buffer("numbers", torch.tensor([1.0, 2.0, 3.0]) * 2)
+        self.table = torch.arange(6).float()
+        self.norm, self.conv = nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3)
+        self.orthogonal, self.truncated = nn.Linear(6, 6), nn.Linear(6, 4)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.trunc_normal_(self.truncated.weight, std=0.02)
+        nn.init.sparse_(self.truncated.weight, 0.5)
+        with torch.no_grad():
+            self.linear.weight[:3].normal_(std=0.5)
+            self.linear.bias.mul_(2).add_(self.linear.weight[:, 0])
+        self.tied = nn.Embedding(9, 6)
+        self.tied.weight = self.embedding.weight
+        self.product = nn.Parameter(torch.randn(4, 4) @ torch.randn(4, 2))
+        self.twos = nn.Parameter(torch.full((3,), 2.0))
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        for matrix in self.conv.parameters():
+            nn.init.normal_(matrix, std=0.1)
+
+
+def test_every_value_is_what_building_gives() -> None:
+    # D-03, B-18: bit by bit, and the generator goes on from where it would be
+    torch.manual_seed(3)
+    whole = Everything()
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    with without_storage() as recording:
+        module = Everything()
+    bare = bare_tensors(module, recording)
+    values: dict[int, torch.Tensor] = {}
+    torch.set_rng_state(recording.generator)
+    replay(recording, [one.tensor for one in bare], lambda tensor, value: values.update({id(tensor): value.clone()}))
+    assert torch.equal(torch.rand(3), after)
+    expected = {
+        **dict(whole.named_parameters(remove_duplicate=False)),
+        **dict(whole.named_buffers()),
+        "table": whole.table,
+    }
+    assert {one.name for one in bare} == set(expected)
+    for one in bare:
+        assert torch.equal(values[id(one.tensor)], expected[one.name]), one.name
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: nn.Linear(2, 2).weight.sum().item(), "configure_model failed on the meta device"),
+        (lambda: torch.rand(2, device="cpu"), "drew random numbers for a tensor that has storage"),
+    ],
+)
+def test_what_needs_values_is_refused(build: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text), without_storage():
+        build()
+
+
+class Late(Regression):
+    """Builds its network in `configure_model`, with an initialisation of its own at the end."""
+
+    def __init__(self) -> None:
+        super().__init__(0.05)
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = Tied()  # type: ignore[assignment]
+            for matrix in (parameter for parameter in self.net.parameters() if parameter.dim() == 2):
+                nn.init.normal_(matrix, std=0.3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5)
+
+
+class Whole(Callback):
+    """Looks whether anything is ever whole."""
+
+    def __init__(self) -> None:
+        self.kinds: set[str] = set()
+        self.first: dict[str, torch.Tensor] = {}
+        self.mask: float = 0.0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.kinds = {
+            name for name, value in module.named_parameters() if not isinstance(value, DTensor) and value.dim()
+        }
+        self.first = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+            for name, value in module.named_parameters()
+        }
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.mask = float(torch.rand(()))
+
+
+def _late(strategy: str, options: dict[str, Any], settings: dict[str, Any], before: int | None) -> Any:
+    import torch.distributed as dist
+
+    if before is not None:
+        torch.manual_seed(before + dist.get_rank())
+    look = Whole()
+    module = Late()
+    quiet(strategy=FSDPStrategy(**options) if strategy == "fsdp" else strategy, callbacks=look, **settings).fit(
+        module, loader(32, 4)
+    )
+    assert not any(parameter.is_meta for parameter in module.parameters())
+    return look.first, weights(module), look.kinds, look.mask
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("seed", [7, None])
+def test_initialisation_is_the_references(seed: int | None, precision: str) -> None:
+    # D-03, B-18: with a seed; and without one, rank 0's
+    settings = {"seed": seed, "precision": precision}
+    runs = run_distributed(_late, 2, "fsdp", {}, settings, None if seed else 20)
+    eager = run_distributed(_late, 2, "fsdp", {"meta": False}, settings, None if seed else 20)
+    for (first, trained, kinds, _), whole in zip(runs, eager, strict=True):
+        assert not kinds
+        assert_close_states(first, whole[0], atol=0, rtol=0)
+        assert torch.equal(trained, whole[1])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_initialisation_is_that_of_one_process(precision: str) -> None:
+    # D-03, B-18
+    first, trained, _, _ = run_distributed(_late, 2, "fsdp", {}, {"seed": 7, "precision": precision}, None)[0]
+    torch.manual_seed(7)
+    with resolve_precision(precision, torch.device("cpu")).module_init_context():
+        module = Late()
+        module.configure_model()
+    assert_close_states(first, dict(module.named_parameters()), atol=0, rtol=0)
+    if precision == "32-true":
+        torch.testing.assert_close(trained, weights(train_by_hand(module, global_batches(32, 8))), atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_drawn_afterwards_is_what_ddp_draws() -> None:
+    # B-18: the stream goes on as if the module had been built whole
+    fsdp = run_distributed(_late, 2, "fsdp", {}, {"seed": 7}, None)
+    ddp = run_distributed(_late, 2, "ddp", {}, {"seed": 7}, None)
+    eager = run_distributed(_late, 2, "fsdp", {"meta": False}, {"seed": 7}, None)
+    assert [run[3] for run in fsdp] == [run[3] for run in ddp] == [run[3] for run in eager]
+
+
+# How much memory it takes
+
+
+class Large(Regression):
+    """Eight blocks of 16 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))  # type: ignore[assignment]
+        for parameter in self.net.parameters():
+            nn.init.normal_(parameter, std=0.01)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0].repeat(1, 512)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def _peak(meta: bool) -> tuple[int, int]:
+    ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is freed goes back, and is not counted
+    quiet(strategy="fsdp").fit(Late(), loader(16, 4))  # what is imported and set up once
+    found: list[int] = []
+
+    class Note(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            found.append(_status("VmHWM:"))
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            found.append(_status("VmHWM:"))
+
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")
+    before = _status("VmRSS:")
+    quiet(strategy=FSDPStrategy(meta=meta, gather_limit=0), callbacks=Note(), max_steps=1).fit(Large(), loader(16, 4))
+    return found[0] - before, found[1] - before
+
+
+def test_no_process_ever_holds_the_whole() -> None:
+    # D-01, D-03: the shard, and a unit or two; building it with storage takes all of it
+    unit = 2048 * 2049 * 4
+    whole = 8 * unit
+    for built, trained in run_distributed(_peak, 2, True):
+        assert built < whole / 2 + 2.5 * unit
+        # Shards of parameters and gradients, a unit gathered, its gradient, and one on its way.
+        assert trained < whole + 4.5 * unit
+    for built, _ in run_distributed(_peak, 2, False):
+        assert built > whole
+
+
+def _own_meta() -> Any:
+    with torch.device("meta"):
+        module = DeepRegression(nn.Linear(4, 1))
+    with failing() as caught:
+        quiet(strategy="fsdp").fit(module, loader(16, 4))
+    return caught
+
+
+def test_what_nobody_can_initialise_is_refused_by_name() -> None:
+    for caught in run_distributed(_own_meta, 2):
+        assert caught["type"] == "ConfigurationError"
+        assert "net.weight, net.bias" in caught["text"]
