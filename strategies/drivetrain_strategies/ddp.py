@@ -18,10 +18,15 @@ from drivetrain.strategy import StepRunner
 from drivetrain_strategies import ddp_reducer
 from drivetrain_strategies.comm_hooks import CommHook, register_comm_hook
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_meta
+from drivetrain_strategies.module_checks import (
+    refuse_device_map,
+    refuse_embedding_max_norm,
+    refuse_meta,
+)
 from drivetrain_strategies.placement import HomeDevice
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.sync_batchnorm import SyncBatchNormSwap
+from drivetrain_strategies.weights_left import refuse_weights_left
 
 
 class DDPStrategy(DistributedStrategy):
@@ -89,6 +94,7 @@ class DDPStrategy(DistributedStrategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
+        refuse_weights_left(module)
         refuse_meta(module)
         refuse_embedding_max_norm(module, self.world_size)
         manual = not getattr(module, "automatic_optimization", True)

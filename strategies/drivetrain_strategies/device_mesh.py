@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
+from drivetrain_strategies.fsdp_private import let_go
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +132,6 @@ class Mesh:
         for group in groups.values():
             if group is not dist.group.WORLD and group is not None:
                 dist.destroy_process_group(group)
+        for mesh in meshes:
+            let_go(mesh)
+        self.data_group = None

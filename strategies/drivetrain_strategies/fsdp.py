@@ -27,7 +27,7 @@ from drivetrain_strategies.fsdp_meta import BareModule
 from drivetrain_strategies.fsdp_optimizers import Adoptions
 from drivetrain_strategies.fsdp_plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp_precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp_private import Sharded, forget_meshes, remove_tensor_parallel_hooks
+from drivetrain_strategies.fsdp_private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
 from drivetrain_strategies.fsdp_sharding import Sharding, change_forwards, gather_ahead, shard
 from drivetrain_strategies.fsdp_start import start_alike
 from drivetrain_strategies.fsdp_state import load_state, sharded_optimizer_state, sharded_state
@@ -36,6 +36,7 @@ from drivetrain_strategies.fsdp_whole_step import KINDS as WHOLE_STEP_KINDS
 from drivetrain_strategies.fsdp_whole_step import WholeStep
 from drivetrain_strategies.materialize import Recording, without_storage
 from drivetrain_strategies.originals import Original, originals_of
+from drivetrain_strategies.shards_left import gather_back, leave_shards, take_up_shards
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
 
@@ -130,6 +131,7 @@ class FSDPStrategy(DistributedStrategy):
         self._mesh: Mesh | None = None
         self._recording: Recording | None = None
         self._originals: list[Original] = []
+        self._root: StepModule | None = None
         self._sharded: Sharded | None = None
         self._swap: ForwardSwap | None = None
         self._gradients: Gradients | None = None
@@ -187,6 +189,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> StepRunner:
         assert self._mesh is not None
         self.module = module
+        take_up_shards(module, self._mesh.whole)
         bare = BareModule(module, self._recording)
         self.precision.convert_module(module)
         self._originals = originals_of(module)
@@ -198,7 +201,8 @@ class FSDPStrategy(DistributedStrategy):
         compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
         self._swap = change_forwards(module, plan, self.activation_checkpointing, self._checkpointing, compile_options)
         start_alike(plan.whole.values(), self.device)
-        root = shard(StepModule(module), plan, mesh, self._how(), self._originals)
+        self._root = StepModule(module)
+        root = shard(self._root, plan, mesh, self._how(), self._originals)
         sharded = self._sharded = Sharded(root)
         bare.initialise(self._originals, sharded, plan, self.device, self.control)
         self._recording = None
@@ -343,46 +347,45 @@ class FSDPStrategy(DistributedStrategy):
     # The end
 
     def restore_module(self) -> None:
-        module, sharded = self.module, self._sharded
-        if module is None or sharded is None:
+        module = self.module
+        if module is None or self._sharded is None:
             return
         self.sync_buffers(module)
         nbytes = sum(one.current.numel() * one.current.element_size() for one in self._originals)
         if nbytes > self.gather_limit:
-            if self.rank == 0:
-                logger.warning(
-                    "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise "
-                    "FSDPStrategy(gather_limit=...), or save_checkpoint within the run, to have them whole.",
-                    nbytes / 2**30,
-                )
+            self._say(
+                f"The parameters take {nbytes / 2**30:.1f} GiB, more than gather_limit: the module stays sharded. "
+                "Raise FSDPStrategy(gather_limit=...), or save_checkpoint within the run, to have them whole."
+            )
             return
         self._undo()
-        self._sharded = None
-        with torch.no_grad():
-            for original in self._originals:
-                current: Any = original.current
-                whole = current.full_tensor() if hasattr(current, "full_tensor") else current.data
-                original.restore(whole.detach().to(self._home_of(original)))
+        gather_back(self._originals)
+        self._originals = []
         if self._adoptions is not None:
             self._adoptions.give_back()
-        if self.tensor_parallel > 1:
-            remove_tensor_parallel_hooks(module)
-
-    @staticmethod
-    def _home_of(original: Original) -> torch.device:
-        return torch.device("cpu") if original.device.type == "meta" else original.device
 
     def _undo(self) -> None:
+        """Take off the module everything that was put on it; it then holds shards."""
         if self._swap is not None:
             self._swap.undo()
-        if self._sharded is not None:
-            self._sharded.undo()
+        if self._root is not None:
+            undo_sharding(self._root)
+        if self.tensor_parallel > 1 and self.module is not None:
+            remove_tensor_parallel_hooks(self.module)
+        self._swap = self._root = self._sharded = None
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            logger.warning("%s", text)
 
     def teardown(self) -> None:
-        if self._sharded is not None:
-            self._undo()
-        elif self._swap is not None:
-            self._swap.undo()
+        self._undo()
+        if self.module is not None and self._originals:
+            leave_shards(self.module, self._originals, self.gather_limit)
+            self._say(
+                f"The weights of {type(self.module).__name__} are left as shards, a part on each of {self.world_size} "
+                "ranks: another run under FSDP on as many goes on from them. For anything else, load weights first."
+            )
         for optimizer in self.optimizers:
             fsdp_lbfgs.give_back(optimizer)
         for step in self._whole_steps:

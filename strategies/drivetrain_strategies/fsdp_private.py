@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
@@ -178,35 +179,42 @@ class Sharded:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
-    # The end
 
-    def undo(self) -> None:
-        """Make all modules what they were before `fully_shard`, save that they hold shards. Talks to nobody."""
-        for module in self.modules:
-            state = module._get_fsdp_state()
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
-            for group in state._fsdp_param_groups:
-                group._to_sharded()
-                for handles in (
-                    group._module_to_pre_save_state_dict_hook_handle,
-                    group._module_to_pre_load_state_dict_hook_handle,
-                ):
-                    for handle in handles.values():
-                        handle.remove()
-                for parameter in group.fsdp_params:
-                    parameter._post_load_hook_handle.remove()
-                    parameter.watcher = None
-                group.fsdp_params = []
-            state._fsdp_param_groups = []
-            for key in (STATE_KEY, REGISTRY_KEY):
-                module.__dict__.pop(key, None)
-            _module_state_mapping.pop(module, None)
-            module.__class__ = type(module).__mro__[module._orig_cls_mro_index]
-        for child in self._module.modules():
-            for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-                child.__dict__.pop(name, None)
-        self._groups, self.parameters, self.modules = [], [], []
+def undo_sharding(root: nn.Module) -> None:
+    """Make all modules what they were before `fully_shard`, save that they hold shards. Talks to nobody."""
+    for module in list(root.modules()):
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(name, None)
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in state._fsdp_param_groups:
+            group._to_sharded()
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+            for parameter in group.fsdp_params:
+                parameter._post_load_hook_handle.remove()
+                parameter.__dict__.pop("watcher", None)
+                parameter.mesh_info = parameter.post_forward_mesh_info = None
+            # These hold the process group, and each other: peers blocked in it fall out only once it is let go.
+            group.fsdp_params = []
+            group.mesh_info = group.post_forward_mesh_info = None
+        state._fsdp_param_groups = []
+        state._comm_ctx.post_forward_order = []
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.reduce_scatter_states = []
+        state._state_ctx.all_states = []
+        plain: Any = module
+        for key in (STATE_KEY, REGISTRY_KEY):
+            plain.__dict__.pop(key, None)
+        _module_state_mapping.pop(plain, None)
+        plain.__class__ = type(plain).__mro__[module._orig_cls_mro_index]
 
 
 def forget_original(parameter: nn.Parameter) -> None:
@@ -232,3 +240,13 @@ def forget_meshes() -> None:
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
+
+
+def let_go(mesh: DeviceMesh) -> None:
+    """Drop the process groups that a mesh holds on to.
+
+    Tensors that are kept, be it in a traceback, keep their mesh; and as long as anybody keeps a group, peers that are
+    blocked in it wait for this rank.
+    """
+    for one in (mesh, mesh._get_root_mesh()):
+        one._pg_registry.clear()

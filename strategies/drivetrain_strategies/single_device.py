@@ -15,6 +15,7 @@ from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner, Strategy
 from drivetrain_strategies.module_checks import refuse_device_map, refuse_meta
 from drivetrain_strategies.placement import HomeDevice
+from drivetrain_strategies.weights_left import refuse_weights_left
 
 
 class SingleDeviceStrategy(Strategy):
@@ -45,6 +46,7 @@ class SingleDeviceStrategy(Strategy):
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
+        refuse_weights_left(module)
         refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:

@@ -1,0 +1,76 @@
+"""Modules whose weights are left as shards: after a failure, when the others cannot be asked for theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain.errors import ConfigurationError
+from drivetrain_strategies.originals import Original
+from drivetrain_strategies.weights_left import Part, left, still_left
+
+
+@torch.no_grad()
+def gather_back(originals: Sequence[Original]) -> None:
+    """Put the original parameters back, holding whole tensors, where they lived. Collective."""
+    for original in originals:
+        current: Any = original.current
+        whole = current.full_tensor() if isinstance(current, DTensor) else current.data
+        home = torch.device("cpu") if original.device.type == "meta" else original.device
+        original.restore(whole.detach().to(home))
+
+
+@torch.no_grad()
+def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int) -> None:
+    """Put the original parameters back, filled with NaN, and keep this rank's shards for a later run. Talks to nobody.
+
+    Args:
+        module: whose.
+        originals: its parameters.
+        limit: bytes up to which the parameters get storage, into which weights can be loaded.
+    """
+    parts: list[Part] = []
+    sizes: tuple[int, ...] = ()
+    sharded = [original for original in originals if isinstance(original.current, DTensor)]
+    nbytes = sum(original.current.numel() * original.current.element_size() for original in sharded)
+    for original in sharded:
+        current: Any = original.current
+        sizes = tuple(current.device_mesh.shape)
+        nan = math.nan if current.dtype.is_floating_point or current.dtype.is_complex else 0
+        hole = torch.full((), nan, dtype=current.dtype).expand(current.shape)
+        local, placements, shape, stride = current.to_local(), current.placements, current.shape, current.stride()
+        original.restore(hole.clone() if nbytes <= limit else hole)
+        known = original.parameter
+        parts.append(Part(original.name, local, placements, shape, stride, known._version, known.data_ptr()))
+    if parts:
+        left[module] = sizes, parts
+
+
+@torch.no_grad()
+def take_up_shards(module: nn.Module, mesh: Any) -> None:
+    """Make a module whole whose weights an earlier run left as shards; nothing for any other. Collective.
+
+    Raises:
+        ConfigurationError: they were spread over another number of ranks.
+    """
+    sizes, parts = still_left(module)
+    if not parts:
+        return
+    if sizes != tuple(mesh.shape):
+        raise ConfigurationError(
+            f"The weights of {type(module).__name__} were left as shards over {sizes} ranks, and there are "
+            f"{tuple(mesh.shape)}.",
+            "an earlier run failed, or the parameters are above gather_limit: each rank holds its part only.",
+            "use as many ranks and the same sharding again, or load weights (load_state_dict) before.",
+        )
+    parameters = dict(module.named_parameters())
+    for part in parts:
+        local = part.local.to(mesh.device_type)
+        spread = DTensor.from_local(local, mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride)
+        parameters[part.name].data = spread.full_tensor()
+    del left[module]
