@@ -114,6 +114,11 @@ class Strategy(ABC):
         return True
 
     @property
+    def data_group(self) -> Any:
+        """The process group of ranks with shares of their own, among them this one; None where that is every rank."""
+        return None
+
+    @property
     def device_mesh(self) -> Any:
         """The `torch.distributed.device_mesh.DeviceMesh` of the run; None where the strategy has none."""
         return None

@@ -38,16 +38,16 @@ def broadcast(tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
     return result
 
 
-def broadcast_together(tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite tensors with rank 0's, packed into one broadcast a dtype."""
+def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Overwrite tensors with rank 0's, or those of a group's first rank, packed into one broadcast a dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    for group in by_dtype.values():
-        packed = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        dist.broadcast(packed, 0)
+    for alike in by_dtype.values():
+        packed = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        dist.broadcast(packed, group=group, group_src=0)
         with torch.no_grad():
-            for tensor, part in zip(group, torch.split(packed, [tensor.numel() for tensor in group]), strict=True):
+            for tensor, part in zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
 

@@ -170,6 +170,10 @@ class FSDPStrategy(DistributedStrategy):
     def speaks_for_data(self) -> bool:
         return self.rank % self.tensor_parallel == 0
 
+    @property
+    def data_group(self) -> Any:
+        return None if self._mesh is None or self.tensor_parallel == 1 else self._mesh.data_group
+
     # Set-up
 
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -218,7 +222,7 @@ class FSDPStrategy(DistributedStrategy):
         )
         whole = list(plan.whole.values())
         self._gradients = Gradients(sharded, whole, mesh.data_group, unused, self.reshard_after_backward)
-        if whole:
+        if whole or self.tensor_parallel > 1:  # an overflow does not spread from one mesh, or from none, to the others
             self.precision.found_inf_reducer = self._spread_overflow
         if len(plan.units) > 1:
             self._order = UnitOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
@@ -353,9 +357,11 @@ class FSDPStrategy(DistributedStrategy):
         self.sync_buffers(module)
         nbytes = sum(one.current.numel() * one.current.element_size() for one in self._originals)
         if nbytes > self.gather_limit:
-            self._say(
-                f"The parameters take {nbytes / 2**30:.1f} GiB, more than gather_limit: the module stays sharded. "
-                "Raise FSDPStrategy(gather_limit=...), or save_checkpoint within the run, to have them whole."
+            logger.log(
+                logging.WARNING if self.rank == 0 else logging.DEBUG,
+                "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise "
+                "FSDPStrategy(gather_limit=...), or save_checkpoint within the run, to have them whole.",
+                nbytes / 2**30,
             )
             return
         self._undo()
@@ -374,18 +380,10 @@ class FSDPStrategy(DistributedStrategy):
             remove_tensor_parallel_hooks(self.module)
         self._swap = self._root = self._sharded = None
 
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            logger.warning("%s", text)
-
     def teardown(self) -> None:
         self._undo()
         if self.module is not None and self._originals:
-            leave_shards(self.module, self._originals, self.gather_limit)
-            self._say(
-                f"The weights of {type(self.module).__name__} are left as shards, a part on each of {self.world_size} "
-                "ranks: another run under FSDP on as many goes on from them. For anything else, load weights first."
-            )
+            leave_shards(self.module, self._originals, self.gather_limit, tell=self.rank == 0)
         for optimizer in self.optimizers:
             fsdp_lbfgs.give_back(optimizer)
         for step in self._whole_steps:

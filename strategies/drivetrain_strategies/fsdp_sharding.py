@@ -75,7 +75,7 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, how: Sharding, originals: Se
         # Theirs is the root's group, which finds them in all their places.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
-        start_alike(unit.parameters, how.device)
+        start_alike(unit.parameters, how.device, mesh.data_group)
         if unit is plan.root:
             fully_shard(root, ignored_params=whole, **options)
         else:

@@ -34,6 +34,10 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
+_Origin = None | int | torch.Tensor
+"""Where random numbers come from: where the generator stands, where it stood after a call of that number, or a seed."""
+
+
 @dataclass(slots=True)
 class _Call:
     """An operation, one of torch's initialisers, or with ``operation`` None a constant made of Python numbers."""
@@ -44,6 +48,7 @@ class _Call:
     outputs: list[torch.Tensor]
     constant: torch.Tensor | None = None
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # of new tensors, as the call was made
+    origin: _Origin = None
 
 
 @dataclass(slots=True)
@@ -53,10 +58,12 @@ class Recording:
     Attributes:
         generator: torch's CPU generator's state as it began.
         calls: in order.
+        final: where the generator stands in the end.
     """
 
     generator: torch.Tensor
     calls: list[_Call] = field(default_factory=list)
+    final: _Origin = None
 
     def storages(self) -> set[int]:
         """What was made while recording."""
@@ -74,6 +81,7 @@ def without_storage() -> Iterator[Recording]:
     try:
         with torch.device("meta"), _Recorder(recording) as recorder, _Constants(recorder):
             yield recording
+        recording.final = recorder.origin()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise
@@ -82,21 +90,46 @@ def without_storage() -> Iterator[Recording]:
             "what it builds has no storage yet, so that no rank ever holds the whole; nothing there can see values.",
             "leave values alone in configure_model, or build with storage: FSDPStrategy(meta=False).",
         ) from error
+    finally:
+        torch.set_rng_state(recording.generator)
 
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
+        # Nothing is drawn for what has no storage. A number drawn after each call instead marks where the generator
+        # would stand: so it shows when it is seeded, or put back (`torch.random.fork_rng`), in between.
+        self._stands = recording.generator.numpy().tobytes()
+        self._known = {self._stands: -1}
+
+    def origin(self) -> _Origin:
+        """Where the next random numbers come from."""
+        state = torch.get_rng_state()
+        key = state.numpy().tobytes()
+        return None if key == self._stands else self._known.get(key, state)
+
+    def draw(self, call: _Call) -> None:
+        """Record a call that takes random numbers."""
+        call.origin = self.origin()
+        self.recording.calls.append(call)
+        torch.rand(1, device="cpu")
+        self._stands = torch.get_rng_state().numpy().tobytes()
+        self._known[self._stands] = len(self.recording.calls) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags
         if any(tensor.is_meta for tensor in (*tensors, *outputs)):
-            self.recording.calls.append(_Call(func, args, kwargs, outputs))
-        elif torch.Tag.nondeterministic_seeded in func.tags:
+            call = _Call(func, args, kwargs, outputs)
+            if random:
+                self.draw(call)
+            else:
+                self.recording.calls.append(call)
+        elif random:
             raise ConfigurationError(
                 f"configure_model drew random numbers for a tensor that has storage ({func}).",
                 "what is built there has none and is initialised later: the generator would give other numbers.",
@@ -136,7 +169,8 @@ class _Constants(TorchFunctionMode):
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         options = {name: frame.f_locals[name] for name in names}
         tensor = options.pop("tensor")
-        self._recorder.recording.calls.append(_Call(getattr(nn.init, code.co_name), (tensor,), options, []))
+        with torch.utils._python_dispatch._disable_current_modes():
+            self._recorder.draw(_Call(getattr(nn.init, code.co_name), (tensor,), options, []))
 
 
 @torch.no_grad()
@@ -170,10 +204,21 @@ def replay(
         empty = torch.empty(0, dtype=meta.dtype)
         return empty.set_(storages[key], meta.storage_offset(), meta.size(), meta.stride())
 
-    for call, touched in zip(recording.calls, touches, strict=True):
+    origins = [*(call.origin for call in recording.calls), recording.final]
+    returned_to = {origin for origin in origins if isinstance(origin, int)}
+    states = {-1: torch.get_rng_state()}
+
+    def go_to(origin: _Origin) -> None:
+        if origin is not None:
+            torch.set_rng_state(states[origin] if isinstance(origin, int) else origin)
+
+    for number, (call, touched) in enumerate(zip(recording.calls, touches, strict=True)):
+        go_to(call.origin)
         if touched:
             with DefaultDtype(call.dtype):
                 _run(call, real, storages)
+        if number in returned_to:
+            states[number] = torch.get_rng_state()
         for key in touched:
             coming = later[key]
             coming.pop(0)
@@ -183,6 +228,7 @@ def replay(
                 storages.pop(key, None)
             elif overwritten[coming[0]] == key:
                 storages.pop(key, None)
+    go_to(recording.final)
 
 
 def _run(call: _Call, real: Callable[[torch.Tensor], torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.originals import Original
 from drivetrain_strategies.weights_left import Part, left, still_left
+
+logger = logging.getLogger("drivetrain")
 
 
 @torch.no_grad()
@@ -26,13 +29,14 @@ def gather_back(originals: Sequence[Original]) -> None:
 
 
 @torch.no_grad()
-def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int) -> None:
+def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, tell: bool) -> None:
     """Put the original parameters back, filled with NaN, and keep this rank's shards for a later run. Talks to nobody.
 
     Args:
         module: whose.
         originals: its parameters.
         limit: bytes up to which the parameters get storage, into which weights can be loaded.
+        tell: say so in the log.
     """
     parts: list[Part] = []
     sizes: tuple[int, ...] = ()
@@ -49,6 +53,13 @@ def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int) -
         parts.append(Part(original.name, local, placements, shape, stride, known._version, known.data_ptr()))
     if parts:
         left[module] = sizes, parts
+        logger.log(
+            logging.WARNING if tell else logging.DEBUG,
+            "The weights of %s are left as shards over %s ranks: another run under FSDP on as many goes on from them. "
+            "For anything else, load weights first.",
+            type(module).__name__,
+            " x ".join(map(str, sizes)),
+        )
 
 
 @torch.no_grad()

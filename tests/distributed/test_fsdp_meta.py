@@ -45,6 +45,12 @@ class Everything(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
         for matrix in self.conv.parameters():
             nn.init.normal_(matrix, std=0.1)
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            self.seeded = nn.Linear(3, 3)
+            torch.manual_seed(11)
+            self.seeded_alike = nn.Linear(3, 3)
+        self.last = nn.Linear(3, 3)
 
 
 def test_every_value_is_what_building_gives() -> None:
@@ -68,6 +74,7 @@ def test_every_value_is_what_building_gives() -> None:
     assert {one.name for one in bare} == set(expected)
     for one in bare:
         assert torch.equal(values[id(one.tensor)], expected[one.name]), one.name
+    assert torch.equal(whole.seeded.weight, whole.seeded_alike.weight)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ class Session:
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
         self.metrics.control = strategy.control
+        self.metrics.speaks, self.metrics.group = strategy.speaks_for_data, strategy.data_group
         attach(self.module, trainer)
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)

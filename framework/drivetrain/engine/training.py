@@ -162,7 +162,9 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
         if room is not None:
             pairs = islice(pairs, room)
         if ranks > 1 and (weigh is not None or not source.static):
-            micro_batches = exchanged_windows(pairs, size, strategy.control, weigh, room)
+            micro_batches = exchanged_windows(
+                pairs, size, strategy.control, weigh, room, ranks, strategy.speaks_for_data
+            )
         elif ranks == 1 and size == 1 and weigh is None:
             micro_batches = single_windows(pairs)
         elif weigh is not None:

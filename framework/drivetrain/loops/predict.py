@@ -97,7 +97,7 @@ class PredictLoop:
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *where)
             kept.append((share.start if source.static else batch_idx, batch_idx, output))
-        return kept
+        return kept if self._strategy.speaks_for_data else []
 
 
 def _merged(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:

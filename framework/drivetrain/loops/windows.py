@@ -86,7 +86,13 @@ def weighed_windows(pairs: Pairs, size: int, weigh: Weigh) -> Iterator[MicroBatc
 
 
 def exchanged_windows(
-    pairs: Pairs, size: int, control: ControlPlane, weigh: Weigh | None, limit: int | None
+    pairs: Pairs,
+    size: int,
+    control: ControlPlane,
+    weigh: Weigh | None,
+    limit: int | None,
+    dealt_to: int | None = None,
+    speaks: bool = True,
 ) -> Iterator[MicroBatch]:
     """Windows whose weights, or whose end, only each rank knows of its own: exchanged in one small all-reduce.
 
@@ -99,7 +105,10 @@ def exchanged_windows(
         control: the way to the other ranks.
         weigh: the module's ``batch_weight``; None weighs a micro-batch by its samples.
         limit: micro-batches after which no rank goes on; None where only the data ends the epoch.
+        dealt_to: among how many ranks the data is dealt; None for all.
+        speaks: whether this rank counts; of several that read the same data, one does.
     """
+    world_size = dealt_to or control.world_size
     last: Any = None
     number = 0
 
@@ -119,6 +128,8 @@ def exchanged_windows(
         for position, (_, share, _) in enumerate(taken):
             report[1 + position] = share.samples
             report[1 + size + position] = not share.joins
+        if not speaks:
+            report.zero_()
         return taken, control.all_reduce_async(report)
 
     taken, pending = read()
@@ -142,7 +153,7 @@ def exchanged_windows(
                 batch,
                 share.samples if share is not None else 0,
                 int(samples[position]),
-                control.world_size * weight / total if total else 0.0,
+                world_size * weight / total if total else 0.0,
                 weight,
                 total,
                 int(ranks[position]),

@@ -124,3 +124,17 @@ def _refuse(keys_by_rank: list[list[str] | None]) -> None:
         "an epoch's values are reduced over all ranks together.",
         "log the same keys on every rank, or with sync_dist=False where a value is a rank's own.",
     )
+
+
+def combined(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+    """Combine the ranks' totals and weights, each of shape (ranks,), into one number; None where nothing was logged."""
+    heard = weights > 0
+    if not bool(heard.any()):
+        return None
+    if operation == "mean":
+        value = totals.sum() / weights.sum()
+    elif operation == "sum":
+        value = totals.sum()
+    else:
+        value = totals[heard].amax() if operation == "max" else totals[heard].amin()
+    return value.to(torch.float32)

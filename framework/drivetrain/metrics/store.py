@@ -13,7 +13,7 @@ from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.metrics.agreement import agreed_value
 from drivetrain.metrics.entry import Entry
-from drivetrain.metrics.packing import Part, gather_packed, to_host
+from drivetrain.metrics.packing import Part, combined, gather_packed, to_host
 from drivetrain.transfer import first_dimension
 
 _OPERATIONS: dict[Any, str] = {
@@ -39,6 +39,8 @@ class MetricStore:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.control: ControlPlane = LocalControl()
+        self.speaks = True  # of several ranks that read the same data, one does
+        self.group: Any = None  # over which metric objects are reduced; None for all ranks
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
@@ -234,6 +236,8 @@ class MetricStore:
         results: dict[str, torch.Tensor | None] = {}
         split = 2 * len(shared)
         if together:
+            if not self.speaks:
+                numbers[:split] = [0.0] * split
             keys = [
                 *(_key(entry.epoch_name, entry) for entry in shared),
                 *(
@@ -246,18 +250,18 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
-                    results[name] = _compute(name, self._module.get_submodule(attribute), True)
+                    results[name] = _compute(name, self._module.get_submodule(attribute), True, self.group)
                 else:
-                    results[name] = _reduce(operation, table[:, 2 * position], table[:, 2 * position + 1])
+                    results[name] = combined(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
             local = [*shared, *local]
             split = 0
         for position, entry in enumerate(local):
             column = torch.tensor(numbers[split + 2 * position : split + 2 * position + 2], dtype=torch.float64)
-            results[entry.epoch_name] = _reduce(entry.operation, column[:1], column[1:])
+            results[entry.epoch_name] = combined(entry.operation, column[:1], column[1:])
         for entry in metrics:
             if entry.epoch_name not in results:
-                results[entry.epoch_name] = _compute(entry.name, entry.metric, entry.sync_dist is not False)
+                results[entry.epoch_name] = _compute(entry.name, entry.metric, entry.sync_dist is not False, self.group)
         # What was logged in an earlier epoch and not in this one keeps its value.
         logged = {name: value for name, value in results.items() if value is not None}
         for entry in self.entries.values():
@@ -294,11 +298,14 @@ class MetricStore:
         numbers = zip(to_host(values), came, strict=True)  # type: ignore[arg-type]
         keys = [_key(entry.name, entry) for entry in synced]
         keys, table = gather_packed(
-            self.control, keys, [part for number, here in numbers for part in (number, float(here))], self._part(keys)
+            self.control,
+            keys,
+            [part for number, here in numbers for part in (number, float(here and self.speaks))],
+            self._part(keys),
         )
         for entry in synced:
             column = 2 * keys.index(_key(entry.name, entry))
-            reduced = _reduce(entry.operation, table[:, column], table[:, column + 1])
+            reduced = combined(entry.operation, table[:, column], table[:, column + 1])
             if reduced is not None:
                 entry.last = entry.reduced = float(reduced)
                 entry.fresh = True
@@ -364,13 +371,14 @@ def _key(name: str, entry: Entry) -> str:
     return f"{name}\t{entry.operation}\t"
 
 
-def _compute(name: str, metric: Any, together: bool) -> torch.Tensor:
-    before = metric.sync_on_compute
+def _compute(name: str, metric: Any, together: bool, group: Any) -> torch.Tensor:
+    before = metric.sync_on_compute, metric.process_group
     metric.sync_on_compute = together
+    metric.process_group = metric.process_group or group
     try:
         value = metric.compute()
     finally:
-        metric.sync_on_compute = before
+        metric.sync_on_compute, metric.process_group = before
     if isinstance(value, _Number):
         value = torch.tensor(value)
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -381,17 +389,3 @@ def _compute(name: str, metric: Any, together: bool) -> torch.Tensor:
             "compute it in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
         )
     return value.detach().reshape(()).cpu()
-
-
-def _reduce(operation: str, totals: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-    """Combine the ranks' totals and weights, each of shape (ranks,), into one number; None where nothing was logged."""
-    heard = weights > 0
-    if not bool(heard.any()):
-        return None
-    if operation == "mean":
-        value = totals.sum() / weights.sum()
-    elif operation == "sum":
-        value = totals.sum()
-    else:
-        value = totals[heard].amax() if operation == "max" else totals[heard].amin()
-    return value.to(torch.float32)

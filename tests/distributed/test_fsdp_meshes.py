@@ -1,0 +1,207 @@
+"""FSDP on two dimensions of ranks: hybrid, and with tensor parallelism from the user's hand: D-04, B-12, B-14."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_nets import Block, DeepRegression
+from small_runs import Regression, data, global_batches, loader, quiet, train_by_hand, weights
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain.environments import Placement
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import FSDPStrategy
+from drivetrain_strategies.device_mesh import find_layout
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("local", "nodes", "sizes", "expected"),
+    [(4, 2, {}, (2, 4)), (8, 1, {}, (1, 8)), (4, 2, {"shard_size": 2}, (4, 2)), (4, 2, {"replicate_size": 8}, (8, 1))],
+)
+def test_the_sizes_of_a_hybrid(local: int, nodes: int, sizes: dict[str, int], expected: tuple[int, int]) -> None:
+    # D-04: shard within a node, replicate across
+    placement = Placement(0, local * nodes, 0, local, 0, nodes)
+    layout = find_layout(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
+    assert (layout.replicate, layout.shard) == expected
+
+
+SETTINGS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+
+
+class Scored(Regression):
+    """Layers that may be split, and values that would be wrong if anybody were counted twice."""
+
+    def __init__(self, split: bool, iterable: bool = False) -> None:
+        import torchmetrics
+
+        super().__init__()
+        self.net = None  # type: ignore[assignment]
+        self.split = split
+        self.total = torchmetrics.SumMetric()
+
+    def configure_model(self) -> None:
+        if self.net is not None:
+            return
+        from fsdp_nets import Deep
+
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            self.net = Deep()  # type: ignore[assignment]
+        if self.split:
+            for block in self.net.blocks:  # type: ignore[attr-defined]
+                parallelize_module(
+                    block, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("count", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.total.update(float(len(batch[0])))
+        self.log("metric", self.total, on_step=False, on_epoch=True)
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1)
+
+
+class Stream(IterableDataset[Any]):
+    """Each pair of ranks reads a part of its own, in batches."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def __iter__(self) -> Any:
+        x, y = data(40).tensors
+        part = dist.get_rank() * 2 // self.ranks
+        for start in range(0, 40, 8):
+            yield x[start + 4 * part : start + 4 * part + 4], y[start + 4 * part : start + 4 * part + 4]
+
+
+def _run(options: dict[str, Any], precision: str, stream: bool, two: bool = False) -> dict[str, Any]:
+    split = options.get("tensor_parallel", 1) > 1
+    module = Scored(split)
+    fit = quiet(strategy=FSDPStrategy(**options), precision=precision, **SETTINGS)
+    size = 4 if split or two else 2
+    data_loader = DataLoader(Stream(dist.get_world_size()), batch_size=None) if stream else loader(40, size)
+    fit.fit(module, data_loader)
+    outputs = None
+    if not split:
+        outputs = torch.cat(quiet(strategy=FSDPStrategy(**options)).predict(module, loader(10, 2)))
+    metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
+    assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+    return {
+        "weights": weights(module),
+        "metrics": metrics,
+        "seen": fit.samples_seen,
+        "outputs": outputs,
+        "plain": [type(parameter) is nn.Parameter for parameter in module.parameters()],
+        "groups": len(dist.distributed_c10d._world.pg_map),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    module = Scored(False)
+    module.configure_model()
+    optimizer = module.configure_optimizers()
+    step = optimizer.step
+
+    def clipped() -> None:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        step()
+
+    optimizer.step = clipped  # type: ignore[method-assign,assignment]
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    for _ in range(2):
+        train_by_hand(module, global_batches(40, 8), window=2, step=lambda part, _: module.loss(part))
+    return module
+
+
+HYBRID = {"sharding": "hybrid", "replicate_size": 2, "wrap": [Block]}
+TENSOR = {"tensor_parallel": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "stream"),
+    [(HYBRID, False), (TENSOR, False), (TENSOR, True), ({**TENSOR, "sharding": "hybrid", "replicate_size": 2}, False)],
+    ids=["hybrid", "tensor parallel", "tensor parallel on streams", "hybrid and tensor parallel"],
+)
+def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, reference: Any) -> None:
+    # D-04, B-05, B-12, B-14
+    runs = run_distributed(_run, 4, options, "32-true", stream)
+    for run in runs:
+        torch.testing.assert_close(run["weights"], weights(reference), **TIGHT)
+        assert run["metrics"]["count"] == 40
+        assert run["metrics"]["metric"] == 40
+        assert run["seen"] == 80
+        assert all(run["plain"])
+        assert run["groups"] == 1  # A-02: in a user's process group, nothing of ours is left
+        assert torch.equal(run["weights"], runs[0]["weights"])
+        if run["outputs"] is not None:
+            with torch.no_grad():
+                torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_tensor_parallel_in_low_precision(precision: str) -> None:
+    # What autocast rounds differs by a unit in the last place where a product is summed up in two parts.
+    run = run_distributed(_run, 4, TENSOR, precision, False)[0]
+    unsplit = run_distributed(_run, 2, {"meta": False}, precision, False, True)[0]
+    torch.testing.assert_close(run["weights"], unsplit["weights"], atol=2e-2, rtol=0)
+
+
+class Overflowing(Scored):
+    """An overflow on the ranks that read one half of the data, in one batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * 1e-2  # else the first overflows at the first scale
+        return loss * 1e30 if batch_idx == 1 and self.trainer.strategy.data_rank == 1 else loss
+
+
+def _overflowing(options: dict[str, Any]) -> Any:
+    from drivetrain.callbacks import LambdaCallback
+
+    scales: list[float] = []
+    note = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: scales.append(trainer.strategy.precision.scaler.get_scale())
+    )
+    module = Overflowing(options.get("tensor_parallel", 1) > 1)
+    fit = quiet(strategy=FSDPStrategy(**options), precision="16-mixed", callbacks=note)
+    fit.fit(module, loader(32, 4))
+    return scales, fit.global_step, weights(module)
+
+
+@pytest.mark.parametrize(("options", "ranks"), [(TENSOR, 4), ({"ignored": ["net.head.*"]}, 2), ({}, 2)])
+def test_an_overflow_anywhere_is_skipped_everywhere(options: dict[str, Any], ranks: int) -> None:
+    # B-06: also from one mesh to the other, and to what is not sharded
+    runs = run_distributed(_overflowing, ranks, options)
+    for scales, steps, found in runs:
+        assert scales == [65536.0] + [32768.0] * 3
+        assert steps == 3
+        assert torch.equal(found, runs[0][2])
+        assert bool(found.isfinite().all())
+
+
+def _compiled(options: dict[str, Any]) -> Any:
+    module = DeepRegression()
+    quiet(strategy=FSDPStrategy(**options)).fit(module, loader(32, 4))
+    assert not any("forward" in child.__dict__ for child in module.modules())
+    return weights(module)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": [Block]}], ids=["plain", "checkpointed"])
+def test_blocks_that_are_compiled(options: dict[str, Any]) -> None:
+    # D-09: after activation checkpointing, before sharding
+    expected = weights(train_by_hand(DeepRegression(), global_batches(32, 8)))
+    found = run_distributed(_compiled, 2, {"compile": {"backend": "aot_eager"}, **options}, timeout=120)
+    torch.testing.assert_close(found[0], expected, **TIGHT)
