@@ -17,6 +17,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.precision import Precision
+from drivetrain.shards import Region, Shard
 from drivetrain.transfer import move_to
 
 StepRunner = Callable[..., Any]
@@ -226,8 +227,13 @@ class Strategy(ABC):
         """Parameters and persistent buffers by the names of the bare module."""
         return {} if self.module is None else dict(self.module.state_dict())
 
-    def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load what `model_state` gave, under this strategy or any other."""
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what `model_state` gave, under this strategy or any other.
+
+        Args:
+            state: by name: whole tensors, sharded ones, or a `Shard` of the region that `model_regions` names.
+            strict: refuse missing and unexpected names.
+        """
         if self.module is not None:
             self.module.load_state_dict(state, strict=strict)
 
@@ -237,9 +243,24 @@ class Strategy(ABC):
         return named_optimizer_state(self.module, self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        """Load what `optimizer_state` gave, matched by name."""
+        """Load what `optimizer_state` gave, matched by name; values as `load_model_state` takes them."""
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
+
+    def shard_of(self, value: torch.Tensor | Shard) -> torch.Tensor | Shard:
+        """Return a value of `model_state` or `optimizer_state` as what this rank holds of it.
+
+        A tensor where every rank holds the whole, a `Shard` where each holds a part. Talks to nobody.
+        """
+        return value
+
+    def model_regions(self) -> dict[str, Region]:
+        """Which part of each tensor of the module this rank wants to load; names left out are wanted whole."""
+        return {}
+
+    def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
+        """The same for one optimizer's values of their parameters' shapes, by parameter name."""
+        return {}
 
     # The end
 

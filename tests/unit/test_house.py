@@ -24,7 +24,7 @@ FLOORS: list[set[str]] = [
     {
         *{"accelerators", "arguments", "checkpoint_files", "config", "control", "environments"},
         *{"hyper_parameters", "module_hooks", "optimizer_state", "precision", "process_state", "run_handle", "seed"},
-        "transfer",
+        *{"shards", "transfer"},
     },
     {"callback", "handshake", "module", "strategy"},
     {"hooks"},

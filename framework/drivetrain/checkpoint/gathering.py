@@ -27,7 +27,7 @@ def _gathered(value: Any, keep: bool, known: dict[int, torch.Tensor]) -> Any:
         return type(value)(_gathered(child, keep, known) for child in value)
     # The attribute and not the class: importing DTensor takes long, and without it there is none.
     full = getattr(value, "full_tensor", None)
-    if not isinstance(value, torch.Tensor) or full is None:
+    if full is None:
         return value
     if id(value) not in known:
         whole = full()
