@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from drivetrain.checkpoint.plain import PlainCheckpoint
 from drivetrain.engine.batches import Move, batch_mover
 from drivetrain.engine.console import heard
 from drivetrain.engine.defaults import checked_callbacks
+from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
 from drivetrain.engine.failing import cause_of, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
@@ -27,10 +28,8 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
-from drivetrain.loops.evaluate import EvaluateLoop
 from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_optimizers
-from drivetrain.loops.predict import PredictLoop
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.metrics import MetricStore
@@ -157,7 +156,7 @@ class Session:
 
     def _stage_result(self, runner: StepRunner, move: Move | None) -> Any:
         if self.stage != "fit":
-            return self._evaluate(self.stage, runner, move)
+            return self._evaluate(runner, move)
         self._fit(runner, move)
         return None
 
@@ -167,13 +166,14 @@ class Session:
         if self.ckpt_path is not None:
             self._checkpoint().load(self.ckpt_path)
         if self._data().sources.get("validate"):
-            self.validate = self._evaluation("validate", runner, move)
+            self.validate = build_evaluation(self, "validate", runner, move)
         loop = build_training(self, runner, move)
         logger.info(self.strategy.precision.describe())
         self._log_hyper_parameters()
         for hook in hooks.on_fit_start:
             hook()
-        self._sanity_check(runner, move)
+        if self.validate is not None and self.trainer.num_sanity_val_steps and self.ckpt_path is None:
+            try_validation(self, runner, move)
         self.metrics.enter("train")
         for hook in hooks.on_train_start:
             hook()
@@ -189,59 +189,13 @@ class Session:
             for one in self.trainer.loggers:
                 one.log_hyperparams(params)
 
-    def _sanity_check(self, runner: StepRunner, move: Move | None) -> None:
-        steps, hooks = self.trainer.num_sanity_val_steps, self.hooks
-        if not steps or self.validate is None or self.ckpt_path is not None:
-            return
-        limits = [steps if limit is None else min(steps, limit) for limit in self._data().limits["validate"]]
-        if steps == -1:
-            limits = list(self._data().limits["validate"])  # type: ignore[arg-type]
-        self.sanity_checking = True
-        for hook in hooks.on_sanity_check_start:
-            hook()
-        # What training draws must not depend on whether something was tried before it.
-        with ProcessState(generators=True):
-            self._evaluation("validate", runner, move, limits)()
-        self.metrics.forget("validate")
-        for hook in hooks.on_sanity_check_end:
-            hook()
-        self.sanity_checking = False
-
-    def _evaluate(self, stage: str, runner: StepRunner, move: Move | None) -> Any:
+    def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
         if self.ckpt_path is not None:
             self._checkpoint().load(self.ckpt_path, weights_only=True)
         self.strategy.setup_optimizers([])
-        if stage == "predict":
-            return PredictLoop(
-                module=self.module,
-                runner=runner,
-                strategy=self.strategy,
-                hooks=self.hooks,
-                metrics=self.metrics,
-                sources=self._data().sources["predict"],
-                limits=self._data().limits["predict"],
-                move=move,
-                inference_mode=self.trainer.inference_mode,
-            ).run()
-        return self._evaluation(stage, runner, move)()
-
-    def _evaluation(
-        self, stage: str, runner: StepRunner, move: Move | None, limits: Sequence[int | None] | None = None
-    ) -> Callable[[], list[dict[str, float]]]:
-        within_fit = self.stage == "fit"
-        return EvaluateLoop(
-            stage,
-            module=self.module,
-            runner=runner,
-            strategy=self.strategy,
-            hooks=self.hooks,
-            metrics=self.metrics,
-            sources=self._data().sources[stage],
-            limits=self._data().limits[stage] if limits is None else limits,
-            move=move,
-            inference_mode=self.trainer.inference_mode and not (within_fit and self.strategy.shards_parameters),
-            log=None if limits is not None else self.logger_call(),
-        ).run
+        if self.stage == "predict":
+            return build_prediction(self, runner, move)()
+        return build_evaluation(self, self.stage, runner, move)()
 
     # Set-up
 

@@ -1,0 +1,80 @@
+"""Puts evaluation together: validation within fit, its trial before training, test and prediction by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.engine.batches import Move
+from drivetrain.loops.evaluate import EvaluateLoop
+from drivetrain.loops.predict import PredictLoop
+from drivetrain.process_state import ProcessState
+from drivetrain.strategy import StepRunner
+
+if TYPE_CHECKING:
+    from drivetrain.engine.session import Session
+
+
+def build_evaluation(
+    session: Session, stage: str, runner: StepRunner, move: Move | None, limits: Sequence[int | None] | None = None
+) -> Callable[[], list[dict[str, float]]]:
+    """Return what validates or tests ``session``'s module.
+
+    Args:
+        session: the run.
+        stage: "validate" or "test".
+        runner: the strategy's callable that every step runs through.
+        move: brings a batch to the device.
+        limits: micro-batches of each loader, for a trial whose values nobody logs; None for what the run reads.
+    """
+    assert session.data is not None
+    within_fit = session.stage == "fit"
+    return EvaluateLoop(
+        stage,
+        module=session.module,
+        runner=runner,
+        strategy=session.strategy,
+        hooks=session.hooks,
+        metrics=session.metrics,
+        sources=session.data.sources[stage],
+        limits=session.data.limits[stage] if limits is None else limits,
+        move=move,
+        # Inference tensors that evaluation leaves behind break a later training step on sharded parameters.
+        inference_mode=session.trainer.inference_mode and not (within_fit and session.strategy.shards_parameters),
+        log=None if limits is not None else session.logger_call(),
+    ).run
+
+
+def build_prediction(session: Session, runner: StepRunner, move: Move | None) -> Callable[[], list[Any]]:
+    """Return what predicts with ``session``'s module."""
+    assert session.data is not None
+    return PredictLoop(
+        module=session.module,
+        runner=runner,
+        strategy=session.strategy,
+        hooks=session.hooks,
+        metrics=session.metrics,
+        sources=session.data.sources["predict"],
+        limits=session.data.limits["predict"],
+        move=move,
+        inference_mode=session.trainer.inference_mode,
+    ).run
+
+
+def try_validation(session: Session, runner: StepRunner, move: Move | None) -> None:
+    """Validate on a few micro-batches before training, so that what fails there fails at once; leaves no trace."""
+    assert session.data is not None
+    steps, hooks = session.trainer.num_sanity_val_steps, session.hooks
+    limits = list(session.data.limits["validate"])
+    if steps != -1:
+        limits = [steps if limit is None else min(steps, limit) for limit in limits]
+    session.sanity_checking = True
+    for hook in hooks.on_sanity_check_start:
+        hook()
+    # What training draws must not depend on whether something was tried before it.
+    with ProcessState(generators=True):
+        build_evaluation(session, "validate", runner, move, limits)()
+    session.metrics.forget("validate")
+    for hook in hooks.on_sanity_check_end:
+        hook()
+    session.sanity_checking = False
