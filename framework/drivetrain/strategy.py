@@ -260,7 +260,7 @@ class Strategy(ABC):
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         """The same for one optimizer's values of their parameters' shapes, by parameter name."""
-        return {}
+        return self.model_regions()
 
     # The end
 

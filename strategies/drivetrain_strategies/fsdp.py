@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from drivetrain.environments import Placement
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.precision import Precision
+from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
-from drivetrain_strategies import fsdp_lbfgs
+from drivetrain_strategies import fsdp_lbfgs, fsdp_whole_step
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
 from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
@@ -30,10 +31,8 @@ from drivetrain_strategies.fsdp_precision import mixed_precision_policy, offload
 from drivetrain_strategies.fsdp_private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
 from drivetrain_strategies.fsdp_sharding import Sharding, change_forwards, gather_ahead, shard
 from drivetrain_strategies.fsdp_start import start_alike
-from drivetrain_strategies.fsdp_state import load_state, sharded_optimizer_state, sharded_state
+from drivetrain_strategies.fsdp_state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp_unused import UnusedParameters
-from drivetrain_strategies.fsdp_whole_step import KINDS as WHOLE_STEP_KINDS
-from drivetrain_strategies.fsdp_whole_step import WholeStep
 from drivetrain_strategies.materialize import Recording, without_storage
 from drivetrain_strategies.originals import Original, originals_of
 from drivetrain_strategies.shards_left import gather_back, leave_shards, take_up_shards
@@ -137,7 +136,7 @@ class FSDPStrategy(DistributedStrategy):
         self._gradients: Gradients | None = None
         self._order: UnitOrder | None = None
         self._adoptions: Adoptions | None = None
-        self._whole_steps: list[WholeStep] = []
+        self._whole_steps: list[fsdp_whole_step.WholeStep] = []
         self._manual = False
         self._inside = False
 
@@ -245,8 +244,8 @@ class FSDPStrategy(DistributedStrategy):
         for optimizer in optimizers:
             check_optimizer(optimizer)
             fsdp_lbfgs.take(optimizer)
-            if isinstance(optimizer, WHOLE_STEP_KINDS):
-                self._whole_steps.append(WholeStep(optimizer))
+            if isinstance(optimizer, fsdp_whole_step.KINDS):
+                self._whole_steps.append(fsdp_whole_step.WholeStep(optimizer))
         return super().setup_optimizers(optimizers)
 
     # In the loop
@@ -341,6 +340,11 @@ class FSDPStrategy(DistributedStrategy):
         module = self._resharded()
         state = sharded_optimizer_state(state, dict(module.named_parameters()))
         load_named_optimizer_state(module, self.optimizers[index], state)
+
+    shard_of = staticmethod(shard_of)
+
+    def model_regions(self) -> dict[str, Region]:
+        return regions_of(self._resharded())
 
     def _resharded(self) -> nn.Module:
         assert self.module is not None

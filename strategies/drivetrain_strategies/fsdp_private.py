@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
@@ -250,3 +251,9 @@ def let_go(mesh: DeviceMesh) -> None:
     """
     for one in (mesh, mesh._get_root_mesh()):
         one._pg_registry.clear()
+
+
+def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of ``tensor`` begins in the whole, and its sizes; split twice along one dimension too."""
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.errors import CheckpointError
+from drivetrain.shards import Box, Region, Shard
+from drivetrain_strategies.fsdp_private import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -26,11 +28,44 @@ def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
-def like(value: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def region_of(place: DTensor) -> Box:
+    """Return which part of the whole this rank holds of ``place``."""
+    return Box(*local_region(place))
+
+
+def shard_of(value: Any) -> Any:
+    """Return a DTensor as what this rank holds of it; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    mesh = value.device_mesh
+    # What tensor parallelism left whole is spread over several meshes alike: the one with rank 0 in it speaks.
+    speaks = 0 in mesh.mesh and all(
+        mesh.get_local_rank(dimension) == 0
+        for dimension, placement in enumerate(value.placements)
+        if placement.is_replicate()
+    )
+    return Shard(value.to_local(), tuple(value.shape), region_of(value), speaks, value.full_tensor)
+
+
+def regions_of(module: nn.Module) -> dict[str, Region]:
+    """Return, by name, the regions of what is sharded in ``module``'s state."""
+    state = module.state_dict(keep_vars=True)
+    return {name: region_of(place) for name, place in state.items() if isinstance(place, DTensor)}
+
+
+def like(value: torch.Tensor | Shard, place: torch.Tensor) -> torch.Tensor:
     """Return ``value``, whole or sharded in any way, laid out as ``place`` is.
 
-    A whole one is cut without talking. A sharded one of another layout is gathered first, which all ranks must do.
+    A whole one is cut without talking, and so is a `Shard` of this rank's own region. A sharded one of another layout
+    is gathered first, which all ranks must do.
     """
+    if isinstance(value, Shard):
+        if isinstance(place, DTensor) and value.region == region_of(place):
+            mesh, placements = place.device_mesh, place.placements
+            local = value.local.to(place.to_local().device)
+            shape, stride = place.size(), place.stride()
+            return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        value = value.full_tensor()
     if not isinstance(place, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
@@ -45,7 +80,7 @@ def like(value: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], strict: bool) -> None:
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load parameters and buffers by name into a sharded module.
 
     Raises:
@@ -57,7 +92,7 @@ def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], strict: boo
     wrong = [
         f"{name} ({tuple(state[name].shape)} instead of {tuple(place.shape)})"
         for name, place in own.items()
-        if isinstance(place, torch.Tensor) and name in state and state[name].shape != place.shape
+        if isinstance(place, torch.Tensor) and name in state and tuple(state[name].shape) != tuple(place.shape)
     ]
     if wrong or (strict and (missing or unexpected)):
         raise CheckpointError(
@@ -73,12 +108,12 @@ def load_state(module: nn.Module, state: Mapping[str, torch.Tensor], strict: boo
         if not isinstance(place, torch.Tensor):
             extra[name] = state[name]
             continue
-        value = like(state[name].detach(), place)
+        value = like(state[name], place)
         if isinstance(place, DTensor):
             assert isinstance(value, DTensor)
             place.to_local().copy_(value.to_local())
         else:
-            place.copy_(value)
+            place.copy_(value.detach())
     if extra:
         module.load_state_dict(extra, strict=False)
 
@@ -89,9 +124,11 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
     for name, values in saved["state"].items():
         place = parameters.get(name)
         state[name] = {
-            key: like(value, place)
-            if place is not None and isinstance(value, torch.Tensor) and value.dim() and value.shape == place.shape
-            else value
+            key: like(value, place) if place is not None and _is_shaped_like(value, place) else value
             for key, value in values.items()
         }
     return {"state": state, "param_groups": saved["param_groups"]}
+
+
+def _is_shaped_like(value: Any, place: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor | Shard) and len(value.shape) > 0 and tuple(value.shape) == tuple(place.shape)
