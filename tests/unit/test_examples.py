@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import subprocess
@@ -77,3 +78,32 @@ def test_gpt_learns_and_says_how_well(options: list[str], tmp_path: Path) -> Non
     table = (tmp_path / folder[1] / "metrics.csv").read_text().splitlines()
     assert {"step", "loss", "lr-AdamW"} <= set(table[0].split(","))
     assert [path.name for path in (tmp_path / "runs" / "gpt_stdlib").iterdir()] == ["version_0"]
+
+
+def test_gpt_ends_under_fsdp_where_it_ends_under_ddp(tmp_path: Path) -> None:
+    # In float64, so that sums taken in another order do not show.
+    losses = []
+    for strategy in ("ddp", "fsdp"):
+        folder = tmp_path / strategy
+        folder.mkdir()
+        options = ["--strategy", strategy, "--devices", "2", "--precision", "64-true", "--max-steps", "20"]
+        run("gpt_stdlib.py", "--accelerator", "cpu", *options, folder=folder)
+        with open(folder / "runs" / "gpt_stdlib" / "version_0" / "metrics.csv") as table:
+            found = [float(row["held_out_loss"]) for row in csv.DictReader(table) if row["held_out_loss"]]
+        assert found[-1] < found[0] - 1
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+
+
+def test_fsdp_from_meta_never_holds_the_whole(tmp_path: Path) -> None:
+    printed = run("fsdp_from_meta.py", folder=tmp_path)
+    whole = number(r"The whole model is ([\d.]+) MiB", printed)
+    held = re.findall(r"Rank \d holds ([\d.]+) MiB, and took ([\d.]+) MiB at most", printed)
+    assert len(held) == 2
+    for shard, peak in held:
+        assert float(shard) == pytest.approx(whole / 2, abs=0.1)
+        assert float(peak) < whole
+    losses = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+)", printed)]
+    assert losses[0] > 5
+    assert losses[-1] < 4
+    assert (tmp_path / "runs" / "fsdp_from_meta" / "manifest.json").exists()
