@@ -1,0 +1,52 @@
+"""The random generators of a process as values that a checkpoint can hold."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Return where Python's, NumPy's (where it is imported), torch's and, on CUDA, ``device``'s generators stand.
+
+    Numbers, strings and tensors only: all that is needed to draw the same again, and no object to unpickle.
+    """
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+    }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        words = torch.from_numpy(keys.astype("int64"))
+        states["numpy"] = {
+            "kind": kind,
+            "words": words,
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put the generators where `generator_states` found them; those that were not there then are left alone."""
+    python = states["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        # Imported where it is not yet: what draws from it later must find it where it stood.
+        import numpy
+
+        saved = states["numpy"]
+        words = saved["words"].numpy().astype("uint32")
+        numpy.random.set_state((saved["kind"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
