@@ -25,8 +25,10 @@ def results() -> Callable[[Candidate, int], Results]:
 
 
 @pytest.fixture(scope="session")
-def references() -> Callable[[str, int, str, bool | None], Trace]:
+def references() -> Callable[..., Trace]:
     """The reference's trace of a case, by its name; see `reference`."""
     from parity_cases import BY_NAME as CASES
 
-    return cache(lambda name, world, precision, by_rank: reference(CASES[name], world, precision, by_rank))
+    return cache(
+        lambda name, world, precision, by_rank, in_two=False: reference(CASES[name], world, precision, by_rank, in_two)
+    )

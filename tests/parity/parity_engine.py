@@ -13,6 +13,7 @@ import torch
 from parity_cases import BY_NAME, SEED, Case
 from parity_nets import Batch, Gan, Net
 from parity_reference import Trace, stream
+from parity_strategies import Candidate
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -36,10 +37,15 @@ class Record:
 class Trained(TrainModule):
     """A network of the cases as a `TrainModule`."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, splits: bool) -> None:
         super().__init__()
         self.net: Net = case.net()
         self._case = case
+        self._splits = splits
+
+    def configure_model(self) -> None:
+        if self._splits:
+            self.net.split(self.device_mesh["tensor"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.net.loss(batch)
@@ -62,8 +68,8 @@ class Players(Trained):
 
     net: Gan
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
+    def __init__(self, case: Case, splits: bool) -> None:
+        super().__init__(case, splits)
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
@@ -134,20 +140,20 @@ def whole(value: Any) -> Any:
 
 
 class Parts(IterableDataset[Batch]):
-    """A stream of batches of this rank's own."""
+    """A stream of batches of this rank's own, or of its own and of those that read the same data."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, data_rank: int) -> None:
         self._case = case
-        self._rank = rank
+        self._data_rank = data_rank
 
     def __iter__(self) -> Iterator[Batch]:
-        return stream(self._case, self._rank)
+        return stream(self._case, self._data_rank)
 
 
-def settings(strategy: str, ranks: int) -> dict[str, Any]:
+def settings(candidate: Candidate, ranks: int) -> dict[str, Any]:
     """What every run of the suite has in common."""
     return {
-        "strategy": strategy,
+        "strategy": candidate.strategy(),
         "devices": ranks,
         "accelerator": "cpu",
         "logger": False,
@@ -157,20 +163,22 @@ def settings(strategy: str, ranks: int) -> dict[str, Any]:
     }
 
 
-def train(case: Case, strategy: str, rank: int, ranks: int, precision: str) -> Record:
-    """Train ``case`` under ``strategy`` on this rank."""
+def train(case: Case, candidate: Candidate, rank: int, ranks: int, precision: str) -> Record:
+    """Train ``case`` under ``candidate`` on this rank."""
     torch.manual_seed(SEED)
-    module = (Players if not case.automatic else Weighed if case.weighs else Trained)(case)
+    kind = Players if not case.automatic else Weighed if case.weighs else Trained
+    module = kind(case, splits=candidate.tensor > 1)
     if case.own_parts:
-        loader = DataLoader(Parts(case, rank), batch_size=None)
+        loader = DataLoader(Parts(case, rank // candidate.tensor), batch_size=None)
     else:
-        loader = DataLoader(TensorDataset(*case.data()), batch_size=case.batch // ranks, shuffle=True)
+        size = case.batch // (ranks // candidate.tensor)
+        loader = DataLoader(TensorDataset(*case.data()), batch_size=size, shuffle=True)
     recorder = Recorder(case)
     clip = {} if case.clip is None else {"gradient_clip_val": case.clip[0], "gradient_clip_algorithm": case.clip[1]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Fit(
-            **settings(strategy, ranks),
+            **settings(candidate, ranks),
             precision=precision,
             max_epochs=case.epochs,
             accumulate_grad_batches=case.accumulate,
@@ -184,19 +192,24 @@ def train(case: Case, strategy: str, rank: int, ranks: int, precision: str) -> R
     return record
 
 
-def train_all(jobs: Sequence[tuple[str, str]], strategy: str, rank: int, ranks: int) -> list[Record]:
+def train_all(jobs: Sequence[tuple[str, str]], candidate: Candidate, rank: int, ranks: int) -> list[Record]:
     """Train every case, given as its name and a precision; one that fails is told as such."""
     records = []
     for name, precision in jobs:
         try:
-            records.append(train(BY_NAME[name], strategy, rank, ranks, precision))
+            records.append(train(BY_NAME[name], candidate, rank, ranks, precision))
         except Exception:
             records.append(Record(error=traceback.format_exc()))
     return records
 
 
 def together(case: Case, records: Sequence[Record]) -> Trace:
-    """What all ranks saw, as one: losses weighted over ranks and micro-batches; each global micro-batch's samples."""
+    """What all ranks saw, as one: losses weighted over ranks and micro-batches; each global micro-batch's samples.
+
+    Args:
+        case: what was trained.
+        records: of one rank for each share of the data.
+    """
     first = records[0].trace
     trace = Trace(
         norms=first.norms,

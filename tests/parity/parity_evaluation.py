@@ -9,10 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parity_cases import SEED
-from parity_engine import settings
+from parity_engine import settings, whole
 from parity_nets import Batch, Mlp, numbers
+from parity_strategies import Candidate
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
@@ -48,12 +51,17 @@ class Findings:
 class Scored(TrainModule):
     """Scored by a mean of its batches' means, and by a metric object, which counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, splits: bool) -> None:
         super().__init__()
         import torchmetrics
 
         self.net = Mlp()
+        self._splits = splits
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+
+    def configure_model(self) -> None:
+        if self._splits:
+            self.net.split(self.device_mesh["tensor"])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, y, _ = batch
@@ -93,19 +101,22 @@ class EpochAccuracy(Callback):
 class Dropping(TrainModule):
     """Keeps the masks that dropout draws, and the weights it starts from."""
 
-    def __init__(self, net: nn.Module | None = None) -> None:
+    def __init__(self, splits: bool, net: nn.Module | None = None) -> None:
         super().__init__()
         self.net = net
         self.masks: list[Tensor] = []
         self.initial: Tensor | None = None
+        self._splits = splits
 
     def configure_model(self) -> None:
         if self.net is None:
             self.net = nn.Linear(6, 3)
+        if self._splits:
+            parallelize_module(self.net, self.device_mesh["tensor"], ColwiseParallel(output_layouts=Replicate()))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if self.initial is None:
-            self.initial = self.net.weight.detach().clone()
+            self.initial = whole(self.net.weight.detach().clone())
         mask = nn.functional.dropout(torch.ones(64), 0.5)
         self.masks.append(mask)
         return self.net(batch[0]).square().mean()
@@ -114,36 +125,37 @@ class Dropping(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def scored() -> Scored:
+def scored(splits: bool = False) -> Scored:
     torch.manual_seed(SEED)
-    return Scored()
+    return Scored(splits)
 
 
-def look(strategy: str, ranks: int, rank: int) -> Findings:
+def look(candidate: Candidate, ranks: int, rank: int) -> Findings:
     """Evaluate, predict, and draw."""
     findings = Findings()
+    splits = candidate.tensor > 1
     try:
-        common: dict[str, Any] = settings(strategy, ranks)
+        common: dict[str, Any] = settings(candidate, ranks)
         for samples, batch_size in SIZES:
             loader = DataLoader(TensorDataset(*classes(samples)), batch_size=batch_size)
-            module = scored()
+            module = scored(splits)
             (findings.scores[samples, batch_size],) = Fit(**common).validate(module, loader, verbose=False)
             findings.predictions[samples, batch_size] = Fit(**common).predict(module, loader)
         accuracy = EpochAccuracy()
         loader = DataLoader(TensorDataset(*classes(97)), batch_size=8, shuffle=True)
-        Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(), loader)
+        Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(splits), loader)
         findings.train_accuracy = accuracy.values
-        _draw(findings, common, rank)
-        if hasattr(strategy_by_name(strategy), "comm_hook"):
-            _count_reductions(findings, strategy, common)
-        elif strategy_by_name(strategy).shards_parameters:
-            _count_reduce_scatters(findings, common)
+        _draw(findings, common, rank, splits)
+        if candidate.tensor > 1 or strategy_by_name(candidate.name).shards_parameters:
+            _count_reduce_scatters(findings, common, candidate)
+        elif hasattr(strategy_by_name(candidate.name), "comm_hook"):
+            _count_reductions(findings, common)
     except Exception:
         findings.error = traceback.format_exc()
     return findings
 
 
-def _count_reductions(findings: Findings, name: str, common: dict[str, Any]) -> None:
+def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:
     """After each micro-batch, how many gradient buckets were reduced so far."""
     count = [0]
 
@@ -154,7 +166,7 @@ def _count_reductions(findings: Findings, name: str, common: dict[str, Any]) -> 
     def note(*_: Any) -> None:
         findings.reductions.append(count[0])
 
-    strategy = strategy_by_name(name)
+    strategy = strategy_by_name(common["strategy"])
     strategy.comm_hook = hook  # type: ignore[attr-defined]
     loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
     Fit(
@@ -165,7 +177,7 @@ def _count_reductions(findings: Findings, name: str, common: dict[str, Any]) -> 
     ).fit(scored(), loader)
 
 
-def _count_reduce_scatters(findings: Findings, common: dict[str, Any]) -> None:
+def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate: Candidate) -> None:
     """After each micro-batch, how often the gradients of all units were reduced so far."""
     count = [0]
     reduce_scatter = dist.reduce_scatter_single
@@ -179,9 +191,10 @@ def _count_reduce_scatters(findings: Findings, common: dict[str, Any]) -> None:
 
     dist.reduce_scatter_single = counted
     try:
-        loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
+        size = 8 // (common["devices"] // candidate.tensor)
+        loader = DataLoader(TensorDataset(*classes(80)), batch_size=size)
         Fit(**common, max_epochs=1, accumulate_grad_batches=4, callbacks=LambdaCallback(on_train_batch_end=note)).fit(
-            scored(), loader
+            scored(candidate.tensor > 1), loader
         )
     finally:
         dist.reduce_scatter_single = reduce_scatter
@@ -189,17 +202,17 @@ def _count_reduce_scatters(findings: Findings, common: dict[str, Any]) -> None:
     findings.reductions = [reduced // units if reduced % units == 0 else -1 for reduced in findings.reductions]
 
 
-def _draw(findings: Findings, common: dict[str, Any], rank: int) -> None:
+def _draw(findings: Findings, common: dict[str, Any], rank: int, splits: bool) -> None:
     loader = DataLoader(TensorDataset(*numbers(32)), batch_size=4)
     for _ in range(2):
         # What the process drew before a seeded run is of no account.
         torch.manual_seed(100 + 10 * rank + len(findings.masks))
-        module = Dropping()
+        module = Dropping(splits)
         Fit(**common, seed=SEED, max_epochs=1).fit(module, loader)
         findings.masks.append(module.masks)
         assert module.initial is not None
         findings.initial.append(module.initial)
     torch.manual_seed(rank)
-    module = Dropping(nn.Linear(6, 3))
+    module = Dropping(splits, nn.Linear(6, 3))
     Fit(**common, max_epochs=1).fit(module, loader)
     findings.unseeded = module.initial

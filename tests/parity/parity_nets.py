@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 Batch = tuple[Tensor, ...]
@@ -14,7 +19,17 @@ PADDING = -100
 
 
 class Net(nn.Module):
-    """A network with a loss that is a mean over ``weight(batch)`` items."""
+    """A network with a loss that is a mean over ``weight(batch)`` items.
+
+    Attributes:
+        splits: the layers that tensor parallelism splits.
+    """
+
+    splits: ClassVar[dict[str, ParallelStyle]] = {}
+
+    def split(self, mesh: DeviceMesh) -> None:
+        """Split them over ``mesh``, as a user does in ``configure_model``."""
+        parallelize_module(self, mesh, self.splits)
 
     def loss(self, batch: Batch) -> Tensor:
         raise NotImplementedError
@@ -25,6 +40,8 @@ class Net(nn.Module):
 
 class Mlp(Net):
     """Six numbers to three."""
+
+    splits: ClassVar[dict[str, ParallelStyle]] = {"body.0": ColwiseParallel(), "body.2": RowwiseParallel()}
 
     def __init__(self, hidden: int = 16) -> None:
         super().__init__()
@@ -49,6 +66,8 @@ class FrozenMlp(Mlp):
 class OrphanMlp(Mlp):
     """A trainable layer that no loss ever sees."""
 
+    splits: ClassVar[dict[str, ParallelStyle]] = {**Mlp.splits, "spare": ColwiseParallel()}
+
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(6, 3)
@@ -68,6 +87,12 @@ class NormedMlp(Mlp):
 class TiedTokens(Net):
     """Tokens to tokens, the embedding and the output layer being one parameter; the loss is a mean over tokens."""
 
+    splits: ClassVar[dict[str, ParallelStyle]] = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "mix": ColwiseParallel(output_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 12)
@@ -75,6 +100,10 @@ class TiedTokens(Net):
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, 11, bias=False)
         self.head.weight = self.embed.weight
+
+    def split(self, mesh: DeviceMesh) -> None:
+        super().split(mesh)
+        self.head.weight = self.embed.weight  # each was given a parameter of its own
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
@@ -112,6 +141,13 @@ class SparseBag(Net):
 
 class Gan(Net):
     """A generator and a discriminator, each a layer or two."""
+
+    splits: ClassVar[dict[str, ParallelStyle]] = {
+        "generator.0": ColwiseParallel(),
+        "generator.2": RowwiseParallel(),
+        "discriminator.0": ColwiseParallel(),
+        "discriminator.2": RowwiseParallel(),
+    }
 
     def __init__(self) -> None:
         super().__init__()

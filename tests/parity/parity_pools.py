@@ -29,7 +29,7 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
     if not candidate.only:
         jobs += [(name, precision) for precision in PRECISIONS for name in PRECISION_CASES]
         jobs += [(OVERFLOW.name, "16-mixed"), (SEVERAL.name, "bf16-mixed")]
-        if ranks < 4:
+        if ranks // candidate.tensor < 4:
             # Of two samples a rank the first step overflows, in one optimizer's gradients: there torch's scaler, and
             # with it the reference, steps the other one, where a step of ours is made or skipped as a whole.
             jobs.append((SEVERAL.name, "16-mixed"))
@@ -50,17 +50,17 @@ def run(candidate: Candidate, ranks: int) -> Results:
     jobs = sorted(jobs_of(candidate, ranks), key=lambda job: job[0] not in candidate.refuses)
     looks = not candidate.only
     if ranks == 1:
-        by_rank = [_work(candidate.name, 1, jobs, looks)]
+        by_rank = [_work(candidate, 1, jobs, looks)]
     else:
-        by_rank = run_distributed(_work, ranks, candidate.name, ranks, jobs, looks, timeout=120)
+        by_rank = run_distributed(_work, ranks, candidate, ranks, jobs, looks, timeout=120)
     records = {job: [one[number] for one, _ in by_rank] for number, job in enumerate(jobs)}
     return Results(records, [findings for _, findings in by_rank])
 
 
-def _work(strategy: str, ranks: int, jobs: Sequence[Job], looks: bool) -> tuple[list[Record], Findings]:
+def _work(candidate: Candidate, ranks: int, jobs: Sequence[Job], looks: bool) -> tuple[list[Record], Findings]:
     rank = dist.get_rank() if ranks > 1 else 0
-    findings = look(strategy, ranks, rank) if looks else Findings()
-    return train_all(jobs, strategy, rank, ranks), findings
+    findings = look(candidate, ranks, rank) if looks else Findings()
+    return train_all(jobs, candidate, rank, ranks), findings
 
 
 def case_of(job: Job) -> Case:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from parity_cases import SEED, Case
 from parity_nets import Batch, Gan, Net, numbers
+from parity_split import compute_in_two
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -50,7 +51,9 @@ class Trace:
     states: list[dict[str, Any]] = field(default_factory=list)
 
 
-def reference(case: Case, world: int, precision: str = "32-true", by_rank: bool | None = None) -> Trace:
+def reference(
+    case: Case, world: int, precision: str = "32-true", by_rank: bool | None = None, in_two: bool = False
+) -> Trace:
     """Train ``case`` by hand as ``world`` ranks would.
 
     Args:
@@ -59,10 +62,13 @@ def reference(case: Case, world: int, precision: str = "32-true", by_rank: bool 
         precision: a hand-written loop of the same precision.
         by_rank: compute each rank's micro-batches by themselves and average their gradients; else every window is one
             big batch. None leaves it to the case.
+        in_two: compute the layers that tensor parallelism splits in two parts, each of which is rounded by itself.
     """
     by_rank = bool(case.by_rank) if by_rank is None else by_rank
     torch.manual_seed(SEED)
     net = case.net()
+    if in_two:
+        compute_in_two(net)
     dtype = DTYPES.get(precision)
     if dtype is not None:
         net.to(dtype)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from drivetrain import Strategy
+from drivetrain_strategies import FSDPStrategy
+
 
 @dataclass(frozen=True)
 class Candidate:
     """A strategy as the suite runs it.
 
     Attributes:
-        name: as `Fit(strategy=...)` takes it.
+        name: as `Fit(strategy=...)` takes it, save where layers are split.
         ranks: on how many ranks it runs every case.
         also_on: on how many more it runs the cases where that matters.
         refuses: cases that it cannot train, with a part of the message that says so before or on the first step.
         only: the cases it is for; empty for all.
         shards: a rank holds parts of gradients, so that norms are summed up part by part.
+        tensor: over how many ranks the networks' layers are split, by hand; these ranks read the same data.
     """
 
     name: str
@@ -24,6 +28,11 @@ class Candidate:
     refuses: dict[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ()
     shards: bool = False
+    tensor: int = 1
+
+    def strategy(self) -> str | Strategy:
+        """What `Fit` is given."""
+        return self.name if self.tensor == 1 else FSDPStrategy(tensor_parallel=self.tensor)
 
 
 NO_SPARSE = {"sparse embedding": "an EmbeddingBag with sparse=True"}
@@ -52,4 +61,5 @@ STRATEGIES = [
     Candidate("fsdp", ranks=2, also_on=(4,), refuses=NO_SPARSE, shards=True),
     Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE, shards=True),
     Candidate("hsdp", ranks=4, refuses=NO_SPARSE, shards=True),
+    Candidate("fsdp x tp", ranks=4, refuses=NO_SPARSE, shards=True, tensor=2),
 ]
