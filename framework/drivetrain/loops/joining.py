@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
+from drivetrain.metrics.objects import metric_state, set_metric_state
 from drivetrain.metrics.store import MetricStore
 
 
@@ -27,7 +26,7 @@ class Joining:
     def __init__(self, metrics: MetricStore) -> None:
         self._metrics = metrics
         self._muted = metrics.muted
-        self._states = [(metric, _state_of(metric)) for metric in metrics.objects()]
+        self._states = [(metric, metric_state(metric)) for metric in metrics.objects()]
         metrics.muted = metrics.joining = True
 
     def end(self) -> None:
@@ -35,7 +34,7 @@ class Joining:
         self._metrics.joining = False
         self._metrics.muted = self._muted
         for metric, state in self._states:
-            metric.__dict__.update(state)
+            set_metric_state(metric, state)
 
 
 @contextmanager
@@ -55,9 +54,3 @@ def leaving_no_trace(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
                 buffer.copy_(before)
         if joining is not None:
             joining.end()
-
-
-def _state_of(metric: Any) -> dict[str, Any]:
-    # The states a metric declares with add_state, and what it keeps about them.
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: copy.deepcopy(getattr(metric, name)) for name in names if name in metric.__dict__}

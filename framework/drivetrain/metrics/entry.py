@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
+
+from drivetrain.transfer import move_to
+
+_OPENED_WITH = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
+_GATHERED = ("last", "result", "fresh", "total", "weight")
 
 _FOLD_AT = 64  # how many values wait before they are folded into one
 
@@ -27,10 +33,10 @@ class Entry:
     """
 
     __slots__ = (
-        "_loader",
         "attribute",
         "fresh",
         "last",
+        "loader",
         "logger",
         "metric",
         "name",
@@ -41,6 +47,7 @@ class Entry:
         "prog_bar",
         "reduced",
         "result",
+        "resumed",
         "sync_dist",
         "total",
         "waiting",
@@ -73,11 +80,12 @@ class Entry:
         self.sync_dist = sync_dist
         self.metric = metric
         self.attribute = attribute
-        self._loader = loader
+        self.loader = loader
         self.last: torch.Tensor | float | None = None
         self.reduced: torch.Tensor | float | None = None  # what `last` was made by the last reduction over ranks
         self.result: torch.Tensor | None = None
         self.fresh = False
+        self.resumed = False
         self.reset()
 
     @property
@@ -89,7 +97,7 @@ class Entry:
         return self._forked("epoch") if self.on_step else self.name
 
     def _forked(self, kind: str) -> str:
-        return f"{self.name.removesuffix(self._loader)}_{kind}{self._loader}"
+        return f"{self.name.removesuffix(self.loader)}_{kind}{self.loader}"
 
     def reset(self) -> None:
         """Forget what the epoch accumulated."""
@@ -137,3 +145,34 @@ class Entry:
             pair = [torch.as_tensor(part, dtype=torch.float64, device=device) for part in (total, value)]
             return pick(*pair)
         return max(total, value) if self.operation == "max" else min(total, value)
+
+    # What a checkpoint keeps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how the key was opened and what came since; the metric object keeps its own state."""
+        self.epoch_total()
+        state = {name: getattr(self, name) for name in (*_OPENED_WITH, *_GATHERED)}
+        forced = self.options[:2]  # what `log` was told, which need not be what it came to
+        return {**state, "forced": list(forced), "is_reduced": self.last is not None and self.last is self.reduced}
+
+    @classmethod
+    def of_state(cls, name: str, state: Mapping[str, Any], device: torch.device) -> Self:
+        """Make the entry that `state_dict` described, its values on ``device``."""
+        named = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
+        entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPENED_WITH})
+        for key in _GATHERED:
+            # A result was reduced, and lies on the host.
+            setattr(entry, key, state[key] if key == "result" else move_to(state[key], device))
+        entry.reduced = entry.last if state["is_reduced"] else None
+        entry.resumed = True
+        return entry
+
+    def goes_on_with(self, options: tuple[Any, ...], operation: str | None) -> bool:
+        """Whether this came from a checkpoint, and is now logged the same way; it then takes the very options.
+
+        Of a reduction the checkpoint knows the name, and not whether it was given as ``torch.mean`` or ``"mean"``.
+        """
+        if not self.resumed or (*options[:4], operation, options[5]) != self.options:
+            return False
+        self.options, self.resumed = options, False
+        return True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.metrics.agreement import agreed_value
 from drivetrain.metrics.entry import Entry
+from drivetrain.metrics.objects import computed, is_metric, metric_state, set_metric_state
 from drivetrain.metrics.packing import Part, combined, gather_packed, to_host
-from drivetrain.transfer import first_dimension
+from drivetrain.transfer import first_dimension, move_to
 
 _OPERATIONS: dict[Any, str] = {
     "mean": "mean",
@@ -129,6 +129,9 @@ class MetricStore:
                 "call it from a step or from a hook between on_train_start and on_train_end, or of an evaluation.",
             )
         on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist = options
+        if old is not None and old.goes_on_with(options, _operation(reduce_fx)):
+            old.metric = value if is_metric(value) else None
+            return old
         if old is not None:
             changed = [
                 f"{label} from {before!r} to {after!r}"
@@ -145,14 +148,13 @@ class MetricStore:
                 "a key has one meaning within a stage.",
                 "use the same options, or another key.",
             )
-        try:
-            operation = _OPERATIONS[reduce_fx]
-        except (KeyError, TypeError):
+        operation = _operation(reduce_fx)
+        if operation is None:
             raise ConfigurationError(
                 f"log({name!r}, reduce_fx={reduce_fx!r}).{nearest(str(reduce_fx), ['mean', 'sum', 'max', 'min'])}",
                 "only reductions that give the same result over any split of the data are exact.",
                 "use 'mean', 'sum', 'max' or 'min', or log a torchmetrics.Metric.",
-            ) from None
+            )
         metric = value if is_metric(value) else None
         loader = f"/dataloader_idx_{self.dataloader_idx}"
         in_step = self.batch is not None and self.stage == "train"
@@ -250,7 +252,7 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
-                    results[name] = _compute(name, self._module.get_submodule(attribute), True, self.group)
+                    results[name] = computed(name, self._module.get_submodule(attribute), True, self.group)
                 else:
                     results[name] = combined(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
@@ -261,7 +263,7 @@ class MetricStore:
             results[entry.epoch_name] = combined(entry.operation, column[:1], column[1:])
         for entry in metrics:
             if entry.epoch_name not in results:
-                results[entry.epoch_name] = _compute(entry.name, entry.metric, entry.sync_dist is not False, self.group)
+                results[entry.epoch_name] = computed(entry.name, entry.metric, entry.sync_dist is not False, self.group)
         # What was logged in an earlier epoch and not in this one keeps its value.
         logged = {name: value for name, value in results.items() if value is not None}
         for entry in self.entries.values():
@@ -341,6 +343,32 @@ class MetricStore:
         """Return a logged value, the same on every rank, for a decision; None where nobody logged it. Collective."""
         return agreed_value(self.control, name, self.callback_metrics().get(name))
 
+    # What a checkpoint keeps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has logged: every key with what its epoch has accumulated, and the metric objects."""
+        return {
+            "stages": {
+                stage: {name: entry.state_dict() for name, entry in entries.items()}
+                for stage, entries in self._stages.items()
+            },
+            "objects": {name: metric_state(child) for name, child in self._module.named_modules() if is_metric(child)},
+            "values": dict(self._values),
+            "had_data": {**self._had_data, self.stage: self.had_data},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Take back what `state_dict` returned, before the first stage is entered."""
+        for stage, entries in state["stages"].items():
+            for name, saved in entries.items():
+                entry = self._stages.setdefault(stage, {})[name] = Entry.of_state(name, saved, device)
+                if entry.attribute is not None:
+                    entry.metric = self._module.get_submodule(entry.attribute)
+        for name, saved in state["objects"].items():
+            set_metric_state(self._module.get_submodule(name), move_to(saved, device))
+        self._values = dict(state["values"])
+        self._had_data = dict(state["had_data"])
+
     def restore(self, values: dict[str, float]) -> None:
         """Take values from another process or a checkpoint as if they had been logged here."""
         self._values.update({name: torch.tensor(value) for name, value in values.items()})
@@ -360,32 +388,12 @@ class MetricStore:
         return values
 
 
-def is_metric(value: Any) -> bool:
-    """Whether ``value`` is a `torchmetrics.Metric`."""
-    # Whoever holds a metric has imported torchmetrics; nobody else pays for it.
-    torchmetrics = sys.modules.get("torchmetrics")
-    return torchmetrics is not None and isinstance(value, torchmetrics.Metric)
+def _operation(reduce_fx: Any) -> str | None:
+    try:
+        return _OPERATIONS.get(reduce_fx)
+    except TypeError:  # it cannot be looked up
+        return None
 
 
 def _key(name: str, entry: Entry) -> str:
     return f"{name}\t{entry.operation}\t"
-
-
-def _compute(name: str, metric: Any, together: bool, group: Any) -> torch.Tensor:
-    before = metric.sync_on_compute, metric.process_group
-    metric.sync_on_compute = together
-    metric.process_group = metric.process_group or group
-    try:
-        value = metric.compute()
-    finally:
-        metric.sync_on_compute, metric.process_group = before
-    if isinstance(value, _Number):
-        value = torch.tensor(value)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise ConfigurationError(
-            f"log({name!r}) was given a {type(metric).__name__}, which computes {found}.",
-            "a logged value is one number.",
-            "compute it in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
-        )
-    return value.detach().reshape(()).cpu()
