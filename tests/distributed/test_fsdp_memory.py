@@ -1,0 +1,131 @@
+"""How many bytes a rank of a sharded run holds, from construction to the end of the first step: D-01, D-03, D-08."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+from small_runs import Regression, loader, quiet
+from torch import nn
+
+from drivetrain import Callback
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import FSDPStrategy
+
+WIDTH, DEPTH = 128, 16
+UNIT = WIDTH * (WIDTH + 1) * 4
+WHOLE = DEPTH * UNIT
+SMALL = UNIT // 4
+"""The rest: activations, batches, states of generators."""
+
+
+class Block(nn.Module):
+    """One matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Tall(Regression):
+    """Blocks that `configure_model` builds, and initialises in a loop at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        self.net = nn.Sequential(*(Block() for _ in range(DEPTH)))  # type: ignore[assignment]
+        for parameter in self.net.parameters():
+            nn.init.normal_(parameter, std=0.01)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0].repeat(1, WIDTH // 4)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Watch(Callback):
+    """What was alive at most (``peak ...``) on the way to each point of the first micro-batch, and what was at it."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live = live
+        self.found: dict[str, int] = {}
+
+    def _note(self, point: str) -> None:
+        self.found.setdefault(point, self.live.now())
+        self.found.setdefault(f"peak {point}", self.live.peak)
+        self.live.restart()
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._note("built")
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self._note("forward")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self._note("backward")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self._note("end")
+
+
+def _watched(options: dict[str, Any], micro_batches: int = 1) -> dict[str, int]:
+    with LiveBytes() as live:
+        watch = Watch(live)
+        strategy = FSDPStrategy(wrap=[Block], gather_limit=0, **options)
+        fit = quiet(strategy=strategy, callbacks=watch, accumulate_grad_batches=2, limit_train_batches=micro_batches)
+        fit.fit(Tall(), loader(32, 4))
+    return watch.found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_rank_ever_needs_more_than_its_part_and_a_few_units(ranks: int) -> None:
+    # D-01, D-03: while it is built, one unit whole and the part that is cut from it
+    part = WHOLE // ranks
+    for found in run_distributed(_watched, ranks, {}):
+        assert found["built"] <= part + SMALL
+        assert found["peak built"] <= part + UNIT + UNIT // ranks + SMALL
+        # A unit's parts, as they come and as they are laid out; the unit before goes when this one is there.
+        assert found["peak forward"] <= part + 4 * UNIT
+        assert found["peak backward"] <= 2 * part + 4 * UNIT
+        # Parameters, gradients, and two moments of AdamW, which needs room for a parameter or two besides.
+        assert found["peak end"] <= 4 * part + 4 * UNIT
+        assert found["end"] <= 4 * part + UNIT
+
+
+def test_with_storage_every_rank_builds_the_whole() -> None:
+    # What is measured above can be seen.
+    for found in run_distributed(_watched, 2, {"meta": False}):
+        assert found["peak built"] > WHOLE
+        assert found["built"] <= WHOLE // 2 + SMALL
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"reshard_after_forward": True}, 1 / 4),
+        ({"reshard_after_forward": 2}, 1 / 4 + 1 / 2),
+        ({"reshard_after_forward": False}, 1 / 4 + 1),
+        ({"sharding": "grad_op"}, 1 / 4 + 1),
+        ({"sharding": "hybrid", "shard_size": 2}, 1 / 2),
+    ],
+    ids=str,
+)
+def test_what_is_kept_between_forward_and_backward(options: dict[str, Any], kept: float) -> None:
+    # D-08: shards, and of every unit nothing, half or all; the last unit stays for the backward that comes next
+    for found in run_distributed(_watched, 4, options):
+        assert kept * WHOLE <= found["forward"] <= kept * WHOLE + 4 * UNIT
+
+
+@pytest.mark.parametrize(("reshard", "kept"), [(True, 1.5), (False, 2.5)])
+def test_what_is_kept_within_a_window(reshard: bool, kept: float) -> None:
+    # D-08: shards, whole gradients that were not exchanged yet, and whole parameters that need not be gathered again
+    for found in run_distributed(_watched, 2, {"reshard_after_backward": reshard}, 2):
+        assert kept * WHOLE <= found["backward"] <= kept * WHOLE + 3 * UNIT
