@@ -135,3 +135,18 @@ class Mesh:
         for mesh in meshes:
             let_go(mesh)
         self.data_group = None
+
+
+def require_mesh(mesh: Mesh | None) -> Mesh:
+    """Return the mesh of the run.
+
+    Raises:
+        ConfigurationError: there is none, since nobody made or joined a process group.
+    """
+    if mesh is None:
+        raise ConfigurationError(
+            "FSDPStrategy.setup_module without a process group.",
+            "shards travel over it.",
+            "let Fit drive the strategy, or call bind and setup_environment before.",
+        )
+    return mesh

@@ -20,7 +20,7 @@ from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
 from drivetrain_strategies import fsdp_lbfgs, fsdp_whole_step
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
-from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout
+from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout, require_mesh
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer, check_reshard_size
 from drivetrain_strategies.fsdp_gradients import Gradients
@@ -190,14 +190,13 @@ class FSDPStrategy(DistributedStrategy):
         check_module(module, self.world_size, self.tensor_parallel)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
-        assert self._mesh is not None
+        mesh = require_mesh(self._mesh)
         self.module = module
-        take_up_shards(module, self._mesh.whole)
+        take_up_shards(module, mesh.whole)
         bare = BareModule(module, self._recording)
         self.precision.convert_module(module)
         self._originals = originals_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
-        mesh = self._mesh
         if self.rank == 0:
             logger.info("%s", plan.table(mesh.layout.shard))
         self._manual = not getattr(module, "automatic_optimization", True)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.fsdp_state import like
 from drivetrain_strategies.originals import Original
 
@@ -26,10 +28,15 @@ class Adoptions:
         self._taken: list[Optimizer] = []
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace originals, and cut their state to shards."""
+        """Replace originals, and cut their state to shards.
+
+        Raises:
+            ConfigurationError: an optimizer is over shards that are no longer, or not yet, the module's.
+        """
         for optimizer in optimizers:
             if _replace(optimizer, self._successors, like):
                 self._taken.append(optimizer)
+            self._refuse_other_shards(optimizer)
 
     def give_back(self) -> None:
         """Once the originals are whole: replace the shards in what was taken, and gather their state. Collective."""
@@ -40,6 +47,17 @@ class Adoptions:
         for optimizer in self._taken:
             _replace(optimizer, whole, like)
         self._taken = []
+
+    def _refuse_other_shards(self, optimizer: Optimizer) -> None:
+        own = {id(parameter) for parameter in self._successors.values()}
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if isinstance(parameter, DTensor) and id(parameter) not in own:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that is not the "
+                    "module's.",
+                    "parameters are sharded anew in every run, and those of an earlier one are nobody's.",
+                    "build it anew in each configure_optimizers, or once before the first run (in __init__).",
+                )
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -39,6 +40,11 @@ class Unit:
     @property
     def nbytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    def part(self, shards: int) -> int:
+        """Bytes on a rank; of a layer that tensor parallelism split there is a part to begin with."""
+        held = (one.to_local() if isinstance(one, DTensor) else one for one in self.parameters)
+        return -(-sum(one.numel() * one.element_size() for one in held) // shards)
 
 
 @dataclass(slots=True)
@@ -72,16 +78,15 @@ class Plan:
             f"FSDP shards {_count(sum(unit.numel for unit in self.units))} parameters over {shards} ({self.reason})"
         ]
         rows = [("unit", "how many", "parameters each", "size each", "a rank's part")]
-        groups: dict[tuple[str, int, int], list[Unit]] = {}
+        groups: dict[tuple[str, int, int, int], list[Unit]] = {}
         for unit in self.units[:-1]:
-            groups.setdefault((type(unit.module).__name__, unit.numel, unit.nbytes), []).append(unit)
-        for (kind, numel, nbytes), units in groups.items():
+            key = type(unit.module).__name__, unit.numel, unit.nbytes, unit.part(shards)
+            groups.setdefault(key, []).append(unit)
+        for (kind, numel, nbytes, part), units in groups.items():
             names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
-            rows.append(
-                (f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(-(-nbytes // shards)))
-            )
+            rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(part)))
         root = self.root
-        rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(-(-root.nbytes // shards))))
+        rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.part(shards))))
         if self.whole:
             nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.whole.values())
             numel = sum(parameter.numel() for parameter in self.whole.values())

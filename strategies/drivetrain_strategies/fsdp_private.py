@@ -224,8 +224,9 @@ def forget_original(parameter: nn.Parameter) -> None:
 
 
 def remove_tensor_parallel_hooks(module: nn.Module) -> None:
-    """Take off what `parallelize_module` hooked into a module, which needs a mesh that is gone."""
+    """Take off what `parallelize_module` put on a module: hooks that need a mesh that is gone, and a ban on another."""
     for child in module.modules():
+        child.__dict__.pop("_distribute_module_applied", None)
         for hooks in (child._forward_pre_hooks, child._forward_hooks):
             for key, hook in list(hooks.items()):
                 if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
