@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from drivetrain.data.feeds import sized
-from drivetrain.data.sharding import Share
+from drivetrain.data.sharding import START, Origin, Share
 from drivetrain.data.source import BatchSource
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -103,8 +103,18 @@ class CombinedSource:
         known = [source.samples for source in sources if source.samples is not None]
         self.samples = sum(known) if len(known) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
+        self.in_process = any(source.in_process for source in sources)
+        self.replays = any(source.replays for source in sources)
+        self.stride = sources[0].stride if loader.mode != "sequential" else None
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+        if origin.samples:
+            raise ConfigurationError(
+                f"{len(self._sources)} combined loaders cannot go on within an epoch at another world size or batch "
+                "size.",
+                "each of them stands elsewhere in its own order.",
+                "resume on as many ranks with the same batch sizes, or from a checkpoint at an epoch's end.",
+            )
         if self._loader.mode == "sequential":
             return self._one_by_one(epoch, start)
         return self._together(epoch, start)

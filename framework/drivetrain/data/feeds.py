@@ -9,7 +9,7 @@ from itertools import chain, count, islice
 from typing import Any, NoReturn
 
 from drivetrain.data.order import Order
-from drivetrain.data.sharding import Deal, Share
+from drivetrain.data.sharding import START, Deal, Origin, Share
 from drivetrain.data.streams import Group, SamplerDraws
 from drivetrain.data.workers import KeyedIndex, KeyedIndices, MicroBatch
 from drivetrain.errors import ConfigurationError
@@ -33,10 +33,11 @@ class Feed(ABC):
         self._keyed = keyed
         self._epoch = 0
         self._start = 0
+        self._origin = START
 
     @abstractmethod
-    def begin(self, epoch: int, start: int) -> Iterator[Share]:
-        """Say where the next iteration starts, and return the shares of what it will ask for."""
+    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+        """Say where the next iteration starts, and return the shares of what it will ask for; see `BatchSource`."""
 
     @abstractmethod
     def _blocks(self) -> Iterator[list[Any]]:
@@ -80,15 +81,16 @@ class DealtFeed(Feed):
         self._deal = deal
         self._order_of = order_of
 
-    def begin(self, epoch: int, start: int) -> Iterator[Share]:
-        self._epoch, self._start = epoch, start
-        return chain(chain.from_iterable(self._deal.shares(start)), _surplus())
+    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+        self._epoch, self._start, self._origin = epoch, start, origin
+        shares = self._deal.rest(origin.samples).shares(start - origin.number)
+        return chain(chain.from_iterable(shares), _surplus())
 
     def _blocks(self) -> Iterator[list[Any]]:
-        return self._blocks_from(self._epoch, self._start)
+        return self._blocks_from(self._epoch, self._start, self._origin)
 
-    def _blocks_from(self, epoch: int, first: int) -> Iterator[list[Any]]:
-        for block in self._deal.indices(self._order_of(epoch), first):
+    def _blocks_from(self, epoch: int, first: int, origin: Origin) -> Iterator[list[Any]]:
+        for block in self._deal.rest(origin.samples).indices(self._order_of(epoch), first - origin.number):
             yield self._requests(block, epoch, first)
             first += len(block)
 
@@ -100,7 +102,7 @@ class StreamFeed(Feed):
     within the epoch goes through the indices before it, not through the samples.
 
     Args:
-        groups_of: start the sampler anew and return its global micro-batches.
+        groups_of: start the sampler anew, leave out its first so many samples, and return global micro-batches.
         draws_of: the generators that it draws from in an epoch; None leaves it the process's own.
         rank: this rank.
         alone: other ranks' samplers are not known here, so that totals are not either.
@@ -124,18 +126,19 @@ class StreamFeed(Feed):
         self._draws_of = draws_of
         self._rank = rank
         self._alone = alone
+        self.has_draws = draws_of is not None
         self._shares: deque[Share] = deque()
 
-    def begin(self, epoch: int, start: int) -> Iterator[Share]:
-        self._epoch, self._start, self._shares = epoch, start, deque()
+    def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
+        self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
         return chain(_drained(self._shares), _surplus())
 
     def _blocks(self) -> Iterator[list[Any]]:
-        return self._blocks_from(self._epoch, self._start, self._shares)
+        return self._blocks_from(self._epoch, self._start, self._origin, self._shares)
 
-    def _blocks_from(self, epoch: int, start: int, shares: deque[Share]) -> Iterator[list[Any]]:
-        position, number = 0, 0
-        for groups in self._read(epoch):
+    def _blocks_from(self, epoch: int, start: int, origin: Origin, shares: deque[Share]) -> Iterator[list[Any]]:
+        position, number = origin
+        for groups in self._read(epoch, origin.samples):
             first = number
             number += len(groups)
             requests = []
@@ -157,10 +160,10 @@ class StreamFeed(Feed):
             if requests:
                 yield self._requests(requests, epoch, first)
 
-    def _read(self, epoch: int) -> Iterator[list[Group]]:
+    def _read(self, epoch: int, done: int) -> Iterator[list[Group]]:
         if self._draws_of is None:
             # The sampler draws from the process's generators, when a loop written by hand would.
-            for group in self._groups_of(epoch):
+            for group in self._groups_of(done):
                 yield [group]
             return
         draws = self._draws_of(epoch)
@@ -168,7 +171,7 @@ class StreamFeed(Feed):
         while True:
             with draws:
                 if groups is None:
-                    groups = self._groups_of(epoch)
+                    groups = self._groups_of(done)
                 block = list(islice(groups, _READ_AHEAD))
             if not block:
                 return

@@ -23,7 +23,7 @@ from drivetrain.data.clone import LoaderClone
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.feeds import DealtFeed, Feed, StreamFeed, complete, sized
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
-from drivetrain.data.sharding import Deal, Share
+from drivetrain.data.sharding import START, Deal, Origin, Share
 from drivetrain.data.source import BatchSource
 from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
 from drivetrain.data.workers import SeededDataset, SeededIterable, WorkerStart
@@ -103,6 +103,9 @@ class MapSource:
         items: the data set holds whole batches, whose sizes show only when they are there.
         alone: how much other ranks hold is not known.
         begins: called with the epoch as it begins.
+        in_process: see `BatchSource`.
+        replays: see `BatchSource`.
+        stride: see `BatchSource`.
     """
 
     def __init__(
@@ -114,6 +117,9 @@ class MapSource:
         items: bool,
         alone: bool,
         begins: Callable[[int], None],
+        in_process: bool,
+        replays: bool,
+        stride: int | None,
     ) -> None:
         self._clone = clone
         self._feed = feed
@@ -122,14 +128,23 @@ class MapSource:
         self._begins = begins
         self.static = static
         self.samples = samples
+        self.in_process = in_process
+        self.replays = replays
+        self.stride = stride
 
     @property
     def length(self) -> int | None:
         return self._feed.length
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+        if origin.samples and self._alone:
+            raise ConfigurationError(
+                "a loader whose sampler is each rank's own cannot go on within an epoch at another world size",
+                "nobody knows what the other ranks' parts would become",
+                "resume on as many ranks, from a checkpoint at an epoch's end, or let Fit deal the data",
+            )
         self._begins(epoch)
-        shares = self._feed.begin(epoch, start)
+        shares = self._feed.begin(epoch, start, origin)
         # Nothing of this is a Python call for each batch, but where batches have to be measured.
         pairs = zip(self._clone.iterate(), shares, strict=False)
         return chain(self._measured(pairs) if self._items else pairs, complete(shares))
@@ -160,6 +175,9 @@ class IterableSource:
         self._single = world_size == 1
         self.static = self._single
         self.samples = None
+        self.in_process = getattr(loader, "num_workers", 0) == 0
+        self.replays = self.in_process
+        self.stride = None
         self.length = sized(loader)
         if self.length == 0:
             raise _empty(f"{type(loader).__name__} has length 0")
@@ -171,7 +189,13 @@ class IterableSource:
                 attributes = {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
             self._clone = LoaderClone(loader, **attributes)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, Share]]:
+    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
+        if origin.samples:
+            raise ConfigurationError(
+                f"{type(self._loader).__name__} cannot go on within an epoch at another world size or batch size.",
+                "an iterable data set is each rank's own part, and nobody knows what the others' parts would become.",
+                "resume on as many ranks with the same batch size, or from a checkpoint at an epoch's end.",
+            )
         _set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
         if self._seeded is not None:
             self._seeded.begin(epoch)
@@ -229,6 +253,7 @@ class _Plan:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
             attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
         unknown = self._world_size > 1 and (alone or items)
+        own_draws = isinstance(feed, StreamFeed) and not feed.has_draws
         return MapSource(
             LoaderClone(loader, **attributes),
             feed,
@@ -237,6 +262,9 @@ class _Plan:
             items,
             unknown,
             lambda epoch: _set_epoch(epoch, *seen),
+            not keyed,
+            own_draws,
+            None if alone else _stride(loader, items, self._world_size),
         )
 
     def _dealt(self, sampler: Any, items: bool, keyed: bool) -> Feed | None:
@@ -263,19 +291,22 @@ class _Plan:
         world_size, rank = (self._world_size, self._rank) if not alone else (1, 0)
         length = sized(sampler)
         drop_last = bool(getattr(sampler, "drop_last", False)) and not (self._predicting and ours)
-        start: Callable[[], Iterator[Group]]
+        start: Callable[[int], Iterator[Group]]
         if items:
-            start = lambda: groups_of_indices(sampler, 1, world_size, False)  # noqa: E731
+            start = lambda done: groups_of_indices(sampler, 1, world_size, False, done)  # noqa: E731
             length = _divided(length, world_size, False)
         elif type(sampler) is BatchSampler and ours:
-            start = lambda: groups_of_indices(sampler.sampler, sampler.batch_size, world_size, drop_last)  # noqa: E731
+            start = lambda done: groups_of_indices(  # noqa: E731
+                sampler.sampler, sampler.batch_size, world_size, drop_last, done
+            )
             length = _divided(sized(sampler.sampler), world_size * sampler.batch_size, drop_last)
         else:
-            start = lambda: groups_of_batches(sampler, world_size, drop_last)  # noqa: E731
+            start = lambda done: groups_of_batches(sampler, world_size, drop_last, done)  # noqa: E731
             length = _divided(length, world_size, drop_last)
 
-        def groups_of(epoch: int) -> Iterator[Group]:
-            return start() if self._training or not ours else without_joiners(start(), world_size)
+        def groups_of(done: int) -> Iterator[Group]:
+            groups = start(done)
+            return groups if self._training or not ours else without_joiners(groups, world_size)
 
         generators = [
             part.generator
@@ -314,6 +345,12 @@ def _samplers(sampler: Any) -> tuple[Any, ...]:
         parts.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return tuple(parts)
+
+
+def _stride(loader: DataLoader[Any], items: bool, world_size: int) -> int | None:
+    if items:
+        return world_size
+    return None if loader.batch_size is None else world_size * loader.batch_size
 
 
 def _divided(length: int | None, by: int, drop_last: bool) -> int | None:

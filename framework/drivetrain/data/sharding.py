@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -32,6 +32,21 @@ class Share(NamedTuple):
     start: int
 
 
+class Origin(NamedTuple):
+    """Where the dealing of an epoch begins: elsewhere than at 0 after a resume under another dealing.
+
+    Attributes:
+        samples: of the epoch's order that were trained on before.
+        number: of the first micro-batch that is dealt.
+    """
+
+    samples: int = 0
+    number: int = 0
+
+
+START = Origin()
+
+
 def share_of(start: int, total: int, rank: int, world_size: int) -> Share:
     """Deal ``total`` samples from position ``start`` in slices whose sizes differ by at most one, lower ranks first."""
     size, larger = divmod(total, world_size)
@@ -56,6 +71,7 @@ class Deal:
         world_size: W.
         drop_last: leave the partial global micro-batch out.
         training: deal for training rather than evaluation.
+        offset: position in the epoch's order of the first sample that is dealt.
     """
 
     samples: int
@@ -64,6 +80,11 @@ class Deal:
     world_size: int
     drop_last: bool
     training: bool
+    offset: int = 0
+
+    def rest(self, done: int) -> Deal:
+        """Deal what is left of the order after ``done`` samples, as an epoch of its own."""
+        return replace(self, samples=max(0, self.samples - done), offset=self.offset + done)
 
     @property
     def stride(self) -> int:
@@ -96,7 +117,7 @@ class Deal:
     def shares(self, first: int = 0) -> Iterator[list[Share]]:
         """Yield this rank's shares from micro-batch ``first`` on, a block at a time."""
         whole, tail, stride = self.whole, self.tail, self.stride
-        offset = self.rank * self.batch_size
+        offset = self.offset + self.rank * self.batch_size
         while first < whole:
             stop = min(whole, first + self._block)
             starts = range(first * stride + offset, stop * stride + offset, stride)
@@ -104,21 +125,25 @@ class Deal:
             # Not `Share(...)`, which would be a Python call for each micro-batch.
             yield list(map(tuple.__new__, repeat(Share), fields))
             first = stop
-        yield [share_of(*part, self.rank, self.world_size) for part in tail[first - whole :]]
+        yield [self._share(*part) for part in tail[first - whole :]]
 
     def indices(self, order: Order, first: int = 0) -> Iterator[list[list[int]]]:
         """Yield the sample indices of this rank's micro-batches from ``first`` on, a block at a time."""
         whole, tail, stride = self.whole, self.tail, self.stride
-        within = torch.arange(self.batch_size, dtype=torch.int64, device="cpu") + self.rank * self.batch_size
+        within = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
+        within += self.offset + self.rank * self.batch_size
         while first < whole:
             stop = min(whole, first + self._block)
             starts = torch.arange(first, stop, dtype=torch.int64, device="cpu") * stride
             yield order(starts[:, None] + within).tolist()
             first = stop
         for part in tail[first - whole :]:
-            share = share_of(*part, self.rank, self.world_size)
+            share = self._share(*part)
             stop = share.start + max(share.samples, 1)
             yield [order(torch.arange(share.start, stop, dtype=torch.int64, device="cpu")).tolist()]
+
+    def _share(self, start: int, total: int) -> Share:
+        return share_of(self.offset + start, total, self.rank, self.world_size)
 
     @property
     def _block(self) -> int:

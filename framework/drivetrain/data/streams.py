@@ -31,9 +31,11 @@ def evenly(indices: list[Any], world_size: int) -> Group:
     return Group(indices, _bounds(sizes), whole=False)
 
 
-def groups_of_indices(stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool) -> Iterator[Group]:
-    """Deal a stream of single indices."""
-    indices = iter(stream)
+def groups_of_indices(
+    stream: Iterable[Any], batch_size: int, world_size: int, drop_last: bool, done: int = 0
+) -> Iterator[Group]:
+    """Deal a stream of single indices, without its first ``done``."""
+    indices = islice(stream, done, None)
     stride = batch_size * world_size
     bounds = _bounds([batch_size] * world_size)
     while len(taken := list(islice(indices, stride))) == stride:
@@ -42,10 +44,14 @@ def groups_of_indices(stream: Iterable[Any], batch_size: int, world_size: int, d
         yield evenly(taken, world_size)
 
 
-def groups_of_batches(stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool) -> Iterator[Group]:
-    """Deal a stream of batches of indices, of any size each."""
+def groups_of_batches(
+    stream: Iterable[Iterable[Any]], world_size: int, drop_last: bool, done: int = 0
+) -> Iterator[Group]:
+    """Deal a stream of batches of indices, of any size each, without its first ``done`` indices."""
     # A batch of nothing is no batch: it would make a joiner of a rank for no reason.
     batches = filter(None, map(list, stream))
+    if done:
+        batches = filter(None, _after(batches, done))
     if world_size == 1:
         for batch in batches:
             yield Group(batch, [0, len(batch)], whole=True)
@@ -129,6 +135,12 @@ def _bounds(sizes: list[int]) -> list[int]:
     for size in sizes:
         bounds.append(bounds[-1] + size)
     return bounds
+
+
+def _after(batches: Iterator[list[Any]], done: int) -> Iterator[list[Any]]:
+    for batch in batches:
+        yield batch[min(done, len(batch)) :]
+        done = max(0, done - len(batch))
 
 
 def _flat(batches: list[list[Any]]) -> list[Any]:
