@@ -30,6 +30,7 @@ class ReadAhead:
         self._before: deque[tuple[int, Any]] = deque()
         self._read = 0
         self._again: deque[Any] = deque()  # where they are put one after the other as reading goes on
+        self._start: Any = None
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
         """Return ``pairs``, which are taken note of where they may be read ahead of training.
@@ -49,11 +50,37 @@ class ReadAhead:
     def state(self, trained: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
         ahead = [states for number, states in self._before if trained <= number < self._read]
-        return {"ahead": ahead, "now": self._states()}
+        return {"start": self._start, "ahead": ahead, "now": self._states()}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave as soon as the epoch's reading begins."""
+        self._start = state["start"]
         self._again = deque([*state["ahead"], state["now"]])
+
+    def replay_from(self, first: int) -> None:
+        """Note where the generators stand as an epoch begins whose start has to be gone through again after a resume.
+
+        Where it goes on from micro-batch ``first``, they are put there.
+        """
+        if first == 0 or self._start is None:
+            self._start = self._states()
+        else:
+            self._put(self._start)
+
+    def settle(self) -> None:
+        """Put the generators where they stood at the save, where nothing is to be read before that."""
+        if self._again:
+            self._put(self._again.pop())
+            self._again.clear()
+
+    def before_reading(self, run: Callable[[], object]) -> None:
+        """Call ``run`` where the run that was saved would have called it, before anything is read again."""
+        if not self._again:
+            run()
+            return
+        self._put(self._again.pop())
+        run()
+        self._again.append(self._states())
 
     def _noted(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
         self._go_back()

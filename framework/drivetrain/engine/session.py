@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.checkpoint.plain import PlainCheckpoint
+from drivetrain.data import ReadAhead
 from drivetrain.engine.batches import Move, batch_mover
 from drivetrain.engine.console import heard
+from drivetrain.engine.cursor import Cursor
 from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
 from drivetrain.engine.failing import cause_of, tell_others
@@ -26,16 +28,19 @@ from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
 from drivetrain.errors import ConfigurationError
 from drivetrain.failure import Failure
+from drivetrain.generators import generator_states, set_generators
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
 from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_optimizers
 from drivetrain.loops.progress import Progress
+from drivetrain.loops.saving import SaveRequests
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule, hold, release
 from drivetrain.process_state import ProcessState
 from drivetrain.run_handle import attach, detach
+from drivetrain.run_settings import RunSettings
 from drivetrain.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
@@ -75,6 +80,11 @@ class Session:
         self.strategy = strategy
         self.place = place
         self.progress = Progress()
+        self.cursor = Cursor()
+        self.draws = ReadAhead(
+            lambda: generator_states(strategy.device), lambda states: set_generators(states, strategy.device)
+        )
+        self.saves = SaveRequests()
         self.metrics = MetricStore(module)
         self.stop = StopRequest(strategy.control, None, None, None)
         self.optimizers: list[Optimizer] = []
@@ -133,6 +143,7 @@ class Session:
         self._assemble()
         self._prepare_data()
         self._set_up()
+        self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(
             strategy.data_rank,
             strategy.data_world_size,
@@ -224,6 +235,7 @@ class Session:
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         module, strategy = self.module, self.strategy
+        strategy.take_settings(self._settings(data))
         with strategy.module_init_context():
             module.configure_model()
         strategy.check(module)
@@ -234,6 +246,17 @@ class Session:
         runner = under_context(strategy.setup_module(module), strategy.precision)
         hold(module)
         return runner
+
+    def _settings(self, data: StageData) -> RunSettings:
+        trainer = self.trainer
+        return RunSettings(
+            self.stage,
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+            data.batch_size,
+            self.module.automatic_optimization,
+        )
 
     def _compile(self) -> None:
         options = self.trainer.compile if isinstance(self.trainer.compile, dict) else {}
@@ -247,9 +270,10 @@ class Session:
         optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
         self.strategy.adopt_parameters(optimizers)
         check_optimizers(self.module, optimizers, self.schedulers, self.module.automatic_optimization)
-        if not optimizers:
-            logger.warning("configure_optimizers returned None: nothing will be trained.")
         self.optimizers = self.strategy.setup_optimizers(optimizers)
+        self.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in self.strategy.schedulers]
+        if not self.optimizers:
+            logger.warning("configure_optimizers returned None: nothing will be trained.")
         before_step = () if self.module.automatic_optimization else self.hooks.on_before_optimizer_step
         self.handles = [OptimizerHandle(optimizer, self.strategy, before_step) for optimizer in self.optimizers]
 

@@ -57,6 +57,8 @@ class StageData:
         self.train: BatchSource | None = None
         self.train_limit: int | None = None
         """Micro-batches of a training epoch, the same on every rank; None where it is not known."""
+        self.batch_size: int | None = None
+        """Samples of one rank's training micro-batch; None where the loader does not say."""
         self.sources: dict[str, list[BatchSource]] = {}
         """Evaluation loaders by stage."""
         self.limits: dict[str, list[int | None]] = {}
@@ -99,6 +101,7 @@ class StageData:
                 "there is nothing to train on.",
                 "pass it to fit, as Fit().fit(module, loader), in a DataModule, or as module.train_dataloader().",
             )
+        self.batch_size = getattr(loaders, "batch_size", None)
         self.train = training_source(loaders, self._dealing, sequential=bool(trainer.overfit_batches))
         setting, name = trainer.limit_train_batches, "limit_train_batches"
         if trainer.overfit_batches:

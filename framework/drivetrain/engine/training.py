@@ -68,6 +68,8 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         control=strategy.control,
         length=data.train_limit,
         log=session.logger_call(),
+        saves=session.saves,
+        draws=session.draws,
     )
 
 
@@ -153,15 +155,23 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
     if not module.automatic_optimization:
         weigh = None
     ranks = strategy.data_world_size
+    exchanged = ranks > 1 and (weigh is not None or not source.static)
+    read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
+    trained = (lambda: session.progress.batch_idx) if read_ahead else None
 
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
         limit, size = data.train_limit, trainer.accumulate_grad_batches
-        room = None if limit is None else max(0, limit - first)
+        origin = session.cursor.origin(epoch)
+        # What is left of an epoch that began under another dealing ends with its data.
+        room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
+        if source.replays:
+            session.draws.replay_from(first)
         # The epoch's order stays the first one's where the run overfits a few batches.
-        pairs = source.epoch(0 if trainer.overfit_batches else epoch, first)
+        pairs = source.epoch(0 if trainer.overfit_batches else epoch, first, origin)
+        pairs = session.draws.follow(pairs, first, trained)
         if room is not None:
             pairs = islice(pairs, room)
-        if ranks > 1 and (weigh is not None or not source.static):
+        if exchanged:
             micro_batches = exchanged_windows(
                 pairs, size, strategy.control, weigh, room, ranks, strategy.speaks_for_data
             )

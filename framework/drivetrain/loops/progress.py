@@ -20,10 +20,15 @@ class Progress:
     """Micro-batches this rank has trained on in all."""
     samples_seen: int = 0
     """Samples trained on by all ranks together."""
+    epoch_samples: int = 0
+    """Those of the current epoch: how far its order was gone through."""
+    within_window: bool = False
+    """Whether micro-batches were trained on whose step is not made yet."""
 
     def state_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "within_window"}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for field in fields(self):
-            setattr(self, field.name, int(state[field.name]))
+            if field.name in state:
+                setattr(self, field.name, int(state[field.name]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from drivetrain.control import ControlPlane
+from drivetrain.data import ReadAhead
 from drivetrain.hooks import HookTable
 from drivetrain.loops.joining import Joining
 from drivetrain.loops.progress import Progress
+from drivetrain.loops.saving import SaveRequests
 from drivetrain.loops.schedulers import Schedulers
 from drivetrain.loops.step import TrainStep
 from drivetrain.loops.stopping import StopRequest
@@ -64,6 +66,8 @@ class TrainLoop:
         control: the way to the other ranks.
         length: micro-batches of an epoch; None where it is not known.
         log: sends a dict of numbers to the loggers; None where there is none.
+        saves: the checkpoints that were asked for.
+        draws: brings the random generators back to where they stood when a resumed run was saved.
     """
 
     def __init__(
@@ -81,6 +85,8 @@ class TrainLoop:
         control: ControlPlane,
         length: int | None,
         log: Callable[[dict[str, float]], None] | None,
+        saves: SaveRequests,
+        draws: ReadAhead,
     ) -> None:
         self._step = step
         self._micro_batches = micro_batches
@@ -96,21 +102,41 @@ class TrainLoop:
         self._log = log
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
         self._flushed_at = progress.global_step
+        self._saves = saves
+        self._draws = draws
+        self._resumed: Mapping[str, Any] | None = None
+        self._data_is_over = False
+
+    # What a checkpoint keeps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where between an epoch's data and its end the loop stands."""
+        return {"data_is_over": self._data_is_over, "validation": self._validation.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on, with `run`, where a run stood when `state_dict` was called."""
+        self._resumed = state
 
     def run(self) -> None:
         """Train until a limit is reached or somebody asks to stop."""
         if self._length == 0:  # limit_train_batches=0
             return
         fresh = False  # what on_train_start logged belongs to the first epoch
+        resumed, self._resumed = self._resumed, None
         while not self._finished():
+            self._validation.begin_epoch(self._progress)
             if self._progress.batch_idx == 0:
+                self._draws.settle()
                 self._metrics.enter("train", reset=fresh)
-                fresh = True
                 for hook in self._hooks.on_train_epoch_start:
                     hook()
             else:
                 self._metrics.enter("train", reset=False)  # resumed within an epoch
-            if self._end_epoch(self._train_epoch()):
+                if resumed is not None:
+                    self._validation.load_state_dict(resumed["validation"], self._progress)
+            over = resumed is not None and resumed["data_is_over"]
+            fresh, resumed = True, None
+            if self._end_epoch(Ended.DATA if over else self._train_epoch()):
                 return
 
     def _finished(self) -> bool:
@@ -125,9 +151,10 @@ class TrainLoop:
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every, length = self._limits.max_steps, self._log_every, self._length
         step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
-        validation = self._validation
-        validation.begin_epoch(progress)
+        validation, waiting = self._validation, self._saves.waiting
         joining: Joining | None = None
+        if progress.batch_idx == validation.next_at:  # saved just before it
+            self._draws.before_reading(validation.run)
 
         for micro in self._micro_batches(progress.epoch, progress.batch_idx):
             batch, batch_idx = micro.batch, progress.batch_idx
@@ -139,6 +166,7 @@ class TrainLoop:
                 joining = Joining(metrics)
             if batch_start and self._told_to_skip(batch_start, batch, batch_idx):
                 step.drop_window()
+                progress.within_window = False
                 metrics.batch = None
                 if joining is not None:
                     joining.end()
@@ -148,6 +176,8 @@ class TrainLoop:
             progress.batch_idx = batch_idx + 1
             progress.micro_batches += 1
             progress.samples_seen += micro.total
+            progress.epoch_samples += micro.total
+            progress.within_window = not micro.closes
             if stepped:
                 progress.global_step += 1
                 if step_schedulers is not None:
@@ -162,8 +192,12 @@ class TrainLoop:
                 joining = None
             if stepped and log_every and progress.global_step % log_every == 0:
                 self._flush()
+            if waiting and micro.closes:
+                self._saves.run()
             if progress.batch_idx == validation.next_at:
                 validation.run()
+                if waiting and micro.closes:
+                    self._saves.run()
             if stepped:
                 if progress.global_step == max_steps:
                     return Ended.DATA if progress.batch_idx == length else Ended.LIMIT
@@ -183,8 +217,11 @@ class TrainLoop:
     def _end_epoch(self, ended: Ended) -> bool:
         """Validate where due, reduce what the epoch logged, tell the hooks; True ends the run."""
         progress, metrics, hooks = self._progress, self._metrics, self._hooks
+        self._draws.settle()
+        self._data_is_over = ended is Ended.DATA
         if ended is not Ended.LIMIT:
             self._validation.run_at_epoch_end(stopping=ended is Ended.STOPPED)
+            self._saves.run()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
@@ -199,8 +236,10 @@ class TrainLoop:
             hook()
         if ended is Ended.DATA:
             progress.epoch += 1
-            progress.batch_idx = 0
+            progress.batch_idx = progress.epoch_samples = 0
             self._schedulers.after_epoch(progress.epoch)
+        self._data_is_over = False
+        self._saves.run()
         (asking,) = self._control.agree("the end of a training epoch", self._stop.requested)
         stopping = self._stop.after_epoch(asking > 0, progress.global_step, progress.epoch)
         return stopping or ended is not Ended.DATA

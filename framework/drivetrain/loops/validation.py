@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loops.progress import Progress
@@ -54,6 +54,16 @@ class ValidationPlan:
         if self._due and self._interval is not None:
             done = progress.micro_batches if every is None else progress.batch_idx
             self.next_at = progress.batch_idx + self._interval - done % self._interval
+
+    def state_dict(self) -> dict[str, int]:
+        """Return when validation ran last, and when it comes next within this epoch."""
+        return {"ran_at": self._ran_at, "next_at": self.next_at}
+
+    def load_state_dict(self, state: Mapping[str, int], progress: Progress) -> None:
+        """Take back what `state_dict` returned, after `begin_epoch`: a validation that was due is still due."""
+        self._ran_at = state["ran_at"]
+        if self.next_at != -1 and state["next_at"] == progress.batch_idx:
+            self.next_at = state["next_at"]
 
     def run(self) -> None:
         """Validate now, within an epoch."""
