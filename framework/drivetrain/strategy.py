@@ -17,6 +17,7 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.precision import Precision
+from drivetrain.run_settings import RunSettings
 from drivetrain.shards import Region, Shard
 from drivetrain.transfer import move_to
 
@@ -31,8 +32,8 @@ class Strategy(ABC):
 
     A strategy knows the module, the optimizers and a `Precision`; never the engine or the callbacks. Fit drives it so:
 
-    `bind` (placement, device, precision) → `setup_environment` → ``configure_model`` under `module_init_context` →
-    `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps → `teardown`.
+    `bind` (placement, device, precision) → `setup_environment` → `take_settings` → ``configure_model`` under
+    `module_init_context` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps → `teardown`.
 
     Subclass it to add one, and register a factory in the entry-point group ``drivetrain.strategies``.
     """
@@ -42,10 +43,10 @@ class Strategy(ABC):
     single_process: ClassVar[bool] = False
     """True where the strategy cannot use more than one process."""
 
-    collective_forward: ClassVar[bool] = False
+    collective_forward: bool = False
     """True where every forward talks to other ranks, evaluation's included: a rank without data must join in."""
 
-    shards_parameters: ClassVar[bool] = False
+    shards_parameters: bool = False
     """True where a rank holds parts of parameters; evaluation inside fit then runs in no_grad, never inference_mode."""
 
     accepts_none_loss: ClassVar[bool] = True
@@ -63,8 +64,11 @@ class Strategy(ABC):
         self.device = torch.device("cpu")
         self.precision = Precision()
         self.control: ControlPlane = LocalControl()
+        self.settings = RunSettings()
         self.module: torch.nn.Module | None = None
         self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
+        """Learning-rate schedulers that the strategy built itself; each steps once an optimizer step."""
 
     # Where we are
 
@@ -125,6 +129,10 @@ class Strategy(ABC):
         return None
 
     # Set-up
+
+    def take_settings(self, settings: RunSettings) -> None:
+        """Take what the run is going to do, before anything is set up."""
+        self.settings = settings
 
     def check(self, module: torch.nn.Module) -> None:
         """Refuse, before anything is wrapped, what this strategy cannot train.

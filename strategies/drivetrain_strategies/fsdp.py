@@ -75,8 +75,8 @@ class FSDPStrategy(DistributedStrategy):
     """
 
     name: ClassVar[str] = "fsdp"
-    collective_forward: ClassVar[bool] = True
-    shards_parameters: ClassVar[bool] = True
+    collective_forward = True
+    shards_parameters = True
 
     def __init__(
         self,
