@@ -1,0 +1,277 @@
+"""What each argument of FSDPStrategy changes, beside the numbers, which stay: D-06, D-07, D-08, D-09."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_nets import WIDTH, Block, Deep, DeepRegression
+from small_runs import global_batches, loader, quiet, seeded, train_by_hand, weights
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import FSDPStrategy
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+OPERATIONS = torch.ops.aten
+
+
+def _ignored() -> Any:
+    found: list[set[str]] = []
+    module = DeepRegression()
+    look = LambdaCallback(
+        on_train_start=lambda trainer, module: found.append(
+            {name for name, value in module.named_parameters() if not isinstance(value, DTensor)}
+        )
+    )
+    quiet(strategy=FSDPStrategy(ignored=["net.head.*", nn.LayerNorm]), callbacks=look).fit(module, loader(16, 4))
+    return found[0]
+
+
+def test_what_is_ignored_stays_whole() -> None:
+    # D-08
+    norms = {f"net.blocks.{number}.norm.{kind}" for number in range(3) for kind in ("weight", "bias")}
+    assert run_distributed(_ignored, 2)[0] == {"net.head.weight", "net.head.bias", *norms}
+
+
+# What is gathered ahead
+
+
+class Asking(Block):
+    """Notes, as it computes, which units are being gathered already."""
+
+    ask: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ask("forward")
+        x = super().forward(x)
+        x.register_hook(lambda gradient: self.ask("backward"))
+        return x.clone()
+
+
+def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
+    found: dict[str, list[list[int]]] = {"forward": [], "backward": []}
+    net = seeded(lambda: Deep(4))
+    net.blocks = nn.ModuleList(Asking() for _ in range(4))
+    strategy = FSDPStrategy(wrap=[Asking], **options)
+
+    def ask(direction: str) -> None:
+        assert strategy._sharded is not None
+        groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in strategy._sharded.modules[1:]]
+        coming = [number for number, group in enumerate(groups) if group._all_gather_result is not None]
+        found[direction].append(coming)
+
+    for block in net.blocks:
+        block.ask = ask  # type: ignore[assignment]
+    quiet(strategy=strategy, max_steps=1).fit(DeepRegression(net), loader(16, 4))
+    return found
+
+
+def test_how_far_ahead_units_are_gathered() -> None:
+    # D-08: in the order of the module; by itself torch gathers one ahead in backward
+    assert run_distributed(_ahead, 2, {})[0]["forward"] == [[], [], [], []]
+    found = run_distributed(_ahead, 2, {"forward_prefetch": 2, "backward_prefetch": 2})[0]
+    assert found["forward"] == [[1, 2], [2, 3], [3], []]
+    assert found["backward"] == [[1, 2], [0, 1], [0], []]
+
+
+# The dtypes of a policy
+
+
+class Typed(Block):
+    """Notes the dtypes that it computes with."""
+
+    def __init__(self, seen: dict[str, torch.dtype]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["input"], self.seen["weight"] = x.dtype, self.up.weight.dtype
+        return super().forward(x)
+
+
+ENDS = ("net.stem", "net.head")
+
+
+def _typed(policy: MixedPrecisionPolicy, precision: str) -> Any:
+    seen: dict[str, Any] = {}
+    net = seeded(Deep)
+    net.blocks = nn.ModuleList(seeded(lambda: Typed(seen)) for _ in range(3))
+    look = LambdaCallback(
+        on_train_start=lambda *_: net.blocks[0].register_forward_hook(
+            lambda module, args, output: seen.update(output=output.dtype)  # after the one that shards
+        ),
+        on_before_optimizer_step=lambda trainer, module, optimizer: seen.update(
+            gradient=module.net.stem.weight.grad.to_local().clone()
+        ),
+    )
+    module = DeepRegression(net)
+    # All are units, so that each casts what comes from the one before.
+    strategy = FSDPStrategy(wrap=lambda name, module: isinstance(module, Typed) or name in ENDS, mixed_precision=policy)
+    quiet(strategy=strategy, callbacks=look, max_steps=1, precision=precision).fit(module, loader(16, 4))
+    return seen, {parameter.dtype for parameter in module.parameters()}
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "weight", "output", "rounded"),
+    [
+        ({}, FULL, FULL, False),
+        ({"param_dtype": HALF}, HALF, HALF, True),
+        ({"param_dtype": HALF, "reduce_dtype": FULL}, HALF, HALF, False),
+        ({"param_dtype": HALF, "reduce_dtype": FULL, "output_dtype": FULL}, HALF, FULL, False),
+        ({"reduce_dtype": HALF}, FULL, FULL, True),
+    ],
+    ids=str,
+)
+def test_each_dtype_of_a_policy(dtypes: dict[str, Any], weight: Any, output: Any, rounded: bool) -> None:
+    # D-08: kept in fp32, gathered, reduced and given out as the user says
+    for seen, kept in run_distributed(_typed, 2, MixedPrecisionPolicy(**dtypes), "32-true"):
+        assert kept == {FULL}
+        assert seen["weight"] == weight
+        assert seen["input"] == weight  # cast on the way in
+        assert seen["output"] == output
+        gradient = seen["gradient"]
+        assert gradient.dtype == FULL
+        # The mean of two is exact but for the dtype in which it travels.
+        assert torch.equal(gradient, gradient.to(HALF).float()) == rounded
+
+
+def test_inputs_are_left_as_they_are_where_the_policy_says_so() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL, cast_forward_inputs=False)
+    for seen, _ in run_distributed(_typed, 2, policy, "bf16-mixed"):
+        assert (seen["input"], seen["weight"]) == (HALF, HALF)  # by autocast, in the layer before
+
+
+# Activation checkpointing: what is computed again
+
+
+class Attending(Block):
+    """With attention, of each sample to itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.view(-1, 2, 1, WIDTH // 2)
+        return super().forward(x + scaled_dot_product_attention(heads, heads, heads).reshape(x.shape))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again with what the shards are made of
+        self.counts[func.name().removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _save_tanh(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    chosen = operation == OPERATIONS.tanh.default
+    return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"activation_checkpointing": [Attending]},
+    "save_matmuls": {"activation_checkpointing": [Attending], "activation_policy": "save_matmuls"},
+    "save_attention": {"activation_checkpointing": [Attending], "activation_policy": "save_attention"},
+    "own": {"activation_checkpointing": [Attending], "activation_policy": _save_tanh},
+}
+
+
+def _operations(name: str) -> Any:
+    net = seeded(Deep)
+    net.blocks = seeded(lambda: nn.ModuleList(Attending() for _ in range(3)))
+    module = DeepRegression(net)
+    with Operations() as operations:
+        quiet(strategy=FSDPStrategy(**POLICIES[name]), max_steps=1).fit(module, loader(16, 4))
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    return [operations.counts[kind] for kind in ("addmm", attention, "tanh")], weights(module)
+
+
+@pytest.fixture(scope="module")
+def operations() -> dict[str, Any]:
+    return {name: run_distributed(_operations, 2, name)[0] for name in POLICIES}
+
+
+@pytest.mark.parametrize(
+    ("policy", "counts"),
+    [
+        # Three blocks of two products, with the stem and the head; nobody needs the second product again.
+        ("none", [8, 3, 3]),
+        ("full", [11, 6, 6]),
+        ("save_matmuls", [8, 3, 6]),
+        ("save_attention", [11, 3, 6]),
+        ("own", [11, 6, 3]),
+    ],
+)
+def test_what_is_computed_again(policy: str, counts: list[int], operations: dict[str, Any]) -> None:
+    # D-07, D-08: full, by a named policy, or by the user's own
+    assert operations[policy][0] == counts
+    assert torch.equal(operations[policy][1], operations["none"][1])
+
+
+# Compilation
+
+
+_graphs: list[str] = []
+
+
+def _keep_graph(graph: Any, inputs: Any) -> Any:
+    _graphs.append(graph.code)
+    return graph.forward
+
+
+def _compiled() -> Any:
+    module = DeepRegression()
+    strategy = FSDPStrategy(activation_checkpointing=[Block], compile={"backend": _keep_graph})
+    quiet(strategy=strategy).fit(module, loader(32, 4))
+    return _graphs, weights(module)
+
+
+def test_compilation_is_around_checkpointing_and_within_sharding() -> None:
+    # D-09: a block's graph holds the checkpointed part, and nothing that gathers
+    graphs, found = run_distributed(_compiled, 2, timeout=120)[0]
+    assert graphs
+    for code in graphs:
+        assert "checkpoint" in code
+        assert "all_gather" not in code
+    torch.testing.assert_close(found, weights(train_by_hand(DeepRegression(), global_batches(32, 8))), **TIGHT)
+
+
+# A backend that cannot divide
+
+
+def _divided(reduce_dtype: torch.dtype) -> Any:
+    refused = ""
+    try:
+        dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(0.5))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        refused = str(error)
+    module = DeepRegression()
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    quiet(strategy=FSDPStrategy(mixed_precision=policy)).fit(module, loader(36, 4))
+    return refused, weights(module)
+
+
+@pytest.mark.parametrize(("reduce_dtype", "atol"), [(torch.float32, 1e-5), (torch.float16, 1e-3)], ids=str)
+def test_gloo_divides_though_it_has_no_premultiplied_sum(reduce_dtype: torch.dtype, atol: float) -> None:
+    # D-06: by a factor that is no power of two
+    expected = weights(train_by_hand(DeepRegression(), global_batches(36, 12)))
+    for refused, found in run_distributed(_divided, 3, reduce_dtype):
+        assert refused
+        torch.testing.assert_close(found, expected, atol=atol, rtol=0)

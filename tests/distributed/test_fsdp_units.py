@@ -1,0 +1,162 @@
+"""Modules of every shape as units of a sharded run, and the table that tells of them: D-02, D-10."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from fsdp_nets import Block, Deep, DeepRegression, Tied
+from small_runs import failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from torch import Tensor, nn
+
+from drivetrain import TrainModule
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import FSDPStrategy
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+
+
+class Shared(Deep):
+    """One block stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+
+
+class Twice(Deep):
+    """Every block runs twice in a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+class Nested(Deep):
+    """Blocks within blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+
+
+NETS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "shared": (Shared, {}),
+    "twice": (Twice, {}),
+    "twice, kept after forward": (Twice, {"reshard_after_forward": False}),
+    "nested": (Nested, {"wrap": [nn.Sequential, Block]}),
+    "units without parameters": (Tied, {"wrap": [nn.Identity, Block]}),
+    "ties, root only": (Tied, {"wrap": lambda name, module: False}),
+    "ties within one unit": (Tied, {"wrap": lambda name, module: name == "net"}),
+}
+
+
+def _trained(name: str) -> Tensor:
+    build, options = NETS[name]
+    module = DeepRegression(seeded(build))
+    quiet(strategy=FSDPStrategy(**options), accumulate_grad_batches=2).fit(module, loader(40, 4))
+    return weights(module)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_modules_of_every_shape(name: str) -> None:
+    # D-02, D-10
+    expected = weights(train_by_hand(DeepRegression(seeded(NETS[name][0])), global_batches(40, 8), window=2))
+    first, second = run_distributed(_trained, 2, name)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected, **TIGHT)
+
+
+class Weightless(TrainModule):
+    """Measures, and has nothing to shard."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("sum", batch[0].sum(), reduce_fx="sum")
+
+
+def _weightless() -> float:
+    (scores,) = quiet(strategy="fsdp").validate(Weightless(), loader(10, 2), verbose=False)
+    return scores["sum"]
+
+
+def test_a_module_without_parameters() -> None:
+    expected = sum(float(x.sum()) for x, _ in global_batches(10, 2))
+    assert run_distributed(_weightless, 2) == [pytest.approx(expected, abs=1e-5)] * 2
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def _printed() -> list[str]:
+    lines = _Lines()
+    logger = logging.getLogger("drivetrain")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
+    return [line for line in lines.lines if "FSDP shards" in line or line.startswith("  ")]
+
+
+def test_the_plan_is_printed_once() -> None:
+    # D-02: the units, how many and how large they are
+    first, second = run_distributed(_printed, 2)
+    parameters = sum(one.numel() for one in Block().parameters())
+    assert second == []
+    assert first[0] == f"FSDP shards {sum(one.numel() for one in Deep().parameters()):,} parameters over 2 " + (
+        "(blocks that repeat)"
+    )
+    block = next(line.split() for line in first if "Block" in line)
+    assert block == ["Block:", "net.blocks.0", "...", "net.blocks.2", "3", str(parameters), *["1.2", "KiB", "592", "B"]]
+    assert any(line.split()[:2] == ["the", "rest"] for line in first)
+
+
+class Kept(DeepRegression):
+    """Builds its optimizer in the first run, and returns it in every further one."""
+
+    optimizer: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = self.optimizer or super().configure_optimizers()
+        return self.optimizer
+
+
+def _refusals() -> list[str]:
+    texts = []
+    mapped = DeepRegression()
+    mapped.net.head.hf_device_map = {"": 0}
+    for module, settings in (
+        (mapped, {"strategy": "fsdp"}),
+        (DeepRegression(), {"strategy": "fsdp", "sync_batchnorm": True}),
+        (Kept(), {"strategy": "fsdp"}),
+    ):
+        with failing() as caught:
+            quiet(**settings).fit(module, loader(16, 4))
+            quiet(**settings).fit(module, loader(16, 4))
+        texts.append(f"{caught['type']}: {caught['text']}")
+    with failing() as caught:
+        FSDPStrategy().setup_module(DeepRegression())
+    return [*texts, f"{caught['type']}: {caught['text']}"]
+
+
+def test_what_is_refused_says_why_and_what_to_do() -> None:
+    # C-06, G-06
+    expected = [
+        ("'net.head' was loaded with a device_map", "load it without device_map"),
+        ("go on normalising over each rank's own samples", "use strategy='ddp', or normalise with GroupNorm"),
+        ("AdamW holds a shard of shape (8, 4) that is not the module's", "build it anew in each configure_optimizers"),
+        ("without a process group", "let Fit drive the strategy"),
+    ]
+    for texts in run_distributed(_refusals, 2):
+        for text, parts in zip(texts, expected, strict=True):
+            assert text.startswith("ConfigurationError")
+            assert all(part in text for part in parts), text
