@@ -47,7 +47,7 @@ class Strategy(ABC):
     """True where every forward talks to other ranks, evaluation's included: a rank without data must join in."""
 
     shards_parameters: bool = False
-    """True where a rank holds parts of parameters; evaluation inside fit then runs in no_grad, never inference_mode."""
+    """True where a rank holds parts of parameters; evaluation then runs in no_grad, never in inference_mode."""
 
     accepts_none_loss: ClassVar[bool] = True
     """False where ``training_step`` may not return None even in a single process."""

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied
 from small_runs import (
-    FEATURES,
     counting_collectives,
     data,
     failing,
@@ -436,7 +435,7 @@ def test_a_plain_checkpoint_written_and_read(tmp_path: Path) -> None:
     torch.testing.assert_close(by_ddp, whole, **TIGHT)
     from safetensors.torch import load_file
 
-    names = set(load_file(tmp_path / "half" / "weights.safetensors"))
+    names = set(load_file(tmp_path / "half" / "model.safetensors"))
     assert names == set(dict(DeepRegression(Tied()).named_parameters()))
 
 
@@ -597,4 +596,11 @@ def test_one_process() -> None:
     )
     assert not dist.is_initialized()
     assert not any(isinstance(child, FSDPModule) for child in DeepRegression().modules())
-    assert FEATURES == 4
+
+
+def test_one_process_evaluates() -> None:
+    # several batches: what is gathered for one is gathered anew for the next
+    module, plain = Validated(), Validated()
+    (scores,) = quiet(strategy="fsdp", devices=1).validate(module, loader(10, 2), verbose=False)
+    (expected,) = quiet(strategy="single_device").validate(plain, loader(10, 2), verbose=False)
+    assert scores["val"] == pytest.approx(expected["val"], abs=1e-6)

@@ -28,7 +28,6 @@ def build_evaluation(
         limits: micro-batches of each loader, for a trial whose values nobody logs; None for what the run reads.
     """
     assert session.data is not None
-    within_fit = session.stage == "fit"
     return EvaluateLoop(
         stage,
         module=session.module,
@@ -39,8 +38,7 @@ def build_evaluation(
         sources=session.data.sources[stage],
         limits=session.data.limits[stage] if limits is None else limits,
         move=move,
-        # Inference tensors that evaluation leaves behind break a later training step on sharded parameters.
-        inference_mode=session.trainer.inference_mode and not (within_fit and session.strategy.shards_parameters),
+        inference_mode=_inference_mode(session),
         log=None if limits is not None else session.logger_call(),
     ).run
 
@@ -57,7 +55,7 @@ def build_prediction(session: Session, runner: StepRunner, move: Move | None) ->
         sources=session.data.sources["predict"],
         limits=session.data.limits["predict"],
         move=move,
-        inference_mode=session.trainer.inference_mode,
+        inference_mode=_inference_mode(session),
     ).run
 
 
@@ -78,3 +76,9 @@ def try_validation(session: Session, runner: StepRunner, move: Move | None) -> N
     for hook in hooks.on_sanity_check_end:
         hook()
     session.sanity_checking = False
+
+
+def _inference_mode(session: Session) -> bool:
+    # Sharded parameters are gathered into the same tensors again and again: ones that were made in inference mode break
+    # a later training step, and on a copy that one rank holds by itself the very next forward.
+    return session.trainer.inference_mode and not session.strategy.shards_parameters
