@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ class Pending(Protocol):
 class ControlPlane(Protocol):
     """What the engine says between ranks besides the strategy's own collectives.
 
-    Every method but `store` is collective: all ranks call it, in the same order.
+    Unless they say otherwise, its methods are collective: all ranks call them, in the same order.
     """
 
     rank: int
@@ -43,6 +43,13 @@ class ControlPlane(Protocol):
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send contiguous CPU tensors, and receive into others, by rank; return once all of them have travelled.
+
+        Not collective: who has nothing to send to a rank and nothing to receive from it need not call. Between two
+        ranks, what is sent first is received first.
+        """
 
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's JSON-able value on every rank. Goes through the store: no collective is issued."""
@@ -106,6 +113,10 @@ class LocalControl:
 
     def barrier(self) -> None:
         return None
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        if sends or receives:
+            raise ValueError("a single process has nobody to talk to")
 
     def from_rank_0(self, value: Any) -> Any:
         return value

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint_files import read_files
+from drivetrain.checkpoint_format import load
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.hyper_parameters import KeepsHyperParameters
 from drivetrain.module_hooks import ModuleHooks
@@ -284,14 +284,15 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         Raises:
             CheckpointError: there is no whole checkpoint, or its weights do not fit.
         """
-        files = read_files(os.fspath(path))
-        module = cls(**{**files.manifest["hyper_parameters"], **overrides})
+        checkpoint = load(path)
+        weights = checkpoint.weights()
+        module = cls(**{**checkpoint.hyper_parameters, **overrides})
         module.configure_model()
-        weights, own = files.all_weights(), module.state_dict()
+        own, saved = module.state_dict(), weights.sources()
         misshaped = [
-            f"{name} of shape {tuple(weights[name].shape)} for {tuple(tensor.shape)}"
+            f"{name} of shape {saved[name].shape} for {tuple(tensor.shape)}"
             for name, tensor in own.items()
-            if name in weights and weights[name].shape != tensor.shape
+            if name in saved and saved[name].shape != tuple(tensor.shape)
         ]
         if misshaped:
             raise CheckpointError(
@@ -299,7 +300,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
                 "a tensor is taken as a whole or not at all.",
                 "build the module as it was trained; its hyper-parameters can be given by name.",
             )
-        missing, unexpected = module.load_state_dict(weights, strict=False)
+        missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"The weights of {os.fspath(path)!r} do not fit {cls.__name__}: "

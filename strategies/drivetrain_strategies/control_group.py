@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -71,6 +72,14 @@ class GroupControl:
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
+
+    def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        # Ranks count within the group, which is a plain one over all of them.
+        work = [dist.isend(tensor, group=self._group, group_dst=rank) for rank, tensor in sends.items()]
+        work += [dist.irecv(tensor, group=self._group, group_src=rank) for rank, tensor in receives.items()]
+        for one in work:
+            assert one is not None  # it is for ranks outside of the group
+            one.wait()
 
     def from_rank_0(self, value: Any) -> Any:
         key = f"shared/{self._shared}"

@@ -22,7 +22,7 @@ FLOORS: list[set[str]] = [
     {"errors", "setting_types"},
     {"failure"},
     {
-        *{"accelerators", "arguments", "checkpoint_files", "config", "control", "environments"},
+        *{"accelerators", "arguments", "config", "control", "environments"},
         *{
             "generators",
             "hyper_parameters",
@@ -35,6 +35,7 @@ FLOORS: list[set[str]] = [
         },
         *{"run_settings", "shards", "transfer"},
     },
+    {"checkpoint_format"},
     {"callback", "handshake", "module", "strategy"},
     {"hooks"},
     {"checkpoint", "data", "launchers", "metrics"},

@@ -1,5 +1,6 @@
-"""Checkpoints: for now one directory of safetensors and JSON, written by rank 0."""
+"""Checkpoints: one layout, written under any strategy and read under any other."""
 
 from drivetrain.checkpoint.plain import PlainCheckpoint
+from drivetrain.checkpoint_format import Checkpoint, load, verify
 
-__all__ = ["PlainCheckpoint"]
+__all__ = ["Checkpoint", "PlainCheckpoint", "load", "verify"]

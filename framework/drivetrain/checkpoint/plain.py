@@ -1,4 +1,4 @@
-"""The plain checkpoint: everything a run needs to go on, in one directory that rank 0 writes."""
+"""The plain checkpoint: weights, optimizers, schedulers, callbacks and counters of a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
-from drivetrain.checkpoint.gathering import gathered
-from drivetrain.checkpoint_files import CheckpointFiles, read_files, untied, write_files
+from drivetrain.checkpoint.ties import tied_names
+from drivetrain.checkpoint_format import Contents, Facts, agreed, load, save
+from drivetrain.control import LocalControl
 from drivetrain.errors import CheckpointError
 from drivetrain.module import TrainModule
 from drivetrain.optimizer_state import named_optimizer_state
@@ -50,47 +51,55 @@ class PlainCheckpoint:
         self._schedulers = schedulers
 
     def save(self, path: str, weights_only: bool = False) -> None:
-        """Write a checkpoint. Every rank calls it and its hooks; rank 0 writes.
+        """Write a checkpoint. Every rank calls it and its hooks, and writes its share.
 
         Raises:
             CheckpointError: on every rank, where it could not be written.
         """
         strategy, module = self._strategy, self._module
-        state = strategy.model_state() if strategy.module is not None else dict(module.state_dict())
-        first = strategy.rank == 0
-        weights, aliases = untied(gathered(state, first))
-        manifest: dict[str, Any] = {
-            "progress": self._progress.state_dict(),
-            "hyper_parameters": dict(module.hparams),
-            "weights_only": weights_only,
-            "torch": torch.__version__,
-        }
+        running = strategy.module is not None
+        contents = Contents(
+            weights=strategy.model_state() if running else dict(module.state_dict()),
+            aliases=tied_names(module),
+            facts=Facts(
+                strategy=type(strategy).__name__,
+                precision=strategy.precision.name,
+                progress=self._progress.state_dict(),
+                hyper_parameters=dict(module.hparams),
+                weights_only=weights_only,
+            ),
+        )
         if not weights_only:
-            own: dict[str, Any] = {}
-            module.on_save_checkpoint(own)
-            manifest["module"] = own
-            manifest["callbacks"] = {}
-            for key, callback in self._keyed():
-                extra: dict[str, Any] = {}
-                callback.on_save_checkpoint(self._trainer, module, extra)
-                manifest["callbacks"][key] = {"state": callback.state_dict(), "extra": extra}
-            if strategy.module is not None:
-                manifest["optimizers"] = [strategy.optimizer_state(index) for index in range(len(self._optimizers))]
-            else:
-                manifest["optimizers"] = [named_optimizer_state(module, one) for one in self._optimizers]
-            manifest["schedulers"] = [config.scheduler.state_dict() for config in self._schedulers]
-            manifest["precision"] = strategy.precision.state_dict()
-        # What hooks put in may be spread over the ranks too: an average of sharded weights, say.
-        manifest = gathered(manifest, first)
-        problem = None
-        if first:
-            try:
-                write_files(path, CheckpointFiles(weights, aliases, manifest))
-            except CheckpointError as error:
-                problem = list(error.args)
-        problem = strategy.control.from_rank_0(problem)
-        if problem is not None:
-            raise CheckpointError(*problem)
+            contents.state = self._run_state()
+            contents.optimizers = [
+                strategy.optimizer_state(index) if running else named_optimizer_state(module, optimizer)
+                for index, optimizer in enumerate(self._optimizers)
+            ]
+        if running:
+            save(path, contents, strategy.control, self._shard_of)
+        elif strategy.rank == 0:
+            # After the run everything is whole on every rank, and nobody is there to write together with.
+            save(path, contents, LocalControl())
+
+    def _run_state(self) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        self._module.on_save_checkpoint(own)
+        callbacks = {}
+        for key, callback in self._keyed():
+            extra: dict[str, Any] = {}
+            callback.on_save_checkpoint(self._trainer, self._module, extra)
+            callbacks[key] = {"state": callback.state_dict(), "extra": extra}
+        return {
+            "module": own,
+            "callbacks": callbacks,
+            "schedulers": [config.scheduler.state_dict() for config in self._schedulers],
+            "precision": self._strategy.precision.state_dict(),
+        }
+
+    def _shard_of(self, value: Any) -> Any:
+        held = self._strategy.shard_of(value)
+        # A DTensor that the strategy knows nothing of: the user's own tensor parallelism.
+        return held.full_tensor() if isinstance(held, torch.Tensor) and hasattr(held, "full_tensor") else held
 
     def load(self, path: str, weights_only: bool = False) -> None:
         """Take a checkpoint's weights and, unless told otherwise, everything else that the run goes on from.
@@ -104,26 +113,40 @@ class PlainCheckpoint:
                 "it chooses among what a Checkpoint callback saved, which comes with the checkpoint format.",
                 "pass the path that save_checkpoint was given.",
             )
-        files = read_files(path)
-        manifest = files.manifest
-        if manifest["weights_only"] and not weights_only:
+        checkpoint = load(path)
+        if checkpoint.weights_only and not weights_only:
             raise CheckpointError(
                 f"{path!r} holds weights only.",
                 "a run cannot go on without its optimizer's state and its progress.",
                 "load the weights with load_from_checkpoint, or take a whole checkpoint.",
             )
-        self._strategy.load_model_state(files.all_weights())
+        strategy, running = self._strategy, self._strategy.module is not None
+        regions = strategy.model_regions() if running else {}
+
+        def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+            weights = checkpoint.weights().staged(regions)
+            if weights_only:
+                return weights, [], {}
+            states = [
+                checkpoint.optimizer_state(index, strategy.optimizer_regions(index))
+                for index in range(len(checkpoint.manifest.optimizers))
+            ]
+            return weights, states, checkpoint.state()
+
+        # All that is needed is read and checked, on every rank, before anything changes.
+        weights, states, state = agreed(strategy.control, f"The checkpoint {path!r} cannot be loaded", read)
+        strategy.load_model_state(weights)
         if weights_only:
             return
-        for index, state in enumerate(manifest["optimizers"]):
-            self._strategy.load_optimizer_state(state, index)
-        for config, state in zip(self._schedulers, manifest["schedulers"], strict=True):
-            config.scheduler.load_state_dict(state)
-        self._strategy.precision.load_state_dict(manifest["precision"])
-        self._progress.load_state_dict(manifest["progress"])
-        self._module.on_load_checkpoint(manifest["module"])
+        for index, optimizer_state in enumerate(states):
+            strategy.load_optimizer_state(optimizer_state, index)
+        for config, scheduler_state in zip(self._schedulers, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(scheduler_state)
+        strategy.precision.load_state_dict(state["precision"])
+        self._progress.load_state_dict(checkpoint.progress)
+        self._module.on_load_checkpoint(state["module"])
         for key, callback in self._keyed():
-            saved = manifest["callbacks"].get(key)
+            saved = state["callbacks"].get(key)
             if saved is not None:
                 callback.load_state_dict(saved["state"])
                 callback.on_load_checkpoint(self._trainer, self._module, saved["extra"])

@@ -1,0 +1,20 @@
+"""Names that stand for one and the same parameter or buffer."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import nn
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return ``{tied: first}``, the first in the order of ``named_parameters()`` and ``named_buffers()``."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        known = first.setdefault(id(value), name)
+        if known != name:
+            tied[name] = known
+    return tied

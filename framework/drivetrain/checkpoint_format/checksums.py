@@ -1,0 +1,53 @@
+"""CRC-32 of a file, block by block, so that a reader can check the part that it reads."""
+
+from __future__ import annotations
+
+import zlib
+
+BLOCK = 4 * 2**20
+"""Bytes of a block in what we write; a reader takes the size from the manifest."""
+
+
+class BlockSums:
+    """Takes a file's bytes in order, in portions of any size."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block = block
+        self._done: list[str] = []
+        self._sum = 0
+        self._filled = 0
+        self.size = 0
+
+    def update(self, content: bytes | memoryview) -> None:
+        """Go on with the next bytes."""
+        view = memoryview(content)
+        self.size += len(view)
+        while len(view):
+            portion = view[: self._block - self._filled]
+            self._sum = zlib.crc32(portion, self._sum)
+            self._filled += len(portion)
+            view = view[len(portion) :]
+            if self._filled == self._block:
+                self._close()
+
+    def text(self) -> str:
+        """Return eight hexadecimal digits for each block, one after the other; the last block may be short."""
+        if self._filled:
+            self._close()
+        return "".join(self._done)
+
+    def _close(self) -> None:
+        self._done.append(f"{self._sum:08x}")
+        self._sum = self._filled = 0
+
+
+def sums_of(content: bytes) -> BlockSums:
+    """Return the checksums of a whole content."""
+    sums = BlockSums()
+    sums.update(content)
+    return sums
+
+
+def block_count(size: int, block: int) -> int:
+    """Return how many blocks a file of ``size`` bytes has."""
+    return -(-size // block)

@@ -1,0 +1,87 @@
+"""Contents of a small checkpoint, and ways to hurt one."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.checkpoint_format import Contents, Facts, save
+from drivetrain.control import LocalControl
+
+STATE = {
+    "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},
+    "average": {"layer.weight": torch.arange(6.0).view(2, 3)},
+}
+
+
+def contents(scale: float = 1.0, size: int = 3) -> Contents:
+    """Weights with a tie and several types, AdamW's state, a run's state and a rank's."""
+    weight = torch.arange(2.0 * size).view(2, size) * scale
+    adam = {"exp_avg": weight + 1, "exp_avg_sq": weight + 2, "step": torch.tensor(5.0)}
+    return Contents(
+        weights={
+            "layer.weight": weight,
+            "head.weight": weight,
+            "half": torch.full((5,), scale).half(),
+            "count": torch.tensor(3),
+            "none": torch.empty(0, 3),
+            "quantizer._extra_state": {"range": (0.0, 1.0)},
+        },
+        aliases={"head.weight": "layer.weight"},
+        facts=Facts("DDPStrategy", "bf16-mixed", {"step": 5, "epoch": 1}, {"width": 3}),
+        optimizers=[
+            {
+                "state": {"layer.weight": adam},
+                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["layer.weight", "half"]}],
+            }
+        ],
+        state=STATE,
+        rank_state={"generator": torch.arange(5, dtype=torch.uint8)},
+    )
+
+
+def written(path: Path | str, scale: float = 1.0, size: int = 3) -> str:
+    """Save such a checkpoint, and return its path."""
+    save(str(path), contents(scale, size), LocalControl())
+    return str(path)
+
+
+def equal(ours: Any, theirs: Any) -> bool:
+    """Whether two nested values are equal, types of containers and of tensors included."""
+    if isinstance(ours, torch.Tensor):
+        return isinstance(theirs, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(equal(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(equal, ours, theirs))
+    return bool(ours == theirs)
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def resealed(folder: Path, change: Any) -> None:
+    """Let ``change`` alter the manifest's document, and give it a right checksum, as a forger would."""
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    document.pop("crc32")
+    change(document)
+    body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
+    path.write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
+
+
+def token_free(name: str) -> str:
+    """Return a file name without what makes it fresh."""
+    return re.sub(r"-[0-9a-f]{16}", "", name)

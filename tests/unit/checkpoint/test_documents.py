@@ -1,0 +1,111 @@
+"""What JSON gives back equal, and what it refuses by name."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, namedtuple
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from checkpoint_case import equal
+
+from drivetrain import CheckpointError
+from drivetrain.checkpoint_format.documents import decode, dumps, encode, loads
+
+
+def through(value: Any) -> Any:
+    aside: dict[str, Any] = {}
+    text = dumps(encode(value, aside))
+    return decode(loads(text, "it"), aside.__getitem__)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        0,
+        -(2**80),
+        0.1,
+        -0.0,
+        math.inf,
+        -math.inf,
+        "",
+        "naïve \ud800 \x00",
+        [],
+        (),
+        ((1, [2, ()]), {}),
+        {"a": 1, "b": {"c": (None,)}},
+        {1: "one", (2, 3): "pair", None: 0, 0.5: "half"},
+        {"$tuple": [1]},
+        {"$tensor": "weights"},
+        {"$pairs": [[1, 2]], "more": 1},
+        Counter({30: 1, 60: 2}),
+        {"tensor": torch.tensor([1.5]), "deep": [(torch.tensor(2),)]},
+    ],
+    ids=repr,
+)
+def test_comes_back_equal(value: Any) -> None:
+    assert equal(through(value), value)
+
+
+def test_nan_comes_back() -> None:
+    assert math.isnan(through({"x": math.nan})["x"])
+
+
+def test_subclasses_come_back_as_what_they_are_equal_to() -> None:
+    value = {"a": numpy.float64(0.1), "b": OrderedDict(x=1), "c": torch.Size([2, 3])}
+    assert through(value) == value
+
+
+def test_the_state_of_schedulers() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler
+    for scheduler in (
+        schedule.MultiStepLR(optimizer, [2, 4]),
+        schedule.ReduceLROnPlateau(optimizer),
+        schedule.OneCycleLR(optimizer, 1.0, total_steps=10),
+        schedule.SequentialLR(optimizer, [schedule.LinearLR(optimizer), schedule.ConstantLR(optimizer)], [3]),
+    ):
+        state = scheduler.state_dict()
+        state.pop("anneal_func", None)
+        assert equal(through(state), state), type(scheduler).__name__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        b"bytes",
+        {1, 2},
+        1j,
+        torch.float32,
+        Path("x"),
+        numpy.float32(1),
+        numpy.ones(2),
+        Fraction(1, 2),
+        len,
+        namedtuple("Pair", "a b")(1, 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_anything_else_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"'callbacks/Mine/2', a {type(value).__name__}"):
+        encode({"callbacks": {"Mine": [0, 1, value]}}, {})
+
+
+def test_what_holds_itself_is_refused() -> None:
+    value: dict[str, Any] = {}
+    value["self"] = value
+    with pytest.raises(CheckpointError, match="nested without end"):
+        encode(value, {}, "callbacks")
+
+
+def test_names_of_tensors_are_told_apart() -> None:
+    aside: dict[str, Any] = {}
+    encode({"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}}, aside)
+    assert list(aside) == ["a/b", "a/b~2"]
