@@ -1,0 +1,35 @@
+"""The same network on the same data, driven by the engine."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.nets import BATCH, GPT, checksum, texts
+from drivetrain import Fit, Strategy, TrainModule
+
+
+class Trained(TrainModule):
+    """The GPT with AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT()
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def train_by_engine(strategy: str | Strategy, steps: int, module: Trained | None = None) -> float:
+    """Train on this rank's part of the data; returns a checksum of the weights."""
+    torch.manual_seed(0)
+    module = module or Trained()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    loader = DataLoader(TensorDataset(texts(steps * BATCH * ranks)), batch_size=BATCH)
+    Fit(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=1, barebones=True).fit(module, loader)
+    return checksum(module.net)

@@ -1,0 +1,73 @@
+"""What a rank holds under each strategy, and what it sends in a step: counted, not timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.by_engine import Trained, train_by_engine
+from benchmarks.nets import GPT
+from benchmarks.traffic import a_step, in_words
+from drivetrain import Strategy
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+
+ROWS: list[tuple[str, int, type[Strategy], dict[str, Any]]] = [
+    ("`single_device`", 1, SingleDeviceStrategy, {}),
+    ("`ddp`", 2, DDPStrategy, {}),
+    ("`ddp`", 4, DDPStrategy, {}),
+    ("`fsdp`", 2, FSDPStrategy, {}),
+    ("`fsdp`", 4, FSDPStrategy, {}),
+    ("`fsdp_grad_op`", 4, FSDPStrategy, {"sharding": "grad_op"}),
+    ("`hsdp`, 2 copies over 2 ranks", 4, FSDPStrategy, {"sharding": "hybrid", "replicate_size": 2}),
+]
+"""What the row is called, over how many ranks, and the strategy."""
+
+
+class Weighed(Trained):
+    """Looks at what this rank holds once a step is done and its gradients are still there."""
+
+    held: tuple[int, int, int]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        parameters = list(self.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states = self.optimizers().state.values()
+        moments = [value for state in states for value in state.values() if value.dim()]
+        self.held = _bytes(parameters), _bytes(gradients), _bytes(moments)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
+
+
+def weighed(kind: type[Strategy], options: dict[str, Any]) -> tuple[tuple[int, int, int], dict[str, float], float]:
+    """On one rank: bytes of parameters, gradients and optimizer state; collectives and bytes sent a step."""
+    module = Weighed()
+    train_by_engine(kind(**options), 2, module)
+    return module.held, *a_step(lambda steps: train_by_engine(kind(**options), steps))
+
+
+def table() -> list[str]:
+    """The table's lines; of several ranks the one that holds most."""
+    net = GPT()
+    whole, block = (_bytes(list(part.parameters())) for part in (net, net.blocks[0]))
+    lines = [
+        f"A GPT of {kib(whole)} KiB of parameters in float32, {kib(block)} in each of {len(net.blocks)} blocks; AdamW.",
+        "",
+        "| Strategy | ranks | parameters, KiB | gradients, KiB | AdamW, KiB | sent a step, KiB | collectives a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, ranks, kind, options in ROWS:
+        runs = run_distributed(weighed, ranks, kind, options, timeout=300.0)
+        held, collectives, nbytes = max(runs, key=lambda run: sum(run[0]))
+        cells = [name, str(ranks), *map(kib, held), kib(nbytes), in_words(collectives)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def kib(nbytes: float) -> str:
+    """Bytes in KiB, for a cell."""
+    return f"{nbytes / 1024:,.1f}"

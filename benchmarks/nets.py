@@ -1,0 +1,42 @@
+"""The networks that are timed and weighed, and how trained ones are compared."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+VOCABULARY, LENGTH = 256, 64
+BATCH = 4  # texts of one rank
+
+
+class GPT(nn.Module):
+    """A small GPT: tokens of shape (batch, time) to the mean loss of the next one."""
+
+    def __init__(self, width: int = 128, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, text: Tensor) -> Tensor:
+        hidden = self.tokens(text[:, :-1]) + self.places.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), text[:, 1:].flatten())
+
+
+def texts(count: int) -> Tensor:
+    """Random tokens of shape (count, LENGTH + 1), the same on every call."""
+    return torch.randint(VOCABULARY, (count, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+
+
+def checksum(net: nn.Module) -> float:
+    """The sum of all parameters, whole ones and sharded ones alike."""
+    parameters = (parameter.detach() for parameter in net.parameters())
+    whole = (value.full_tensor() if isinstance(value, DTensor) else value for value in parameters)
+    return sum(float(value.double().sum()) for value in whole)

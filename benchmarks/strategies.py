@@ -1,0 +1,57 @@
+"""What a step costs on two ranks, over hand-written code on the same backend."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from benchmarks.by_engine import train_by_engine
+from benchmarks.by_hand import WRAPS, train_by_hand
+from benchmarks.calls import python_calls_a_step
+from benchmarks.slopes import Slopes, ratios, spread, time_loops
+from benchmarks.traffic import a_step, in_words
+from drivetrain.testing import run_distributed
+
+RANKS = 2
+SHORT, LONG = 20, 120
+
+
+class Counts(NamedTuple):
+    """What of a step is the same in every run."""
+
+    calls: float
+    collectives: dict[str, float]
+    sent: float
+
+
+def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, Counts]]:
+    """On one rank: what a step takes, and what it does."""
+    loops = {"by hand": partial(train_by_hand, strategy), "engine": partial(train_by_engine, strategy)}
+    # These runs come first, so that what a process does once is in nobody's time.
+    counts = {name: Counts(python_calls_a_step(loop), *a_step(loop)) for name, loop in loops.items()}
+    return time_loops(loops, SHORT, LONG, rounds, dist.barrier), counts
+
+
+def table(rounds: int) -> list[str]:
+    """The table's lines; processes of one thread each, on gloo."""
+    lines = [
+        f"{RANKS} processes, {rounds} rounds, slopes between {SHORT} and {LONG} steps; median (minimum to maximum). "
+        "*Processor* is the time that one rank's process computed; waiting is not in it. The rest is counted, a step.",
+        "",
+        "| Strategy | Loop | ms a step | ratio | processor, ms | ratio | Python calls | collectives | KiB sent |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for strategy in WRAPS:
+        slopes, counts = run_distributed(measured, RANKS, strategy, rounds, timeout=3600.0)[0]
+        base = slopes["by hand"]
+        for name, slope in slopes.items():
+            cells = [f"`{strategy}`", name]
+            for values, others in ((slope.wall, base.wall), (slope.busy, base.busy)):
+                ratio = "" if slope is base else spread(ratios(values, others), 3)
+                cells += [spread([1e3 * value for value in values], 1), ratio]
+            count = counts[name]
+            cells += [f"{count.calls:,.0f}", in_words(count.collectives), f"{count.sent / 1024:,.1f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
