@@ -47,14 +47,13 @@ class Scored(Regression):
         self.total = torchmetrics.SumMetric()
 
     def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        from fsdp_nets import Deep
+        if self.net is None:
+            from fsdp_nets import Deep
 
-        with torch.random.fork_rng():
-            torch.manual_seed(11)
-            self.net = Deep()  # type: ignore[assignment]
-        if self.split:
+            with torch.random.fork_rng():
+                torch.manual_seed(11)
+                self.net = Deep()  # type: ignore[assignment]
+        if self.split:  # in every run: when one has ended, layers are whole
             for block in self.net.blocks:  # type: ignore[attr-defined]
                 parallelize_module(
                     block, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -94,9 +93,7 @@ def _run(options: dict[str, Any], precision: str, stream: bool, two: bool = Fals
     size = 4 if split or two else 2
     data_loader = DataLoader(Stream(dist.get_world_size()), batch_size=None) if stream else loader(40, size)
     fit.fit(module, data_loader)
-    outputs = None
-    if not split:
-        outputs = torch.cat(quiet(strategy=FSDPStrategy(**options)).predict(module, loader(10, 2)))
+    outputs = torch.cat(quiet(strategy=FSDPStrategy(**options)).predict(module, loader(10, 2)))
     metrics = {name: float(value) for name, value in fit.callback_metrics.items()}
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
     return {
@@ -147,25 +144,48 @@ def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, 
         assert all(run["plain"])
         assert run["groups"] == 1  # A-02: in a user's process group, nothing of ours is left
         assert torch.equal(run["weights"], runs[0]["weights"])
-        if run["outputs"] is not None:
-            with torch.no_grad():
-                torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(run["outputs"], reference.net(data(10).tensors[0]), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
-def test_tensor_parallel_in_low_precision(precision: str) -> None:
-    # What autocast rounds differs by a unit in the last place where a product is summed up in two parts.
-    run = run_distributed(_run, 4, TENSOR, precision, False)[0]
-    unsplit = run_distributed(_run, 2, {"meta": False}, precision, False, True)[0]
-    torch.testing.assert_close(run["weights"], unsplit["weights"], atol=2e-2, rtol=0)
+def _shares() -> Any:
+    from drivetrain.callbacks import LambdaCallback
+
+    found: dict[str, float] = {}
+
+    def look(trainer: Any, module: Any, optimizer: Any) -> None:
+        parameters = dict(module.named_parameters())
+        for kind, tensors in (
+            ("weight", parameters),
+            ("gradient", {name: one.grad for name, one in parameters.items()}),
+        ):
+            for layer in ("blocks.0.up", "blocks.0.down", "stem"):
+                whole = tensors[f"net.{layer}.weight"]
+                found[f"{layer} {kind}"] = whole.to_local().numel() / whole.numel()
+
+    strategy = FSDPStrategy(**TENSOR)
+    quiet(strategy=strategy, callbacks=LambdaCallback(on_before_optimizer_step=look)).fit(Scored(True), loader(16, 4))
+    return found
+
+
+def test_a_rank_holds_its_part_of_a_split_layer() -> None:
+    # D-01: a half of a half; of layers that are not split, a half
+    for found in run_distributed(_shares, 4):
+        for kind in ("weight", "gradient"):
+            assert found[f"blocks.0.up {kind}"] == found[f"blocks.0.down {kind}"] == 1 / 4
+            assert found[f"stem {kind}"] == 1 / 2
 
 
 class Overflowing(Scored):
     """An overflow on the ranks that read one half of the data, in one batch."""
 
+    def __init__(self, split: bool, scale: float = 1e30) -> None:
+        super().__init__(split)
+        self.scale = scale
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx) * 1e-2  # else the first overflows at the first scale
-        return loss * 1e30 if batch_idx == 1 and self.trainer.strategy.data_rank == 1 else loss
+        return loss * self.scale if batch_idx == 1 and self.trainer.strategy.data_rank == 1 else loss
 
 
 def _overflowing(options: dict[str, Any]) -> Any:
@@ -188,6 +208,43 @@ def test_an_overflow_anywhere_is_skipped_everywhere(options: dict[str, Any], ran
     for scales, steps, found in runs:
         assert scales == [65536.0] + [32768.0] * 3
         assert steps == 3
+        assert torch.equal(found, runs[0][2])
+        assert bool(found.isfinite().all())
+
+
+def _poisoned(options: dict[str, Any], poisoned: set[int]) -> Any:
+    from drivetrain.callbacks import LambdaCallback
+
+    scales: list[float] = []
+
+    def poison(trainer: Any, module: Any) -> None:
+        if trainer.micro_batches == 1 and dist.get_rank() in poisoned:
+            module.net.blocks[1].up.weight.grad.to_local().view(-1)[0] = torch.inf
+
+    note = LambdaCallback(
+        on_after_backward=poison,
+        on_train_batch_end=lambda trainer, *_: scales.append(trainer.strategy.precision.scaler.get_scale()),
+    )
+    module = Overflowing(options.get("tensor_parallel", 1) > 1, scale=1.0)
+    fit = quiet(strategy=FSDPStrategy(**options), precision="16-mixed", callbacks=note)
+    fit.fit(module, loader(32, 4))
+    return scales, fit.global_step, weights(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "poisoned"),
+    [(TENSOR, 4, {3}), (HYBRID, 4, {1, 3}), ({}, 2, {1})],  # of a hybrid each copy has it
+    ids=["tensor parallel", "hybrid", "full"],
+)
+def test_one_infinite_number_in_one_shard_is_skipped_everywhere(
+    options: dict[str, Any], ranks: int, poisoned: set[int]
+) -> None:
+    # B-06: no other shard shows it
+    runs = run_distributed(_poisoned, ranks, options, poisoned)
+    for scales, steps, found in runs:
+        halvings = [after for before, after in zip([65536.0, *scales], scales, strict=False) if after < before]
+        assert halvings == [32768.0]
+        assert steps == len(scales) - 1
         assert torch.equal(found, runs[0][2])
         assert bool(found.isfinite().all())
 
