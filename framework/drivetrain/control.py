@@ -51,6 +51,9 @@ class ControlPlane(Protocol):
         ranks, what is sent first is received first.
         """
 
+    def twin(self) -> ControlPlane:
+        """Return another control plane over the same ranks, for a thread beside this one. It ends with this one."""
+
     def from_rank_0(self, value: Any) -> Any:
         """Return rank 0's JSON-able value on every rank. Goes through the store: no collective is issued."""
 
@@ -117,6 +120,9 @@ class LocalControl:
     def exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
         if sends or receives:
             raise ValueError("a single process has nobody to talk to")
+
+    def twin(self) -> ControlPlane:
+        return LocalControl()
 
     def from_rank_0(self, value: Any) -> Any:
         return value

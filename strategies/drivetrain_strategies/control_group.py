@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from drivetrain.control import Pending, spread
 from drivetrain.errors import DistributedError
@@ -50,12 +50,18 @@ class GroupControl:
         self.store = store
         self.rank = rank
         self.world_size = world_size
+        self._twins: list[GroupControl] = []
         self._agreements = 0
         self._shared = 0
 
     def detach(self) -> None:
         """Let go of the group, which is about to be destroyed. The store stays: a failure is settled through it."""
         self._group = None
+        while self._twins:
+            twin = self._twins.pop()
+            if dist.is_initialized():
+                dist.destroy_process_group(twin._group)
+            twin.detach()
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         gathered = values.new_empty((self.world_size, *values.shape))
@@ -80,6 +86,11 @@ class GroupControl:
         for one in work:
             assert one is not None  # it is for ranks outside of the group
             one.wait()
+
+    def twin(self) -> GroupControl:
+        store = PrefixStore(f"twin{len(self._twins)}", self.store)
+        self._twins.append(GroupControl(dist.new_group(backend="gloo"), store, self.rank, self.world_size))
+        return self._twins[-1]
 
     def from_rank_0(self, value: Any) -> Any:
         key = f"shared/{self._shared}"

@@ -7,11 +7,23 @@ from dataclasses import dataclass
 
 from drivetrain.checkpoint_format.tensor_file import Spec, in_file_order
 
-SMALL = 64 * 2**20
-"""Bytes below which a file is not worth splitting."""
 
-LARGE = 8 * 2**30
-"""Bytes above which a file is split whatever the number of ranks, so that it stays easy to handle."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large things are on their way to a checkpoint, in bytes.
+
+    Attributes:
+        small: below it a file is not worth splitting.
+        large: above it a file is split whatever the number of ranks, so that it stays easy to handle.
+        piece: what travels between ranks at once, unless a single row of a tensor is larger.
+    """
+
+    small: int = 64 * 2**20
+    large: int = 8 * 2**30
+    piece: int = 16 * 2**20
+
+
+USUAL = Sizes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +41,19 @@ class PlannedFile:
     specs: tuple[Spec, ...]
 
 
-def deal(
-    stem: str, specs: Sequence[Spec], world_size: int, small: int = SMALL, large: int = LARGE
-) -> list[PlannedFile]:
+def deal(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) -> list[PlannedFile]:
     """Deal tensors to files in their order, balanced by bytes, and the files to the ranks.
 
     Args:
         stem: how the names of the files begin.
         specs: in order; alike on every rank.
         world_size: how many ranks may write.
-        small: bytes below which there is one file.
-        large: bytes above which there are more files than ranks.
+        sizes: where there is one file, and where there are more files than ranks.
     """
     if not specs:
         return []
     total = sum(spec.nbytes for spec in specs)
-    count = max(1, min(world_size, total // small), -(-total // large))
+    count = max(1, min(world_size, total // sizes.small), -(-total // sizes.large))
     dealt: list[list[Spec]] = [[] for _ in range(count)]
     begin = 0
     for spec in specs:

@@ -11,7 +11,7 @@ import torch
 from drivetrain.checkpoint_format.dealing import PlannedFile
 from drivetrain.checkpoint_format.file_writer import FileWriter
 from drivetrain.checkpoint_format.manifest import FileRecord
-from drivetrain.checkpoint_format.pieces import PIECE, Piece, bytes_of, overlap, put, rounds_of, rows_of, take
+from drivetrain.checkpoint_format.pieces import Piece, bytes_of, overlap, put, rounds_of, rows_of, take
 from drivetrain.checkpoint_format.place import Place
 from drivetrain.checkpoint_format.staging import Held
 from drivetrain.checkpoint_format.tensor_file import header_of
@@ -38,7 +38,7 @@ class Gathering:
     regions: Sequence[Regions]
     control: ControlPlane
     place: Place
-    piece: int = PIECE
+    piece: int
 
     def write(self, files: Sequence[PlannedFile]) -> dict[str, FileRecord]:
         """Write the files that this rank owns and help with the others. Collective.

@@ -11,9 +11,6 @@ import torch
 from drivetrain.checkpoint_format.tensor_file import Spec
 from drivetrain.shards import Region, Span
 
-PIECE = 16 * 2**20
-"""Bytes that are on their way at once, unless a single row of a tensor is larger."""
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

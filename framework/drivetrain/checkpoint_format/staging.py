@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint_format.dealing import PlannedFile, deal
+from drivetrain.checkpoint_format.dealing import USUAL, PlannedFile, Sizes, deal
 from drivetrain.checkpoint_format.documents import dumps, encode
 from drivetrain.checkpoint_format.manifest import Facts
 from drivetrain.checkpoint_format.tensor_file import Spec, check_storable, in_file_order
@@ -56,6 +56,7 @@ class StagedPart:
     role: str
     document: bytes | None
     tensors: dict[str, Held]
+    sizes: Sizes
 
     def specs(self) -> list[Spec]:
         return [Spec(name, held.dtype, tuple(held.shape)) for name, held in self.tensors.items()]
@@ -76,7 +77,7 @@ class StagedPart:
         """Return the files of the tensors (or of ``specs`` instead), and who writes them."""
         specs = self.specs() if specs is None else specs
         if self.role in ("weights", "optimizer"):
-            return deal(self.stem, specs, world_size)
+            return deal(self.stem, specs, world_size, self.sizes)
         owner = 0 if self.role == "state" else rank
         return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
 
@@ -89,12 +90,14 @@ class Staged:
         parts: what this rank has.
         facts: for the manifest.
         aliases: for the manifest.
+        sizes: how it is split.
         problem: why this rank has nothing to write; told to the others when they meet.
     """
 
     parts: list[StagedPart]
     facts: Facts
     aliases: dict[str, str]
+    sizes: Sizes
     problem: CheckpointError | None = None
 
 
@@ -104,6 +107,7 @@ def stage(
     world_size: int,
     shard_of: Callable[[Any], Held] = lambda held: held,
     snapshot: bool = False,
+    sizes: Sizes = USUAL,
 ) -> Staged:
     """Make a checkpoint's contents ready to be written. Talks to nobody.
 
@@ -115,9 +119,10 @@ def stage(
         world_size: among how many.
         shard_of: the strategy's: turns a sharded value into the `Shard` that this rank holds.
         snapshot: copy what this rank is going to write, so that training may go on meanwhile.
+        sizes: how it is split.
     """
     try:
-        parts = list(_parts(contents, rank, shard_of))
+        parts = list(_parts(contents, rank, shard_of, sizes))
         nothing_aside: dict[str, Any] = {}
         encode(contents.facts.progress, nothing_aside, "progress")
         encode(contents.facts.hyper_parameters, nothing_aside, "hyper_parameters")
@@ -127,8 +132,8 @@ def stage(
         if snapshot:
             _copy(parts, rank, world_size)
     except CheckpointError as error:
-        return Staged([], contents.facts, {}, error)
-    return Staged(parts, contents.facts, dict(contents.aliases))
+        return Staged([], contents.facts, {}, sizes, error)
+    return Staged(parts, contents.facts, dict(contents.aliases), sizes)
 
 
 def _check(part: StagedPart, name: str, held: Held) -> None:
@@ -144,8 +149,13 @@ def _check(part: StagedPart, name: str, held: Held) -> None:
         )
 
 
-def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held]) -> Iterator[StagedPart]:
+def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes: Sizes) -> Iterator[StagedPart]:
     first = rank == 0
+
+    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any]) -> StagedPart:
+        text = None if document is None else dumps(document)
+        return StagedPart(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes)
+
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, value in contents.weights.items():
@@ -153,28 +163,21 @@ def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held]) -> It
             continue
         (tensors if isinstance(value, torch.Tensor | Shard) else others)[name] = value
     document = encode(others, tensors)
-    yield _part("model", "weights", document if others and first else None, tensors, shard_of)
+    yield part("model", "weights", document if others and first else None, tensors)
     for number, state in enumerate(contents.optimizers):
         tensors = {}
         document = {
             "state": encode(state["state"], tensors),
             "param_groups": encode(state["param_groups"], tensors, "param_groups"),
         }
-        yield _part(f"optimizer-{number}", "optimizer", document if first else None, tensors, shard_of)
-    # Those of other ranks may be spread over all of them too, hence every rank has this part.
+        yield part(f"optimizer-{number}", "optimizer", document if first else None, tensors)
+    # What other ranks have of it may be spread over all of them too, hence every rank has this part.
     tensors = {}
     document = encode(contents.state, tensors)
-    yield _part("state", "state", document if first and contents.state is not None else None, tensors, shard_of)
+    yield part("state", "state", document if first and contents.state is not None else None, tensors)
     tensors = {}
     document = encode(contents.rank_state, tensors)
-    yield _part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors, shard_of)
-
-
-def _part(
-    stem: str, role: str, document: Any, tensors: Mapping[str, Any], shard_of: Callable[[Any], Held]
-) -> StagedPart:
-    text = None if document is None else dumps(document)
-    return StagedPart(stem, role, text, {name: shard_of(value) for name, value in tensors.items()})
+    yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
 
 
 def speaks_for(shard: Shard) -> Region | None:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from drivetrain.checkpoint_format.agreement import agreed, tell
 from drivetrain.checkpoint_format.checksums import sums_of
-from drivetrain.checkpoint_format.dealing import PlannedFile
+from drivetrain.checkpoint_format.dealing import USUAL, PlannedFile, Sizes
 from drivetrain.checkpoint_format.gathering import Gathering, Regions
 from drivetrain.checkpoint_format.local_place import LocalPlace
 from drivetrain.checkpoint_format.manifest import FileRecord, Manifest, Part, seal, versions
@@ -25,7 +25,11 @@ from drivetrain.errors import CheckpointError
 
 
 def save(
-    path: str, contents: Contents, control: ControlPlane, shard_of: Callable[[Any], Held] = lambda held: held
+    path: str,
+    contents: Contents,
+    control: ControlPlane,
+    shard_of: Callable[[Any], Held] = lambda held: held,
+    sizes: Sizes = USUAL,
 ) -> None:
     """Write a checkpoint. Collective.
 
@@ -34,11 +38,12 @@ def save(
         contents: what this rank has.
         control: between the ranks.
         shard_of: the strategy's.
+        sizes: how it is split.
 
     Raises:
         CheckpointError: on every rank, with the rank and the cause; what was at ``path`` is as it was.
     """
-    commit(path, stage(contents, control.rank, control.world_size, shard_of), control)
+    commit(path, stage(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
 
 
 def commit(path: str, staged: Staged, control: ControlPlane) -> None:
@@ -58,7 +63,7 @@ def commit(path: str, staged: Staged, control: ControlPlane) -> None:
         meeting = _meet(path, staged, place, problem, control)
         if place is None:
             place = _join(path, meeting.ticket)
-        written, parts = _write(staged, meeting, place, control)
+        written, parts = _write(path, staged, meeting, place, control)
         _conclude(path, staged, place, written, parts, control)
     except BaseException:
         if place is not None:
@@ -177,7 +182,7 @@ def _check_cover(path: str, specs: Sequence[Spec], brought: Sequence[Regions]) -
 
 
 def _write(
-    staged: Staged, meeting: _Meeting, place: Place, control: ControlPlane
+    path: str, staged: Staged, meeting: _Meeting, place: Place, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
     """Write this rank's share; return its files, and the parts of the checkpoint as this rank knows them."""
     written: dict[str, FileRecord] = {}
@@ -192,7 +197,7 @@ def _write(
         document = None if part.document is None else place.named(f"{part.stem}.json")
         try:
             # In step with the other ranks, hence whatever has happened so far.
-            written.update(Gathering(part.tensors, regions, control, place).write(files))
+            written.update(Gathering(part.tensors, regions, control, place, staged.sizes.piece).write(files))
             if part.document is not None and document is not None and problem is None:
                 written[document] = _put(place, document, part.document)
             index = _index(part, files)
@@ -203,7 +208,7 @@ def _write(
             problem = problem or error
         index_name = place.named(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
-    told = tell(control, "The checkpoint could not be written", (written, parts), problem)
+    told = tell(control, f"The checkpoint {path!r} could not be written", (written, parts), problem)
     everything: dict[str, FileRecord] = {}
     for records, _ in told:
         everything.update(records)

@@ -16,8 +16,7 @@ from torch import nn
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, commit, save, stage
-from drivetrain.checkpoint_format import dealing as dealing_module
+from drivetrain.checkpoint_format import Contents, Sizes, commit, save, stage
 from drivetrain.checkpoint_format.dealing import deal
 from drivetrain.checkpoint_format.swapping import exchange
 from drivetrain.checkpoint_format.tensor_file import DTYPES, Spec
@@ -128,11 +127,10 @@ class TestWithoutUs:
         assert names_in(tmp_path) == ["c"]
         assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".json", ".safetensors"}
 
-    def test_several_files_carry_the_index(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_several_files_carry_the_index(self, tmp_path: Path) -> None:
         # F-10: a large model's files, made small
         weights = {f"w{number}": torch.full((100,), float(number)) for number in range(10)}
-        monkeypatch.setattr(dealing_module.deal, "__defaults__", (dealing_module.SMALL, 1000))
-        save(str(tmp_path / "c"), Contents(weights), LOCAL)
+        save(str(tmp_path / "c"), Contents(weights), LOCAL, sizes=Sizes(large=1000))
         index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
         assert list(index["weight_map"]) == list(weights)
         assert index["metadata"]["total_size"] == 4000
@@ -147,7 +145,7 @@ class TestDealing:
     @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
     def test_balanced_and_complete(self, world_size: int) -> None:
         specs = [Spec(f"w{n}", torch.float32, (n % 7 + 1, 1000)) for n in range(60)]
-        files = deal("model", specs, world_size, small=4000)
+        files = deal("model", specs, world_size, Sizes(small=4000))
         assert sorted(spec.name for file in files for spec in file.specs) == sorted(spec.name for spec in specs)
         assert [file.owner for file in files] == list(range(world_size))
         sizes = [sum(spec.nbytes for spec in file.specs) for file in files]
@@ -155,16 +153,16 @@ class TestDealing:
 
     def test_small_ones_share_a_file(self) -> None:
         specs = [Spec(f"w{n}", torch.float32, (10,)) for n in range(60)]
-        assert [file.name for file in deal("model", specs, 8)] == ["model.safetensors"]
-        assert deal("state", [], 8) == []
+        assert [file.name for file in deal("model", specs, 8, Sizes())] == ["model.safetensors"]
+        assert deal("state", [], 8, Sizes()) == []
 
     def test_large_ones_are_split_for_one_rank_too(self) -> None:
         specs = [Spec(f"w{n}", torch.float32, (1000,)) for n in range(60)]
-        assert [file.owner for file in deal("model", specs, 2, large=60_000)] == [0, 0, 1, 1]
+        assert [file.owner for file in deal("model", specs, 2, Sizes(large=60_000))] == [0, 0, 1, 1]
 
     def test_wide_elements_come_first(self) -> None:
         specs = [Spec("a", torch.int8, (3,)), Spec("b", torch.float64, (1,)), Spec("c", torch.float16, (1,))]
-        assert [spec.name for spec in deal("model", specs, 1)[0].specs] == ["b", "c", "a"]
+        assert [spec.name for spec in deal("model", specs, 1, Sizes())[0].specs] == ["b", "c", "a"]
 
 
 class TestReplacing:

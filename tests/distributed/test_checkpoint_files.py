@@ -1,0 +1,290 @@
+"""A checkpoint that several ranks write together: whoever holds what, it is whole, or nobody has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from drivetrain import CheckpointError
+from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint_format import Contents, Facts, Sizes, agreed, commit, save, stage
+from drivetrain.shards import Box, Region, Shard, Span, cut
+from drivetrain.testing import run_distributed
+from drivetrain_strategies.control_group import GroupControl
+
+SMALL = Sizes(small=2000, large=10**9, piece=500)
+
+
+def control() -> GroupControl:
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group(backend="gloo")
+    return GroupControl(group, store, dist.get_rank(), dist.get_world_size())
+
+
+def truth() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "embedding.weight": random(37, 11),
+        "row": random(1, 700),
+        "matrix": random(16, 24).double(),
+        "half": random(33).bfloat16(),
+        "cube": random(5, 6, 7),
+        "bytes": torch.arange(101, dtype=torch.uint8),
+        "tiny": random(2),
+        "number": torch.tensor(7),
+        "empty": torch.empty(0, 4),
+        "whole": random(40, 40),
+        "buffer": torch.arange(9),
+    }
+
+
+def chunk(length: int, rank: int, world_size: int) -> tuple[int, int]:
+    """How DTensor cuts: equal parts, the last ones short or empty."""
+    size = -(-length // world_size)
+    start = min(rank * size, length)
+    return start, min(size, length - start)
+
+
+def rows(shape: torch.Size, rank: int, world_size: int) -> Region:
+    start, size = chunk(shape[0], rank, world_size)
+    return Box((start, *[0] * (len(shape) - 1)), (size, *shape[1:]))
+
+
+def columns(shape: torch.Size, rank: int, world_size: int) -> Region:
+    start, size = chunk(shape[1], rank, world_size)
+    return Box((0, start, *[0] * (len(shape) - 2)), (shape[0], size, *shape[2:]))
+
+
+def flat(shape: torch.Size, rank: int, world_size: int) -> Region:
+    # Uneven on purpose, as a partition that goes through several parameters cuts them.
+    edges = [round(shape.numel() * (rank / world_size) ** 2) for rank in range(world_size + 1)]
+    return Span(edges[rank], edges[rank + 1])
+
+
+def held(name: str, whole: torch.Tensor, layout: str, rank: int, world_size: int) -> Any:
+    if layout == "whole" or name in ("whole", "buffer", "number", "empty"):
+        return whole
+    if layout == "mixed":
+        layout = {"cube": "columns", "matrix": "columns", "half": "flat", "bytes": "flat"}.get(name, "rows")
+    if layout == "replicated twice":
+        region = rows(whole.shape, rank % (world_size // 2), world_size // 2)
+        return Shard(cut(whole, region), tuple(whole.shape), region, speaks=rank < world_size // 2)
+    if layout == "columns" and whole.dim() < 2:
+        layout = "rows"
+    region = {"rows": rows, "columns": columns, "flat": flat}[layout](whole.shape, rank, world_size)
+    return Shard(cut(whole, region), tuple(whole.shape), region)
+
+
+def sharded(layout: str, rank: int, world_size: int) -> Contents:
+    values = truth()
+    mine = {name: held(name, value, layout, rank, world_size) for name, value in values.items()}
+    adam = {
+        name: {"exp_avg": mine[name], "step": torch.tensor(2.0)} for name in values if values[name].is_floating_point()
+    }
+    group = {"lr": 0.1, "params": list(adam)}
+    state: dict[str, Any] = {"average": {"embedding.weight": mine["embedding.weight"]}}
+    if rank == 0:
+        state["of rank 0"] = {"tensor": torch.arange(4)}
+    return Contents(
+        weights=mine,
+        facts=Facts("Sharding", "32-true", {"step": 2}),
+        optimizers=[{"state": adam, "param_groups": [group]}],
+        state=state,
+        rank_state={"rank": rank, "generator": torch.full((3,), rank)},
+    )
+
+
+def _save(path: str, layout: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    save(path, sharded(layout, rank, world_size), control(), sizes=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("rows", 2), ("rows", 4), ("columns", 3), ("flat", 3), ("mixed", 2), ("replicated twice", 4), ("whole", 2)],
+)
+def test_the_parts_of_all_ranks_make_a_whole(tmp_path: Path, layout: str, ranks: int) -> None:
+    # F-01: the files are the same whoever held what; F-13: a piece at a time
+    path = tmp_path / "c"
+    run_distributed(_save, ranks, str(path), layout)
+    assert verify(path) == []
+    checkpoint = load(path)
+    weights, values = checkpoint.weights(), truth()
+    assert set(weights) == set(values)
+    for name, value in values.items():
+        assert weights[name].dtype == value.dtype
+        assert torch.equal(weights[name], value), name
+    state = checkpoint.optimizer_state()["state"]
+    assert all(torch.equal(state[name]["exp_avg"], values[name]) for name in state)
+    run = checkpoint.state()
+    assert torch.equal(run["average"]["embedding.weight"], values["embedding.weight"])
+    assert torch.equal(run["of rank 0"]["tensor"], torch.arange(4))
+    assert [checkpoint.rank_state(rank)["rank"] for rank in range(ranks)] == list(range(ranks))
+    assert checkpoint.manifest.world_size == ranks
+    # F-10
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) == ranks
+    assert all(torch.equal(load_file(path / file)[name], values[name]) for name, file in index.items())
+
+
+def _read(path: str, layout: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    checkpoint = load(path)
+    wanted = {name: held(name, value, layout, rank, world_size) for name, value in truth().items()}
+    regions = {name: one.region for name, one in wanted.items() if isinstance(one, Shard)}
+    weights = agreed(control(), "loading", lambda: checkpoint.weights().staged(regions))
+    state = checkpoint.optimizer_state(0, regions)["state"]
+    for name, expected in wanted.items():
+        for found in (weights[name], state[name]["exp_avg"] if name in state else weights[name]):
+            if isinstance(expected, Shard):
+                assert found.region == expected.region
+                assert found.shape == expected.shape
+                assert torch.equal(found.local, expected.local), name
+            else:
+                assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("flat", 2), ("columns", 4), ("mixed", 3)])
+def test_each_rank_reads_its_part(tmp_path: Path, layout: str, ranks: int) -> None:
+    # F-01: written on three ranks by rows
+    run_distributed(_save, 3, str(tmp_path / "c"), "rows")
+    run_distributed(_read, ranks, str(tmp_path / "c"), layout)
+
+
+# What goes wrong on one rank
+
+
+def _refused(path: str, harm: str) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    talk = control()
+    save(path, sharded("rows", rank, world_size), talk, sizes=SMALL)
+    contents = sharded("rows", rank, world_size)
+    weights = dict(contents.weights)
+    if rank == 1:
+        if harm == "name":
+            weights["other"] = weights.pop("tiny")
+        elif harm == "dtype":
+            weights["whole"] = weights["whole"].double()
+        elif harm == "form":
+            weights["row"] = truth()["row"]
+        elif harm == "gap":
+            weights["cube"] = replace(weights["cube"], speaks=False)
+        elif harm == "path":
+            path += "-of-rank-1"
+        elif harm == "value":
+            contents.rank_state = {"generator": object()}
+    contents.weights = weights
+    try:
+        save(path, contents, talk, sizes=SMALL)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("name", "model: tiny: .* on rank 0, lacks on 1"),
+        ("dtype", r"model: whole: torch.float32 of shape \(40, 40\) on rank 0, torch.float64 .* on 1"),
+        ("form", r"model: row: .*, sharded on rank 0, torch.float32 of shape \(1, 700\) on 1"),
+        ("gap", "of 'cube', 210 elements, the ranks hold 126"),
+        ("path", "different paths: rank 0 to .*/c', rank 1 to .*/c-of-rank-1'"),
+        ("value", "'generator', a object"),
+    ],
+)
+def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path, harm: str, said: str) -> None:
+    # F-05: what was there is whole, and nothing is left beside it
+    import re
+
+    errors = run_distributed(_refused, 2, str(tmp_path / "c"), harm)
+    for error in errors:
+        assert re.search(said, error), error
+    if harm == "value":
+        assert "rank 1" in errors[0]
+    assert verify(tmp_path / "c") == []
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def _on_disks_of_their_own(folder: str) -> str:
+    """Each rank sees another disk where the path leads, as on nodes that share none."""
+    rank = dist.get_rank()
+    os.makedirs(f"{folder}/{rank}")
+    os.chdir(f"{folder}/{rank}")
+    try:
+        save("c", sharded("rows", rank, dist.get_world_size()), control(), sizes=SMALL)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_disk_that_is_not_shared_is_named(tmp_path: Path) -> None:
+    for error in run_distributed(_on_disks_of_their_own, 2, str(tmp_path)):
+        assert "rank 1" in error
+        assert "No such file or directory" in error
+    assert os.listdir(tmp_path / "0") == []
+
+
+def _damaged_for_one(path: str) -> str:
+    talk, rank = control(), dist.get_rank()
+    checkpoint = load(path)
+    region = {"embedding.weight": rows(truth()["embedding.weight"].shape, rank, 2)}
+    try:
+        # Rank 0 reads a file that is whole, rank 1 one that is not.
+        name = "embedding.weight" if rank == 0 else "buffer"
+        agreed(talk, "The checkpoint cannot be loaded", lambda: checkpoint.weights().sources()[name].read())
+    except CheckpointError as error:
+        return str(error)
+    return f"loaded {region}"
+
+
+def test_all_ranks_refuse_what_one_finds_damaged(tmp_path: Path) -> None:
+    # F-06
+    path = tmp_path / "c"
+    run_distributed(_save, 2, str(path), "rows")
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index["embedding.weight"] != index["buffer"]
+    content = bytearray((path / index["buffer"]).read_bytes())
+    content[-1] ^= 1
+    (path / index["buffer"]).write_bytes(content)
+    for error in run_distributed(_damaged_for_one, 2, str(path)):
+        assert f"{index['buffer']} was altered" in error
+
+
+# Beside training
+
+
+def _in_the_background(folder: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    talk = control()
+    beside = talk.twin()
+    contents = sharded("mixed", rank, world_size)
+    staged = stage(contents, rank, world_size, snapshot=True, sizes=SMALL)
+    for value in contents.weights.values():
+        (value.local if isinstance(value, Shard) else value).zero_()
+    thread = threading.Thread(target=commit, args=(f"{folder}/c", staged, beside))
+    thread.start()
+    for number in range(200):  # meanwhile the ranks talk on, and in another order than the thread's
+        assert talk.all_gather(torch.tensor([number * world_size + rank])).shape == (world_size, 1)
+    thread.join()
+    talk.detach()
+
+
+def test_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
+    # F-08: what is saved is the state at the call
+    run_distributed(_in_the_background, 3, str(tmp_path))
+    assert verify(tmp_path / "c") == []
+    weights = load(tmp_path / "c").weights()
+    assert all(torch.equal(weights[name], value) for name, value in truth().items())
