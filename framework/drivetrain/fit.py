@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -265,10 +265,20 @@ class Fit(RunReads):
         return outputs
 
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
-        """Write a checkpoint. Collective: call it on every rank."""
+        """Write a checkpoint. Collective: call it on every rank.
+
+        Within an accumulation window, whose gradients no checkpoint holds, it is written at the window's end.
+        """
         session = self._running("save_checkpoint")
         self._collective_calls.check(self.strategy.control, "save_checkpoint", every_time=True)
         session.save(os.fspath(path), weights_only)
+
+    def defer_save(self, save: Callable[[], None]) -> None:
+        """Call ``save`` as soon as the run could be resumed exactly; ask on every rank alike.
+
+        That is once all hooks of the event are through, the module's too, and the accumulation window is closed.
+        """
+        self._running("defer_save").saves.ask(save)
 
     def _evaluate(
         self,

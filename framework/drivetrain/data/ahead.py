@@ -29,8 +29,8 @@ class ReadAhead:
         self._put = put
         self._before: deque[tuple[int, Any]] = deque()
         self._read = 0
+        self._final: Any = None
         self._again: deque[Any] = deque()  # where they are put one after the other as reading goes on
-        self._start: Any = None
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
         """Return ``pairs``, which are taken note of where they may be read ahead of training.
@@ -50,22 +50,15 @@ class ReadAhead:
     def state(self, trained: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
         ahead = [states for number, states in self._before if trained <= number < self._read]
-        return {"start": self._start, "ahead": ahead, "now": self._states()}
+        return {"ahead": ahead, "now": self._states() if self._final is None else self._final}
+
+    def end(self) -> None:
+        """The run is over: what the generators do from here on is none of its business."""
+        self._final = self._states()
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave as soon as the epoch's reading begins."""
-        self._start = state["start"]
         self._again = deque([*state["ahead"], state["now"]])
-
-    def replay_from(self, first: int) -> None:
-        """Note where the generators stand as an epoch begins whose start has to be gone through again after a resume.
-
-        Where it goes on from micro-batch ``first``, they are put there.
-        """
-        if first == 0 or self._start is None:
-            self._start = self._states()
-        else:
-            self._put(self._start)
 
     def settle(self) -> None:
         """Put the generators where they stood at the save, where nothing is to be read before that."""

@@ -26,6 +26,11 @@ class LoaderClone:
         # Past `DataLoader.__setattr__`, which refuses these once it is constructed.
         vars(self._loader).update(attributes, _iterator=None, _get_iterator=self._running)
 
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The copy."""
+        return self._loader
+
     def iterate(self) -> Iterator[Any]:
         """Start an epoch; workers, if any, begin to read at once."""
         if not self._loader.persistent_workers:

@@ -104,7 +104,7 @@ class CombinedSource:
         self.samples = sum(known) if len(known) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
         self.in_process = any(source.in_process for source in sources)
-        self.replays = any(source.replays for source in sources)
+        self.stateful = any(source.stateful for source in sources)
         self.stride = sources[0].stride if loader.mode != "sequential" else None
 
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
@@ -118,6 +118,13 @@ class CombinedSource:
         if self._loader.mode == "sequential":
             return self._one_by_one(epoch, start)
         return self._together(epoch, start)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sources": [source.state_dict() for source in self._sources]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for source, saved in zip(self._sources, state["sources"], strict=True):
+            source.load_state_dict(saved)
 
     def close(self) -> None:
         for source in self._sources:

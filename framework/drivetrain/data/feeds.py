@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count, islice
 from typing import Any, NoReturn
+
+import torch
 
 from drivetrain.data.order import Order
 from drivetrain.data.sharding import START, Deal, Origin, Share
 from drivetrain.data.streams import Group, SamplerDraws
 from drivetrain.data.workers import KeyedIndex, KeyedIndices, MicroBatch
 from drivetrain.errors import ConfigurationError
+from drivetrain.generators import generator_states, set_generators
+
+_HOST = torch.device("cpu")
 
 # Global micro-batches that a user's sampler is read ahead: swapping all generators twice costs far more than a draw.
 _READ_AHEAD = 32
@@ -51,6 +56,13 @@ class Feed(ABC):
         if self.length is None:
             raise TypeError("the sampler has no length")
         return self.length
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `BatchSource`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BatchSource`."""
 
     def _requests(self, block: list[list[Any]], epoch: int, first: int) -> list[Any]:
         if not self._keyed:
@@ -126,7 +138,7 @@ class StreamFeed(Feed):
         self._draws_of = draws_of
         self._rank = rank
         self._alone = alone
-        self.has_draws = draws_of is not None
+        self._began: dict[str, Any] | None = None  # where the process's generators stood before the sampler drew
         self._shares: deque[Share] = deque()
 
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
@@ -163,7 +175,7 @@ class StreamFeed(Feed):
     def _read(self, epoch: int, done: int) -> Iterator[list[Group]]:
         if self._draws_of is None:
             # The sampler draws from the process's generators, when a loop written by hand would.
-            for group in self._groups_of(done):
+            for group in self._from_the_process(done):
                 yield [group]
             return
         draws = self._draws_of(epoch)
@@ -176,6 +188,24 @@ class StreamFeed(Feed):
             if not block:
                 return
             yield block
+
+    def _from_the_process(self, done: int) -> Iterator[Group]:
+        """Start the sampler; for a start within the epoch from where the generators stood as the epoch began."""
+        groups = self._groups_of(done)
+        if self._start == 0 or self._began is None:
+            self._began = generator_states(_HOST)
+            return groups
+        now = generator_states(_HOST)
+        set_generators(self._began, _HOST)
+        first = list(islice(groups, self._start - self._origin.number + 1))
+        set_generators(now, _HOST)
+        return chain(first, groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self._began}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._began = state["began"]
 
 
 class _Surplus(ConfigurationError):

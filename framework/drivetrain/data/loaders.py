@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    IterDataPipe,
     RandomSampler,
     SequentialSampler,
 )
@@ -22,14 +20,14 @@ from torch.utils.data import (
 from drivetrain.data.clone import LoaderClone
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.feeds import DealtFeed, Feed, StreamFeed, complete, sized
+from drivetrain.data.iterable import IterableSource, count_samples, empty, set_epoch
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.data.sharding import START, Deal, Origin, Share
 from drivetrain.data.source import BatchSource
 from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
-from drivetrain.data.workers import SeededDataset, SeededIterable, WorkerStart
+from drivetrain.data.workers import SeededDataset, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.seed import derive_seed
-from drivetrain.transfer import first_tensor
 
 
 def prepare_loader(
@@ -104,7 +102,6 @@ class MapSource:
         alone: how much other ranks hold is not known.
         begins: called with the epoch as it begins.
         in_process: see `BatchSource`.
-        replays: see `BatchSource`.
         stride: see `BatchSource`.
     """
 
@@ -118,7 +115,6 @@ class MapSource:
         alone: bool,
         begins: Callable[[int], None],
         in_process: bool,
-        replays: bool,
         stride: int | None,
     ) -> None:
         self._clone = clone
@@ -129,7 +125,7 @@ class MapSource:
         self.static = static
         self.samples = samples
         self.in_process = in_process
-        self.replays = replays
+        self.stateful = False
         self.stride = stride
 
     @property
@@ -149,75 +145,19 @@ class MapSource:
         pairs = zip(self._clone.iterate(), shares, strict=False)
         return chain(self._measured(pairs) if self._items else pairs, complete(shares))
 
+    def state_dict(self) -> dict[str, Any]:
+        return self._feed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._feed.load_state_dict(state)
+
     def close(self) -> None:
         self._clone.close()
 
     def _measured(self, pairs: Iterator[tuple[Any, Share]]) -> Iterator[tuple[Any, Share]]:
         for batch, share in pairs:
-            samples = 0 if share.joins else _count(batch)
+            samples = 0 if share.joins else count_samples(batch)
             yield batch, share._replace(samples=samples, total=None if self._alone else samples)
-
-
-class IterableSource:
-    """Batches of an iterable data set, or of any iterable: each rank's own part.
-
-    Args:
-        loader: a `DataLoader` over an iterable data set, or any iterable of batches.
-        rank: this rank.
-        world_size: how many there are.
-        seed: the seed of the workers' draws.
-    """
-
-    def __init__(self, loader: Any, rank: int, world_size: int, seed: int) -> None:
-        self._loader = loader
-        self._clone: LoaderClone | None = None
-        self._seeded: SeededIterable | None = None
-        self._single = world_size == 1
-        self.static = self._single
-        self.samples = None
-        self.in_process = getattr(loader, "num_workers", 0) == 0
-        self.replays = self.in_process
-        self.stride = None
-        self.length = sized(loader)
-        if self.length == 0:
-            raise _empty(f"{type(loader).__name__} has length 0")
-        if isinstance(loader, DataLoader):
-            attributes: dict[str, Any] = {}
-            # A DataPipe is seeded and sharded by torch, which has to see its type.
-            if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
-                self._seeded = SeededIterable(loader.dataset, seed, rank)
-                attributes = {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
-            self._clone = LoaderClone(loader, **attributes)
-
-    def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
-        if origin.samples:
-            raise ConfigurationError(
-                f"{type(self._loader).__name__} cannot go on within an epoch at another world size or batch size.",
-                "an iterable data set is each rank's own part, and nobody knows what the others' parts would become.",
-                "resume on as many ranks with the same batch size, or from a checkpoint at an epoch's end.",
-            )
-        _set_epoch(epoch, self._loader, getattr(self._loader, "dataset", None))
-        if self._seeded is not None:
-            self._seeded.begin(epoch)
-        return self._shares(self._clone.iterate() if self._clone is not None else iter(self._loader), start)
-
-    def close(self) -> None:
-        if self._clone is not None:
-            self._clone.close()
-
-    def _shares(self, batches: Iterator[Any], start: int) -> Iterator[tuple[Any, Share]]:
-        position = 0
-        for batch in islice(batches, start):
-            position += _count(batch)
-        came = False
-        for batch in batches:
-            came = True
-            samples = _count(batch)
-            yield batch, Share(samples, samples if self._single else None, False, position)
-            position += samples
-        if not came and start == 0:
-            once = " (an iterator gives its batches once: pass what makes one)" if batches is self._loader else ""
-            raise _empty(f"{type(self._loader).__name__} gave no batch{once}")
 
 
 class _Plan:
@@ -246,14 +186,13 @@ class _Plan:
             feed = self._streamed(sampler, items, keyed, alone)
             seen = _samplers(sampler)
         if feed.length == 0:
-            raise _empty(_why_empty(loader, self._world_size))
+            raise empty(_why_empty(loader, self._world_size))
         # In order, or the shares would not be those of the batches they come with.
         attributes: dict[str, Any] = {slot: feed, "in_order": True}
         if keyed:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
             attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
         unknown = self._world_size > 1 and (alone or items)
-        own_draws = isinstance(feed, StreamFeed) and not feed.has_draws
         return MapSource(
             LoaderClone(loader, **attributes),
             feed,
@@ -261,9 +200,8 @@ class _Plan:
             None if unknown else sized(loader.dataset),  # type: ignore[arg-type]
             items,
             unknown,
-            lambda epoch: _set_epoch(epoch, *seen),
+            lambda epoch: set_epoch(epoch, *seen),
             not keyed,
-            own_draws,
             None if alone else _stride(loader, items, self._world_size),
         )
 
@@ -359,33 +297,6 @@ def _divided(length: int | None, by: int, drop_last: bool) -> int | None:
     return length // by if drop_last else -(-length // by)
 
 
-def _set_epoch(epoch: int, *parts: Any) -> None:
-    for part in parts:
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-
-
-def _count(batch: Any) -> int:
-    tensor = first_tensor(batch)
-    if tensor is None:
-        warnings.warn(
-            f"a batch of type {type(batch).__name__} holds no tensor: it counts as one sample. Override "
-            "`batch_weight(batch)` in the module to say what it weighs.",
-            stacklevel=2,
-        )
-        return 1
-    return tensor.shape[0] if tensor.dim() else 1
-
-
 def _why_empty(loader: DataLoader[Any], world_size: int) -> str:
     sizes = f"{sized(loader.dataset)} samples, batch_size={loader.batch_size}"  # type: ignore[arg-type]
     return f"{type(loader).__name__} has no batch ({sizes}, drop_last={loader.drop_last}, {world_size} ranks)"
-
-
-def _empty(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        what,
-        "an epoch without a batch trains and measures nothing",
-        "check the data set; with drop_last=True it must hold at least batch_size * world_size samples",
-    )

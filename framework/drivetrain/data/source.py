@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from drivetrain.data.sharding import START, Origin, Share
@@ -16,7 +16,7 @@ class BatchSource(Protocol):
         samples: of the data set, the same on every rank; None where it is not known, or each rank's own.
         static: the shares of all ranks, and when the epoch ends, are known without talking.
         in_process: batches are read in this process, and what reading them draws comes from its generators.
-        replays: a start within an epoch goes through what comes before it, drawing from this process's generators.
+        stateful: where reading stands is in an object that a checkpoint keeps: nothing may be read ahead of training.
         stride: samples in a whole global micro-batch; None where that is not known.
     """
 
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
     def in_process(self) -> bool: ...
 
     @property
-    def replays(self) -> bool: ...
+    def stateful(self) -> bool: ...
 
     @property
     def stride(self) -> int | None: ...
@@ -50,6 +50,14 @@ class BatchSource(Protocol):
         Raises:
             ConfigurationError: the source cannot deal the rest of an epoch anew.
         """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank needs, besides the number of micro-batches, to go on within the epoch under way."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned, before `epoch` is called with a start within that epoch."""
         ...
 
     def close(self) -> None:

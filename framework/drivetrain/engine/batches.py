@@ -40,11 +40,13 @@ def batch_mover(module: TrainModule, datamodule: DataModule | None, strategy: St
     return move
 
 
-def moved(micro_batches: Iterator[MicroBatch], move: Move | None, device: torch.device) -> Iterator[MicroBatch]:
-    """Bring micro-batches to the device, on CUDA one ahead and on a stream of its own."""
+def moved(
+    micro_batches: Iterator[MicroBatch], move: Move | None, device: torch.device, ahead: bool = True
+) -> Iterator[MicroBatch]:
+    """Bring micro-batches to the device, on CUDA one ahead (where that may be) and on a stream of its own."""
     if move is None:
         return micro_batches
-    if device.type == "cuda":
+    if device.type == "cuda" and ahead:
         return _moved_ahead(micro_batches, move, device)
     return (micro._replace(batch=move(micro.batch, 0)) for micro in micro_batches)
 

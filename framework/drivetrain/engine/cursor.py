@@ -28,12 +28,11 @@ class Cursor:
         """Where the dealing of ``epoch`` begins."""
         return self.begins if epoch == self.epoch else START
 
-    def state_dict(self, source: BatchSource, seed: int) -> dict[str, Any]:
+    def state_dict(self, source: BatchSource | None) -> dict[str, Any]:
         """Return how the data is dealt; the counters are the progress's."""
         return {
             "world_size": self.world_size,
-            "stride": source.stride,
-            "seed": seed,
+            "stride": None if source is None else source.stride,
             "epoch": self.epoch,
             "begins": list(self.begins),
         }

@@ -12,16 +12,19 @@ from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler
-from drivetrain.checkpoint.plain import PlainCheckpoint
+from drivetrain.checkpoint_format import Checkpoint, agreed, load
 from drivetrain.data import ReadAhead
 from drivetrain.engine.batches import Move, batch_mover
+from drivetrain.engine.compiling import CompiledSteps
 from drivetrain.engine.console import heard
 from drivetrain.engine.cursor import Cursor
 from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
 from drivetrain.engine.failing import cause_of, tell_others
+from drivetrain.engine.fitting import check_goes_on
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
+from drivetrain.engine.run_checkpoint import RunCheckpoint
 from drivetrain.engine.seeding import order_seed, seed_rank
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.stage_data import StageData
@@ -36,6 +39,7 @@ from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.saving import SaveRequests
 from drivetrain.loops.stopping import StopRequest
+from drivetrain.loops.train import TrainLoop
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule, hold, release
 from drivetrain.process_state import ProcessState
@@ -85,6 +89,10 @@ class Session:
             lambda: generator_states(strategy.device), lambda states: set_generators(states, strategy.device)
         )
         self.saves = SaveRequests()
+        self.seed = 0
+        """Of the order of samples, the same on every rank."""
+        self.loop: TrainLoop | None = None
+        self._checkpoint: Checkpoint | None = None
         self.metrics = MetricStore(module)
         self.stop = StopRequest(strategy.control, None, None, None)
         self.optimizers: list[Optimizer] = []
@@ -99,8 +107,7 @@ class Session:
         self.validate: Callable[[], list[dict[str, float]]] | None = None
         self._teardowns: list[Callable[[str], None]] = []
         """Those still to be called, from when the first set-up is."""
-        self._compiled: dict[str, Any] = {}
-        """What the module itself held in place of each compiled step."""
+        self._compiled: CompiledSteps | None = None
 
     def execute(self) -> Any:
         """Run the stage; returns what it returns. Everything that is not ours is as before afterwards.
@@ -143,13 +150,8 @@ class Session:
         self._assemble()
         self._prepare_data()
         self._set_up()
-        self.cursor.world_size = strategy.data_world_size
-        dealing = Dealing(
-            strategy.data_rank,
-            strategy.data_world_size,
-            order_seed(trainer.seed, strategy.control),
-            trainer.use_distributed_sampler,
-        )
+        self._open_checkpoint()
+        dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
         self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
         runner = self._set_up_module(self.data)
         if trainer.seed is not None and strategy.data_rank > 0:
@@ -174,24 +176,25 @@ class Session:
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
         hooks = self.hooks
         self._set_up_optimizers()
-        if self.ckpt_path is not None:
-            self._checkpoint().load(self.ckpt_path)
         if self._data().sources.get("validate"):
             self.validate = build_evaluation(self, "validate", runner, move)
-        loop = build_training(self, runner, move)
+        loop = self.loop = build_training(self, runner, move)
+        if self._checkpoint is not None:
+            RunCheckpoint(self).load(self._checkpoint)
         logger.info(self.strategy.precision.describe())
         self._log_hyper_parameters()
         for hook in hooks.on_fit_start:
             hook()
-        if self.validate is not None and self.trainer.num_sanity_val_steps and self.ckpt_path is None:
+        if self.validate is not None and self.trainer.num_sanity_val_steps and self._checkpoint is None:
             try_validation(self, runner, move)
-        self.metrics.enter("train")
+        self.metrics.enter("train", reset=self._checkpoint is None)
         for hook in hooks.on_train_start:
             hook()
         loop.run()
         self.metrics.enter(None)
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
+        self.draws.end()
 
     def _log_hyper_parameters(self) -> None:
         datamodule = self.given.datamodule
@@ -201,8 +204,8 @@ class Session:
                 one.log_hyperparams(params)
 
     def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
-        if self.ckpt_path is not None:
-            self._checkpoint().load(self.ckpt_path, weights_only=True)
+        if self._checkpoint is not None:
+            RunCheckpoint(self).load_weights(self._checkpoint)
         self.strategy.setup_optimizers([])
         if self.stage == "predict":
             return build_prediction(self, runner, move)()
@@ -241,8 +244,7 @@ class Session:
         strategy.check(module)
         facts = {"stage": self.stage, **self.trainer.facts(), **data.facts(), **facts_about(module)}
         shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
-        if self.trainer.compile:
-            self._compile()
+        self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
         runner = under_context(strategy.setup_module(module), strategy.precision)
         hold(module)
         return runner
@@ -257,14 +259,6 @@ class Session:
             data.batch_size,
             self.module.automatic_optimization,
         )
-
-    def _compile(self) -> None:
-        options = self.trainer.compile if isinstance(self.trainer.compile, dict) else {}
-        # Logging writes to plain Python objects: traced, it would be guarded on every value it holds.
-        self.metrics.record = torch.compiler.disable(self.metrics.record)  # type: ignore[method-assign,no-untyped-call]
-        for name in ("training_step", "validation_step", "test_step", "predict_step"):
-            self._compiled[name] = self.module.__dict__.get(name)
-            self.module.__dict__[name] = torch.compile(getattr(self.module, name), **options)
 
     def _set_up_optimizers(self) -> None:
         optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
@@ -287,12 +281,35 @@ class Session:
                 "its optimizers' states ended with them; here are the trained weights.",
                 "save within the run, from a hook, or with weights_only=True.",
             )
-        self._checkpoint().save(path, weights_only)
+        checkpoint = RunCheckpoint(self)
+        if self.progress.within_window:
+            # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
+            self.saves.ask(lambda: checkpoint.save(path, weights_only))
+        else:
+            checkpoint.save(path, weights_only)
 
-    def _checkpoint(self) -> PlainCheckpoint:
-        return PlainCheckpoint(
-            self.trainer, self.module, self.strategy, self.callbacks, self.progress, self.optimizers, self.schedulers
-        )
+    def _open_checkpoint(self) -> None:
+        """Open what the run goes on from, if anything; its data is in the order of that run."""
+        seed, control = self.trainer.seed, self.strategy.control
+        self.cursor.world_size = self.strategy.data_world_size
+        if self.ckpt_path is None:
+            self.seed = order_seed(seed, control)
+            return
+        path = self.ckpt_path
+
+        def opened() -> Checkpoint:
+            checkpoint = load(path)
+            if self.stage == "fit":
+                check_goes_on(checkpoint, seed)
+            return checkpoint
+
+        self._checkpoint = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
+        self.seed = self._checkpoint.state()["data"]["seed"] if self.stage == "fit" else order_seed(seed, control)
+
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of how the data is dealt."""
+        source = None if self.data is None else self.data.train
+        return {**self.cursor.state_dict(source), "seed": self.seed, "given_seed": self.trainer.seed}
 
     # Reads
 
@@ -348,10 +365,8 @@ class Session:
     def _detach(self) -> None:
         release(self.module)
         detach(self.module)
-        for name, before in self._compiled.items():
-            self.module.__dict__.pop(name)
-            if before is not None:
-                self.module.__dict__[name] = before
+        if self._compiled is not None:
+            self._compiled.undo()
         if self.given.datamodule is not None:
             detach(self.given.datamodule)
 

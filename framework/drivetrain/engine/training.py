@@ -164,8 +164,6 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
         origin = session.cursor.origin(epoch)
         # What is left of an epoch that began under another dealing ends with its data.
         room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
-        if source.replays:
-            session.draws.replay_from(first)
         # The epoch's order stays the first one's where the run overfits a few batches.
         pairs = source.epoch(0 if trainer.overfit_batches else epoch, first, origin)
         pairs = session.draws.follow(pairs, first, trained)
@@ -173,7 +171,15 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
             pairs = islice(pairs, room)
         if exchanged:
             micro_batches = exchanged_windows(
-                pairs, size, strategy.control, weigh, room, ranks, strategy.speaks_for_data
+                pairs,
+                size,
+                strategy.control,
+                weigh,
+                room,
+                ranks,
+                strategy.speaks_for_data,
+                last=getattr(source, "last", None),
+                ahead=not source.stateful,
             )
         elif ranks == 1 and size == 1 and weigh is None:
             micro_batches = single_windows(pairs)
@@ -181,6 +187,6 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
             micro_batches = weighed_windows(pairs, size, weigh)
         else:
             micro_batches = dealt_windows(pairs, size, ranks)
-        return moved(micro_batches, move, strategy.device)
+        return moved(micro_batches, move, strategy.device, ahead=not source.stateful)
 
     return begin

@@ -101,7 +101,7 @@ class TrainLoop:
         self._length = length
         self._log = log
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
-        self._flushed_at = progress.global_step
+        self._flushed_at = 0
         self._saves = saves
         self._draws = draws
         self._resumed: Mapping[str, Any] | None = None
@@ -121,8 +121,9 @@ class TrainLoop:
         """Train until a limit is reached or somebody asks to stop."""
         if self._length == 0:  # limit_train_batches=0
             return
-        fresh = False  # what on_train_start logged belongs to the first epoch
+        self._flushed_at = self._progress.global_step
         resumed, self._resumed = self._resumed, None
+        fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
         while not self._finished():
             self._validation.begin_epoch(self._progress)
             if self._progress.batch_idx == 0:
@@ -132,7 +133,7 @@ class TrainLoop:
                     hook()
             else:
                 self._metrics.enter("train", reset=False)  # resumed within an epoch
-                if resumed is not None:
+                if resumed is not None and resumed["validation"] is not None:
                     self._validation.load_state_dict(resumed["validation"], self._progress)
             over = resumed is not None and resumed["data_is_over"]
             fresh, resumed = True, None

@@ -93,6 +93,8 @@ def exchanged_windows(
     limit: int | None,
     dealt_to: int | None = None,
     speaks: bool = True,
+    last: Any = None,
+    ahead: bool = True,
 ) -> Iterator[MicroBatch]:
     """Windows whose weights, or whose end, only each rank knows of its own: exchanged in one small all-reduce.
 
@@ -107,9 +109,10 @@ def exchanged_windows(
         limit: micro-batches after which no rank goes on; None where only the data ends the epoch.
         dealt_to: among how many ranks the data is dealt; None for all.
         speaks: whether this rank counts; of several that read the same data, one does.
+        last: the batch before the first of ``pairs``, if there was one.
+        ahead: read the next window before the current one is trained on.
     """
     world_size = dealt_to or control.world_size
-    last: Any = None
     number = 0
 
     def read() -> tuple[list[tuple[Any, Share, float]], Pending]:
@@ -146,7 +149,8 @@ def exchanged_windows(
                 "split the stream so that every rank gets at least one batch.",
             )
         window = taken
-        taken, pending = read()
+        if ahead:
+            taken, pending = read()
         for position in range(reach):
             batch, share, weight = window[position] if position < len(window) else (last, None, 0.0)
             yield MicroBatch(
@@ -160,6 +164,8 @@ def exchanged_windows(
                 position == 0,
                 position == reach - 1,
             )
+        if not ahead:
+            taken, pending = read()
 
 
 def checked_weight(weight: Any, rank: int, batch_idx: int) -> float:

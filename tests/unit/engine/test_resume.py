@@ -1,0 +1,270 @@
+"""A run that goes on from a checkpoint is, bit for bit, the run that was never interrupted: F-02, F-12, F-16."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from engine_case import fit
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from drivetrain import Callback, CheckpointError, TrainModule
+from drivetrain.data import CombinedLoader
+
+STEPS = 18  # of two epochs of 27 micro-batches, three of them a step
+SAMPLES = 81
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every generator as it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(3) + random.random() + numpy.random.rand()
+        return torch.cat([torch.tensor([float(index) / SAMPLES]), noise.float()])
+
+
+class Stream(IterableDataset[Any]):
+    """Of unknown length, in an order that it draws, in each worker its part."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        number, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in torch.randperm(SAMPLES).tolist()[number::count]:
+            yield torch.cat([torch.tensor([float(index) / SAMPLES]), torch.rand(3)])
+
+
+class Stateful(Stream):
+    """Knows where it stands."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        if not self.order:
+            self.order = torch.randperm(SAMPLES).tolist()
+        for index in self.order[self.read :]:
+            self.read += 1
+            yield torch.cat([torch.tensor([float(index) / SAMPLES]), torch.rand(3)])
+        self.order, self.read = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "read": self.read}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.order, self.read = state["order"], state["read"]
+
+
+class Average(Callback):
+    """Two of a class, each with a state of its own."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.value = torch.zeros(())
+
+    @property
+    def state_key(self) -> str:
+        return f"Average({self.decay})"
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.value = self.decay * self.value + (1 - self.decay) * outputs["loss"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.value = state_dict["value"]
+
+
+class Everything(TrainModule):
+    """Draws in the step, keeps an average of its weights, logs, validates, and has schedulers of two kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.losses: list[float] = []
+        self.calls: list[str] = []
+        self.average = {name: value.clone() for name, value in self.net.state_dict().items()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = batch["a"] if isinstance(batch, dict) else batch
+        loss = (self.net(batch[:, :4]) - batch[:, :1]).square().mean() + 0.01 * random.random() + 0.01 * torch.rand(())
+        self.log("loss", loss, on_epoch=True)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", (self.net(batch[:, :4]) * torch.rand(())).mean())
+        self.calls.append(f"validation {self.global_step}")
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(2)
+        self.calls.append(f"epoch {self.current_epoch} starts")
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss_epoch"]))
+        self.calls.append(f"epoch {self.current_epoch} ends")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, value in self.net.state_dict().items():
+            self.average[name] = 0.9 * self.average[name] + 0.1 * value
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = self.average
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.average = checkpoint["average"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 11], gamma=0.5)
+        epochs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.9)
+        return [optimizer], [
+            {"scheduler": steps, "interval": "step"},
+            {"scheduler": epochs, "interval": "epoch", "monitor": "loss_epoch"},
+        ]
+
+
+class SaveEverywhere(Callback):
+    """Saves at every hook at which a run can be saved."""
+
+    priority = -1
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: dict[str, tuple[int, int]] = {}
+
+    def _save(self, trainer: Any, module: Any, where: str) -> None:
+        if not trainer.progress.within_window:
+            trainer.defer_save(lambda: self._write(trainer, module, where))
+
+    def _write(self, trainer: Any, module: Any, where: str) -> None:
+        name = f"{where}-{trainer.micro_batches:03d}"
+        self.saved[name] = len(module.losses), len(module.calls)
+        trainer.save_checkpoint(self.folder / name)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._save(trainer, module, "batch")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not trainer.sanity_checking:
+            self._save(trainer, module, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._save(trainer, module, "epoch")
+
+
+KINDS: dict[str, Any] = {
+    "shuffled": lambda: DataLoader(Augmented(), 3, shuffle=True),
+    "in order": lambda: DataLoader(Augmented(), 3),
+    "two workers": lambda: DataLoader(Augmented(), 3, shuffle=True, num_workers=2),
+    "persistent workers": lambda: DataLoader(
+        Augmented(), 3, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4
+    ),
+    "iterable": lambda: DataLoader(Stream(), 3),
+    "iterable in workers": lambda: DataLoader(Stream(), 3, num_workers=2, drop_last=True),
+    "iterable with a state": lambda: DataLoader(Stateful(), 3),
+    "combined": lambda: CombinedLoader(
+        {"a": DataLoader(Augmented(), 3, shuffle=True), "b": DataLoader(Augmented(), 5, shuffle=True)},
+        "max_size_cycle",
+    ),
+}
+
+
+def run(path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None = None, **options: Any) -> Any:
+    module = Everything()
+    averages = [Average(0.5), Average(0.9)]
+    validation = DataLoader(Augmented(), 27, num_workers=0)
+    # 9 steps an epoch; validation after 4 and 8 of them, and at the end of a validation-free stretch none.
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 3, "val_check_interval": 12, "seed": 7, **options}
+    trainer = fit(path, callbacks=[*averages, *callbacks], **settings)
+    trainer.fit(module, KINDS[kind](), validation, ckpt_path=ckpt_path)
+    assert trainer.global_step == STEPS
+    rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    state = {**module.net.state_dict(), **{f"average.{name}": value for name, value in module.average.items()}}
+    return module, state, rates, [average.value for average in averages], dict(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_every_place_a_run_goes_on_as_if_nothing_had_happened(kind: str, tmp_path: Path) -> None:
+    # F-02, F-12, F-16, B-10
+    saver = SaveEverywhere(tmp_path)
+    whole, weights, rates, averages, metrics = run(tmp_path, kind, [saver])
+    assert len([name for name in saver.saved if name.startswith("batch")]) == STEPS
+    assert {name.partition("-")[0] for name in saver.saved} == {"batch", "validation", "epoch"}
+    # Starting workers takes its time: every other place will do there.
+    places = list(saver.saved.items())[:: 3 if "worker" in kind else 1]
+    for name, (losses, calls) in places:
+        module, found, found_rates, found_averages, found_metrics = run(tmp_path, kind, [], tmp_path / name)
+        assert module.losses == whole.losses[losses:], name
+        assert module.calls == whole.calls[calls:], name
+        assert all(torch.equal(found[key], weights[key]) for key in weights), name
+        assert found_rates == rates, name
+        assert found_averages == averages, name
+        assert found_metrics == metrics, name
+
+
+def test_a_run_can_be_made_longer(tmp_path: Path) -> None:
+    # F-02: max_steps extended, in the middle of an epoch
+    whole = run(tmp_path, "shuffled", [])
+    module = Everything()
+    trainer = fit(tmp_path, max_steps=5, accumulate_grad_batches=3, val_check_interval=12, seed=7, max_epochs=-1)
+    trainer.fit(module, KINDS["shuffled"](), DataLoader(Augmented(), 27))
+    trainer.save_checkpoint(tmp_path / "short")
+    found = run(tmp_path, "shuffled", [], tmp_path / "short")
+    assert all(torch.equal(found[1][key], whole[1][key]) for key in whole[1] if not key.startswith("average"))
+
+
+def test_a_save_within_a_window_waits_for_its_end(tmp_path: Path) -> None:
+    class Early(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.micro_batches == 4:
+                trainer.save_checkpoint(tmp_path / "early")
+                assert not (tmp_path / "early").exists()
+            if trainer.micro_batches == 7:
+                assert (tmp_path / "early" / "manifest.json").exists()
+
+    whole = run(tmp_path, "shuffled", [Early()])
+    found = run(tmp_path, "shuffled", [], tmp_path / "early")
+    assert all(torch.equal(found[1][key], whole[1][key]) for key in whole[1])
+
+
+def test_another_seed_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, "in order", [SaveEverywhere(tmp_path)])
+    with pytest.raises(CheckpointError, match=r"seed=8.*had seed=7"):
+        run(tmp_path, "in order", [], tmp_path / "epoch-027", seed=8)
+
+
+def test_a_run_without_a_seed_keeps_the_order_that_it_drew(tmp_path: Path) -> None:
+    # F-02
+    saver = SaveEverywhere(tmp_path)
+    whole = run(tmp_path, "shuffled", [saver], seed=None)
+    torch.manual_seed(1234)
+    found = run(tmp_path, "shuffled", [], tmp_path / "batch-012", seed=None)
+    assert found[0].losses == whole[0].losses[saver.saved["batch-012"][0] :]
+
+
+def test_a_resume_does_not_read_what_it_skips(tmp_path: Path) -> None:
+    # F-03
+    run(tmp_path, "shuffled", [SaveEverywhere(tmp_path)])
+    read: list[int] = []
+
+    class Counted(Augmented):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            read.append(index)
+            return super().__getitem__(index)
+
+    trainer = fit(tmp_path, max_epochs=1, accumulate_grad_batches=3, seed=7)
+    trainer.fit(Everything(), DataLoader(Counted(), 3, shuffle=True), ckpt_path=tmp_path / "batch-024")
+    assert len(read) == SAMPLES - 24 * 3
