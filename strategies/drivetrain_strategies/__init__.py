@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain_strategies.ddp import DDPStrategy
+    from drivetrain_strategies.deepspeed import DeepSpeedStrategy
     from drivetrain_strategies.fsdp import FSDPStrategy
     from drivetrain_strategies.single_device import SingleDeviceStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
+__all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
 
 _HOMES = {
     "DDPStrategy": "drivetrain_strategies.ddp",
+    "DeepSpeedStrategy": "drivetrain_strategies.deepspeed",
     "FSDPStrategy": "drivetrain_strategies.fsdp",
     "SingleDeviceStrategy": "drivetrain_strategies.single_device",
 }

@@ -1,0 +1,305 @@
+"""DeepSpeedStrategy: ZeRO by DeepSpeed's own engine, which owns the backward, the exchange and the step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.environments import Placement
+from drivetrain.precision import Precision
+from drivetrain.shards import Region
+from drivetrain.strategy import StepRunner
+from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing, modules_of
+from drivetrain_strategies.deepspeed_checks import check_module, check_optimizers, clipping_by_value
+from drivetrain_strategies.deepspeed_config import (
+    Asked,
+    Config,
+    check_arguments,
+    offload,
+    read_config,
+    resolve,
+    stage_of,
+)
+from drivetrain_strategies.deepspeed_library import Quiet, check_library, import_library
+from drivetrain_strategies.deepspeed_precision import DeepSpeedPrecision, check_fp16
+from drivetrain_strategies.deepspeed_run import DeepSpeedRun, Setting
+from drivetrain_strategies.deepspeed_traces import World
+from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
+from drivetrain_strategies.materialize import Recording, without_storage
+from drivetrain_strategies.module_checks import refuse_meta
+from drivetrain_strategies.placement import HomeDevice
+
+logger = logging.getLogger("drivetrain")
+
+GATHER_LIMIT = 8 * 2**30
+
+
+class DeepSpeedStrategy(DistributedStrategy):
+    """ZeRO stages 1, 2 and 3 on the real `deepspeed`.
+
+    Its accumulation is fixed at one micro-batch and its clipping is always written: dividing and accumulating are
+    `Fit`'s, so that windows of any length and weight are exact. Names that DeepSpeed has mean what they mean there.
+
+    Args:
+        stage: 1 spreads the optimizer's state, 2 gradients too, 3 parameters too; None takes the config's, or 2.
+        offload_optimizer: "cpu" or "nvme": where the optimizer's state lives, and steps.
+        offload_parameters: "cpu" or "nvme": where parts of parameters live, at stage 3.
+        config: DeepSpeed's own, as a dict or the path of a JSON file; what is missing there comes from `Fit`.
+        nvme_path: a folder on the drive, for "nvme".
+        sub_group_size: elements that are stepped together at stage 3.
+        reduce_bucket_size: elements exchanged together; by default no more than there are.
+        allgather_bucket_size: elements gathered together after a step, at stages 1 and 2.
+        stage3_prefetch_bucket_size: elements gathered ahead.
+        stage3_param_persistence_threshold: elements up to which a parameter stays whole.
+        stage3_max_live_parameters: elements that may be whole at a time.
+        stage3_max_reuse_distance: elements within which a parameter that comes again stays whole.
+        overlap_comm: exchange gradients while backward goes on.
+        contiguous_gradients: copy gradients to one buffer as they arise.
+        communication_data_type: "fp32", "bf16" or "fp16": in which gradients travel.
+        leaf_modules: classes whose parameters stage 3 gathers and exchanges as one: blocks of experts.
+        activation_checkpointing: classes of modules that compute their activations again in backward.
+        activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
+        find_unused_parameters: at stage 2, exchange after backward, in order; None decides in the first window.
+        gather_limit: bytes of parameters up to which the module is whole again after a run.
+        meta: at stage 3, build what ``configure_model`` builds without storage, and initialise it part by part.
+        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
+        timeout: after which a collective that a rank does not join fails.
+
+    Raises:
+        ConfigurationError: deepspeed is missing or too old, or arguments and config contradict each other.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    accepts_none_loss: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        stage: int | None = None,
+        offload_optimizer: str | None = None,
+        offload_parameters: str | None = None,
+        config: Config = None,
+        nvme_path: str | None = None,
+        sub_group_size: int | None = None,
+        reduce_bucket_size: int | None = None,
+        allgather_bucket_size: int | None = None,
+        stage3_prefetch_bucket_size: int | None = None,
+        stage3_param_persistence_threshold: int | None = None,
+        stage3_max_live_parameters: int | None = None,
+        stage3_max_reuse_distance: int | None = None,
+        overlap_comm: bool | None = None,
+        contiguous_gradients: bool | None = None,
+        communication_data_type: str | None = None,
+        leaf_modules: Sequence[type[nn.Module]] | None = None,
+        activation_checkpointing: Sequence[type[nn.Module]] | None = None,
+        activation_policy: Policy = "full",
+        find_unused_parameters: bool | None = None,
+        gather_limit: int = GATHER_LIMIT,
+        meta: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(process_group_backend, timeout)
+        check_library()
+        zero = {
+            "offload_optimizer": offload(offload_optimizer, "offload_optimizer", nvme_path),
+            "offload_param": offload(offload_parameters, "offload_parameters", nvme_path),
+            "sub_group_size": sub_group_size,
+            "reduce_bucket_size": reduce_bucket_size,
+            "allgather_bucket_size": allgather_bucket_size,
+            "stage3_prefetch_bucket_size": stage3_prefetch_bucket_size,
+            "stage3_param_persistence_threshold": stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": stage3_max_live_parameters,
+            "stage3_max_reuse_distance": stage3_max_reuse_distance,
+            "overlap_comm": overlap_comm,
+            "contiguous_gradients": contiguous_gradients,
+        }
+        top = {"communication_data_type": communication_data_type}
+        self._config = read_config(config)
+        self._asked = Asked(stage, _given(zero), _given(top))
+        self.stage = stage_of(self._config, self._asked)
+        check_arguments(self.stage, self._config, self._asked)
+        self.leaf_modules = leaf_modules
+        self.activation_checkpointing = activation_checkpointing
+        self.find_unused_parameters = find_unused_parameters
+        self.gather_limit = gather_limit
+        self.meta = meta
+        self.resolved_config: dict[str, Any] | None = None
+        """What DeepSpeed got in the last run."""
+        self.collective_forward = self.shards_parameters = self.stage == 3
+        self._checkpointing = checkpointing(activation_policy)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Hold nothing of a run."""
+        self.schedulers = []
+        self._deepspeed: Any = None
+        self._quiet: Quiet | None = None
+        self._world: World | None = None
+        self._recording: Recording | None = None
+        self._home: HomeDevice | None = None
+        self._swap: ForwardSwap | None = None
+        self._run: DeepSpeedRun | None = None
+        self._max_norm: float | None = None
+        self._told_skipped = False
+
+    # Where we are
+
+    def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
+        super().bind(placement, device, DeepSpeedPrecision(precision.name, device), store)
+
+    def setup_environment(self) -> None:
+        self._deepspeed = import_library()
+        self._quiet = Quiet().__enter__()
+        super().setup_environment()
+        self._world = World(self._deepspeed, self.device, self.local_rank)
+        if self.precision.name == "16-mixed":
+            check_fp16()
+
+    # Set-up
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        context = super().module_init_context()
+        return self._without_storage(context) if self.meta and self.stage == 3 else context
+
+    @contextmanager
+    def _without_storage(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        with context, without_storage() as recording:
+            yield
+        self._recording = recording
+
+    def check(self, module: nn.Module) -> None:
+        check_module(module, self.settings, self.world_size, mixed=self._half is not None)
+        if self.stage < 3:
+            refuse_meta(module)
+        self.resolved_config = resolve(self._config, self._asked, self.settings, self.precision.name, self.world_size)
+
+    @property
+    def _half(self) -> torch.dtype | None:
+        assert isinstance(self.precision, DeepSpeedPrecision)
+        return self.precision.half
+
+    def setup_module(self, module: nn.Module) -> StepRunner:
+        # Nothing is wrapped yet: configure_optimizers finds parameters of their own shapes, and what it returns may
+        # still have to be refused.
+        self.module = module
+        self._home = HomeDevice(module)
+        if self.activation_checkpointing is not None:
+            self._swap = ForwardSwap()
+            for child in modules_of(module, self.activation_checkpointing):
+                self._swap.put(child, self._checkpointing)
+
+        def run(step: Callable[..., Any], *args: Any) -> Any:
+            assert self._run is not None
+            return self._run.forward(step, *args)
+
+        return run
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        module, config = self.module, self.resolved_config
+        assert module is not None
+        assert config is not None
+        assert isinstance(self.precision, DeepSpeedPrecision)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        check_optimizers(optimizers, self._config, names, self.settings.automatic_optimization)
+        self._run = DeepSpeedRun(
+            self._deepspeed,
+            module,
+            config,
+            Setting(self.stage, self.device, self.precision, self.control),
+        )
+        self._run.start(optimizers, self._recording, self.leaf_modules, training=self.settings.stage == "fit")
+        self._recording = None
+        self.schedulers = self._run.schedulers
+        return super().setup_optimizers(self._run.optimizers)
+
+    # In the loop
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._running.backward(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Nothing: gradients are DeepSpeed's, and their norm is told unscaled."""
+
+    def clip_gradients(
+        self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
+    ) -> torch.Tensor:
+        """Let the coming step clip to the smallest norm that it was asked for; return the norm before clipping."""
+        if algorithm != "norm":
+            raise clipping_by_value()
+        self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
+        return self._running.zero.norm()
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        max_norm, self._max_norm = self._max_norm, None
+        return self._running.step(max_norm)
+
+    def finish_step(self) -> None:
+        """Nothing: the step has adapted the loss scale."""
+
+    def forget_gradients(self) -> None:
+        self._max_norm = None
+        self._running.forget()
+
+    def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
+        return nullcontext()  # there is one optimizer, and what it does not hold does not train
+
+    @property
+    def _running(self) -> DeepSpeedRun:
+        assert self._run is not None
+        return self._run
+
+    # State
+
+    def model_state(self) -> dict[str, Any]:
+        return super().model_state() if self._run is None else self._run.state.weights()
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        if self.module is not None:
+            self._running.state.load_weights(state, strict)
+
+    def optimizer_state(self, index: int = 0) -> dict[str, Any]:
+        return self._running.state.optimizer()
+
+    def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
+        self._running.state.load_optimizer(state)
+
+    def shard_of(self, value: Any) -> Any:
+        return value
+
+    def model_regions(self) -> dict[str, Region]:
+        return {} if self._run is None else self._run.state.regions()
+
+    def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
+        return self._running.state.optimizer_regions()
+
+    # The end
+
+    def restore_module(self) -> None:
+        if self.module is not None and self._run is not None:
+            self.sync_buffers(self.module)
+            self._run.restore(self.gather_limit, tell=self.rank == 0)
+
+    def teardown(self) -> None:
+        if self._run is not None:
+            self._run.end()
+        if self._swap is not None:
+            self._swap.undo()
+        if self._home is not None:
+            self._home.restore()
+        if self._world is not None:
+            self._world.close()
+        if self._quiet is not None:
+            self._quiet.__exit__()
+        self._reset()
+        super().teardown()
+
+
+def _given(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}

@@ -1,0 +1,89 @@
+"""How a precision's name becomes DeepSpeed's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.precision import Precision
+
+_HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+_REFUSED = {
+    "64-true": "its optimizers keep float32 masters",
+    "bf16-true": "without float32 masters it needs an offloaded optimizer of its own, compiled for this machine",
+    "16-true": "without float32 masters it needs an offloaded optimizer of its own, compiled for this machine",
+}
+
+
+class DeepSpeedPrecision(Precision):
+    """A precision whose masters, loss scale and skipped steps are DeepSpeed's.
+
+    Under a mixed one the parameters are in half precision, with float32 masters, and the forward runs in autocast.
+
+    Args:
+        name: "32-true", "bf16-mixed" or "16-mixed".
+        device: where the run computes.
+
+    Raises:
+        ConfigurationError: DeepSpeed has no such mode.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name in _REFUSED:
+            raise ConfigurationError(
+                f"precision={name!r} under DeepSpeed.",
+                f"{_REFUSED[name]}.",
+                "use '32-true', 'bf16-mixed' or '16-mixed'.",
+            )
+        if name not in ("32-true", *_HALVES):
+            raise ConfigurationError(
+                f"precision={name!r} under DeepSpeed.", "it has none of that name.", "use one of drivetrain's by name."
+            )
+        self.name = name
+        self.half = _HALVES.get(name)
+        """The dtype of the parameters that compute, where that is not the masters'."""
+        self.scaler: Any = None
+        """DeepSpeed's loss scaler, while there is one."""
+        self._device_type = device.type
+        if self.half is not None:
+            self.has_forward_context = True
+            self.compute_dtype = self.output_dtype = self.half
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.half is None else torch.autocast(self._device_type, self.half)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, by the names that torch's `GradScaler` uses."""
+        if self.name != "16-mixed" or self.scaler is None:
+            return {}
+        return {
+            "scale": float(self.scaler.cur_scale),
+            "_growth_tracker": self.scaler.cur_iter - self.scaler.last_overflow_iter - 1,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.name == "16-mixed" and self.scaler is not None and state_dict:
+            self.scaler.cur_scale = float(state_dict["scale"])
+            self.scaler.last_overflow_iter = self.scaler.cur_iter - 1 - int(state_dict["_growth_tracker"])
+
+
+def check_fp16() -> None:
+    """Refuse fp16 where the device has none, with DeepSpeed's own judgement.
+
+    Raises:
+        ConfigurationError: names the device.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if not accelerator.is_fp16_supported():
+        raise ConfigurationError(
+            f"precision='16-mixed' under DeepSpeed on {accelerator.device_name()!r}.",
+            "its parameters are in fp16 there, for which this device has no kernels.",
+            "use precision='bf16-mixed' or '32-true', or strategy='ddp', whose parameters stay in float32.",
+        )

@@ -1,0 +1,255 @@
+"""What of DeepSpeed's engine is reached beside its public methods. The one place that knows its insides (0.19).
+
+Three classes of DeepSpeed's stand behind one face here: ZeRO 1 and 2, the bf16 optimizer that it takes at stage 1, and
+ZeRO 3. Each keeps float32 masters of this rank's part of every parameter in flat tensors, which are what the torch
+optimizer steps, and of which it keeps its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain.shards import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """This rank's master of a parameter.
+
+    Attributes:
+        parameter: whose.
+        flat: the tensor that the optimizer steps.
+        offset: where in it the master begins.
+        span: which elements of the parameter these are.
+    """
+
+    parameter: nn.Parameter
+    flat: torch.Tensor
+    offset: int
+    span: Span
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor of the flat's shape that belongs to the parameter."""
+        return flat.detach().narrow(0, self.offset, self.span.stop - self.span.start)
+
+    @property
+    def master(self) -> torch.Tensor:
+        return self.of(self.flat)
+
+
+class Zero:
+    """DeepSpeed's engine with an optimizer.
+
+    Args:
+        engine: as `deepspeed.initialize` returned it.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.stage = int(engine.zero_optimization_stage())
+        self._bf16 = type(self.optimizer).__name__ == "BF16_Optimizer"
+        self._clip = self.optimizer.clip_grad
+        self._reduced = False
+        self._norm: torch.Tensor | None = None
+        self._put_aside()
+
+    @property
+    def offloads(self) -> bool:
+        return bool(
+            getattr(self.optimizer, "cpu_offload", False) or getattr(self.optimizer, "offload_optimizer", False)
+        )
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer that is stepped."""
+        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        return optimizer
+
+    # What this rank holds
+
+    def flats(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer steps."""
+        optimizer = self.optimizer
+        if self.stage == 3:
+            return list(optimizer.fp32_partitioned_groups_flat)
+        return list(optimizer.fp32_groups_flat_partition if self._bf16 else optimizer.single_partition_of_fp32_groups)
+
+    def group_of_flat(self, number: int) -> int:
+        """The optimizer's parameter group that a flat belongs to."""
+        return int(self.optimizer.sub_group_to_group_id[number]) if self.stage == 3 else number
+
+    def fragments(self) -> Iterator[Fragment]:
+        """This rank's master of every parameter that trains; an empty one where it has none."""
+        optimizer, flats = self.optimizer, self.flats()
+        if self.stage == 3:
+            for group in optimizer.fp16_groups:
+                for parameter in group:
+                    number, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                    start = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
+                    stop = min(start + size, parameter.ds_numel)
+                    yield Fragment(parameter, flats[number], offset, Span(start, stop))
+            return
+        for flat, group in zip(flats, self._whole_groups(), strict=True):
+            for parameter in group:
+                mapping = parameter._hp_mapping
+                if mapping is None:
+                    yield Fragment(parameter, flat, 0, Span(0, 0))
+                    continue
+                start = mapping.lp_fragment_address.start
+                span = Span(start, start + mapping.lp_fragment_address.numel)
+                yield Fragment(parameter, flat, mapping.hp_fragment_address.start, span)
+
+    def _whole_groups(self) -> Sequence[Sequence[Any]]:
+        groups: Sequence[Sequence[Any]] = self.optimizer.bf16_groups if self._bf16 else self.optimizer.bit16_groups
+        return groups
+
+    def publish(self) -> None:
+        """Give all ranks the parameters anew, from the masters. Collective."""
+        optimizer = self.optimizer
+        if self.stage < 3:
+            optimizer.update_lp_params()
+            return
+        optimizer._partition_all_parameters()
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        self.gather_small()
+
+    def gather_small(self) -> None:
+        """Gather the parameters that stay whole at stage 3 between steps. Collective."""
+        small = self.optimizer.persistent_parameters
+        if small:
+            small[0].all_gather(small)
+
+    def relink_state(self) -> None:
+        """Tell DeepSpeed that the optimizer's state was replaced."""
+        if self.stage < 3:
+            self.optimizer._hp_optimizer_states_linked = False
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    # A window
+
+    def forward(self, call: Any) -> Any:
+        return self.engine(call)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate, and at stages 2 and 3 exchange the gradients and add them up. Collective."""
+        self.engine.backward(loss)
+
+    def reduce(self) -> None:
+        """Exchange what the window has added up where that is still to do; once a window. Collective."""
+        if self._reduced:
+            return
+        self._reduced = True
+        engine, optimizer = self.engine, self.optimizer
+        if self.stage > 1:
+            self._finalize()
+            return
+        if self._bf16:
+            # Whether a parameter counts in the norm must not differ between ranks.
+            optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
+        else:
+            for group in optimizer.bit16_groups:
+                for parameter in group:
+                    _fill(parameter, optimizer)
+        engine._running_engine_step = True
+        self._allreduce()
+
+    def norm(self) -> torch.Tensor:
+        """The global norm of the window's gradients, of shape (); infinite where one is not finite. Collective."""
+        self.reduce()
+        if self._norm is None:
+            self._norm = self._scaled_norm()
+        norm = self._norm / self.loss_scale
+        return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
+
+    def step(self, max_norm: float | None) -> bool:
+        """Clip, step and start a new window; False where DeepSpeed skipped the step. Collective.
+
+        Args:
+            max_norm: None leaves clipping to the config.
+        """
+        self.reduce()
+        self.optimizer.clip_grad = self._clip if max_norm is None else max_norm
+        try:
+            self.engine.step()
+        finally:
+            self.optimizer.clip_grad = self._clip
+            self._open_window()
+        return bool(self.engine.was_step_applied())
+
+    def forget(self) -> None:
+        """Drop what the window has added up."""
+        optimizer = self.optimizer
+        optimizer.zero_grad(set_to_none=True)
+        if self.stage == 3:
+            optimizer._pre_step()
+        elif not self._bf16:
+            optimizer.micro_step_id = -1
+            for store in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                for key in store:
+                    store[key] = None
+            if self.offloads:
+                optimizer._offload_accumulated_param_ids = set()
+        self._open_window()
+
+    @property
+    def loss_scale(self) -> float:
+        return float(getattr(self.optimizer, "loss_scale", 1.0))
+
+    def _put_aside(self) -> None:
+        """Let `reduce` do, once, what ``engine.step`` would do as it begins, and keep the norm that it computes."""
+        engine, optimizer = self.engine, self.optimizer
+        if self.stage > 1:
+            self._finalize = optimizer.finalize_gradient_accumulation_boundary
+            optimizer.finalize_gradient_accumulation_boundary = lambda: None
+        else:
+            self._allreduce = engine.allreduce_gradients
+            engine.allreduce_gradients = lambda *_: None
+        if self.stage == 3:
+            norms = optimizer._get_norm_groups
+            optimizer._get_norm_groups = lambda: norms() if self._norm is None else [self._norm]
+        elif not self._bf16:
+            whole = optimizer.scaled_global_norm
+            optimizer.scaled_global_norm = lambda: whole() if self._norm is None else self._norm
+            self._whole_norm = whole
+
+    def _scaled_norm(self) -> torch.Tensor:
+        from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
+
+        norm: torch.Tensor
+        if self.stage == 3:
+            norm = combine_grad_norm_groups(self.optimizer._get_norm_groups())
+        elif self._bf16:
+            norm = torch.as_tensor(get_global_norm_of_tensors(self.optimizer.get_grads_for_norm()[0]))
+        else:
+            norm = self.optimizer.scaled_global_norm()
+        return norm
+
+    def _open_window(self) -> None:
+        self._reduced, self._norm = False, None
+        self.engine._running_engine_step = False
+        # A parameter without a gradient in the coming window must not find the last one's.
+        if self.stage == 3:
+            self.optimizer.grad_partitions_flat_buffer.zero_()
+        if self.offloads:
+            self.optimizer.reset_cpu_buffers()
+            for flat in self.flats():
+                if flat.grad is not None:
+                    flat.grad.zero_()
+
+
+def _fill(parameter: nn.Parameter, optimizer: Any) -> None:
+    """Give a parameter that got no gradient on this rank one of zeros: others may have one to exchange."""
+    if optimizer.get_gradient_for_reduction(parameter) is not None:
+        return
+    zeros = torch.zeros_like(parameter, dtype=optimizer._gradient_reduction_buffer_dtype())
+    if optimizer.use_grad_accum_attribute:
+        parameter.grad_accum = zeros  # type: ignore[attr-defined]
+    else:
+        parameter.grad = zeros
