@@ -1,0 +1,88 @@
+"""Processes that save, for tests that end them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from drivetrain.checkpoint_format import Contents, Facts, save
+from drivetrain.checkpoint_format.local_place import LocalPlace
+from drivetrain.control import LocalControl
+from drivetrain.launchers.function_launcher import PRELOAD
+
+
+def numbered(number: int) -> Contents:
+    """A checkpoint that tells which one it is, in every file, and takes a while to write."""
+    return Contents(
+        weights={f"layer{index}": torch.full((40_000,), float(number)) for index in range(4)},
+        facts=Facts(progress={"number": number}),
+        optimizers=[{"state": {"layer0": {"exp_avg": torch.full((40_000,), float(number))}}, "param_groups": []}],
+        state={"number": number},
+        rank_state={"number": torch.tensor(number)},
+    )
+
+
+def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
+    """Save number 0, 1, 2, ... onto one path, telling each as it is done, until somebody ends it."""
+    if not exchanging:
+        import drivetrain.checkpoint_format.local_place as module
+
+        module.exchange = lambda one, other: False
+    number = 0
+    while True:
+        save(path, numbered(number), LocalControl())
+        pipe.send(number)
+        number += 1
+
+
+def save_some(pipe: Connection, path: str, count: int) -> None:
+    """Save ``count`` times onto one path, as somebody else does too."""
+    pipe.send("ready")
+    pipe.recv()
+    for number in range(count):
+        save(path, numbered(number), LocalControl())
+    pipe.send("done")
+
+
+def begin_and_wait(pipe: Connection, path: str) -> None:
+    """Be in the middle of a save."""
+    place = LocalPlace.begin(path)
+    with place.open("model.safetensors") as stream:
+        stream.write(b"half of it")
+    pipe.send("begun")
+    time.sleep(600)
+
+
+class Saving:
+    """One such process, which imported torch before it was forked."""
+
+    def __init__(self, work: Callable[..., None], *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def told(self) -> list[Any]:
+        """All that it has said so far."""
+        found = []
+        try:
+            while self.pipe.poll():
+                found.append(self.pipe.recv())
+        except EOFError:
+            pass
+        return found
+
+    def kill(self) -> None:
+        """End it, whatever it is at."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
