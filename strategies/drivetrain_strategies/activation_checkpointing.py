@@ -73,6 +73,7 @@ def checkpointing(policy: Policy) -> Callable[[Callable[..., Any]], Callable[...
         ConfigurationError: an unknown name; lists the known ones.
     """
     options: dict[str, Any] = {"use_reentrant": False}
+    selective = policy != "full"
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise ConfigurationError(
@@ -90,11 +91,32 @@ def checkpointing(policy: Policy) -> Callable[[Callable[..., Any]], Callable[...
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, **options, **kwargs)
+            return checkpoint(region, *args, **options, **kwargs)
 
+        region = _casting_anew(forward) if selective else forward
         return checkpointed
 
     return wrap
+
+
+def _casting_anew(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` running the same operations each time, as a policy that tells them apart by number needs it.
+
+    Autocast keeps a weight that it has cast until the step ends. Of a weight that was used before (tied, or in a block
+    that runs twice) the cast would be missing in the forward and come as a surprise when it is computed again.
+    """
+
+    def cast_anew(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # there casts are part of the graph
+            return forward(*args, **kwargs)
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    return cast_anew
 
 
 def modules_of(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_nets import WIDTH, Block, Deep, DeepRegression
+from fsdp_nets import WIDTH, Block, Deep, DeepRegression, Tied
 from small_runs import global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -223,6 +223,40 @@ def test_what_is_computed_again(policy: str, counts: list[int], operations: dict
     # D-07, D-08: full, by a named policy, or by the user's own
     assert operations[policy][0] == counts
     assert torch.equal(operations[policy][1], operations["none"][1])
+
+
+class Twice(Tied):
+    """Its blocks run twice, and two of them share a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
+class Uncached(DeepRegression):
+    """Under autocast a weight is cast wherever it is used, not once a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return super().training_step(batch, batch_idx)
+        finally:
+            torch.set_autocast_cache_enabled(True)
+
+
+def _again(options: dict[str, Any], kind: type[DeepRegression]) -> Tensor:
+    module = kind(seeded(Twice))
+    quiet(strategy=FSDPStrategy(**options), precision="bf16-mixed").fit(module, loader(32, 4))
+    return weights(module)
+
+
+def test_a_weight_that_was_cast_before_is_cast_again() -> None:
+    # D-07: where a policy tells operations by their number, none may be missing the first time
+    plain = run_distributed(_again, 2, {}, Uncached)[0]
+    options = {"activation_checkpointing": [Block], "activation_policy": "save_matmuls"}
+    assert torch.equal(run_distributed(_again, 2, options, DeepRegression)[0], plain)
 
 
 # Compilation

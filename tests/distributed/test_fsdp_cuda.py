@@ -1,0 +1,167 @@
+"""FSDPStrategy over NCCL, on the one GPU that is at hand: B-01, B-05, B-06, D-01, D-03, D-07 to D-09."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fsdp_nets import Block, Deep, DeepRegression, Tied
+from small_runs import failing, loader, quiet, seeded, weights
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.testing import requires_cuda, run_distributed
+from drivetrain_strategies import FSDPStrategy
+
+pytestmark = requires_cuda()
+
+ACCELERATOR = "cuda"
+SETTINGS: dict[str, Any] = {
+    "accelerator": ACCELERATOR,
+    "devices": 1,
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+    "max_epochs": 2,
+}
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "grad_op": {"sharding": "grad_op"},
+    "offload": {"cpu_offload": True},
+    "checkpointed": {"activation_checkpointing": [Block], "activation_policy": "save_matmuls"},
+    "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "ignored": {"ignored": ["net.head.*"]},
+}
+
+
+class Late(DeepRegression):
+    """Built in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = Deep()
+
+
+def _trained(strategy: Any, precision: str, module: Any = None, **settings: Any) -> torch.Tensor:
+    if module is None:
+        module = DeepRegression(seeded(Tied if precision == "32-true" else Deep))
+    fit = quiet(strategy=strategy, precision=precision, **{**SETTINGS, **settings})
+    fit.fit(module, loader(40, 8))
+    return weights(module).cpu()
+
+
+def _cases(precision: str) -> dict[str, torch.Tensor]:
+    return {name: _trained(FSDPStrategy(**options), precision) for name, options in CASES.items()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
+    # B-01, B-05, D-07, D-08: its process group is made by the run
+    expected = _trained("single_device", precision)
+    for name, found in run_distributed(_cases, 1, precision, process_group=None, timeout=180)[0].items():
+        atol = 2.0**-8 if precision == "bf16-true" else 1e-5
+        torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _late() -> torch.Tensor:
+    return _trained(FSDPStrategy(), "32-true", Late(), seed=3)
+
+
+def test_what_is_built_without_storage_is_the_same_on_the_gpu() -> None:
+    # D-03: drawn on the CPU, bit for bit as there
+    (built,) = run_distributed(_late, 1, process_group=None, timeout=120)
+    by_cpu = _trained("single_device", "32-true", Late(), seed=3, accelerator="cpu")
+    torch.testing.assert_close(built, by_cpu, atol=1e-4, rtol=1e-4)
+
+
+def _places(offload: bool) -> set[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+
+    def look(trainer: Any, module: Any, optimizer: Any) -> None:
+        for parameter in module.parameters():
+            assert isinstance(parameter, DTensor)
+            assert isinstance(parameter.grad, DTensor)
+            found.add((parameter.to_local().device.type, parameter.grad.to_local().device.type))
+
+    callback = LambdaCallback(on_before_optimizer_step=look)
+    quiet(strategy=FSDPStrategy(cpu_offload=offload), callbacks=callback, **SETTINGS).fit(
+        DeepRegression(), loader(16, 8)
+    )
+    return found
+
+
+@pytest.mark.parametrize(("offload", "place"), [(False, ACCELERATOR), (True, "cpu")])
+def test_where_shards_live(offload: bool, place: str) -> None:
+    # D-08: parameters and gradients, and what the optimizer makes of them
+    assert run_distributed(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
+
+
+class Overflowing(DeepRegression):
+    """One batch overflows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * 1e-2
+        return loss * 1e30 if batch_idx == 1 else loss
+
+
+def _overflowing(offload: bool) -> tuple[int, float]:
+    fit = quiet(strategy=FSDPStrategy(cpu_offload=offload), precision="16-mixed", accelerator=ACCELERATOR, devices=1)
+    module = Overflowing()
+    scale: list[float] = []
+    fit.callbacks.append(
+        LambdaCallback(on_train_end=lambda trainer, module: scale.append(trainer.precision.scaler.get_scale()))
+    )
+    fit.fit(module, loader(32, 8))
+    return fit.global_step, scale[0]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_overflow_skips_the_step(offload: bool) -> None:
+    # B-06: also where the gradients lie in the host's memory
+    assert run_distributed(_overflowing, 1, offload, process_group=None, timeout=120) == [(3, 32768.0)]
+
+
+def _compiled() -> torch.Tensor:
+    return _trained(FSDPStrategy(compile=True, activation_checkpointing=[Block]), "32-true", DeepRegression())
+
+
+def test_blocks_that_are_compiled() -> None:
+    # D-09
+    expected = _trained("single_device", "32-true", DeepRegression())
+    found = run_distributed(_compiled, 1, process_group=None, timeout=300)[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def _two_devices() -> dict[str, str]:
+    module = DeepRegression()
+    module.net.head.to(ACCELERATOR)
+    with failing() as caught:
+        quiet(strategy="fsdp", accelerator=ACCELERATOR, devices=1).fit(module, loader(16, 8))
+    return caught
+
+
+def test_a_module_on_two_devices_is_refused() -> None:
+    # C-06
+    (caught,) = run_distributed(_two_devices, 1, process_group=None, timeout=120)
+    assert caught["type"] == "ConfigurationError"
+    assert "'net.head.weight' on cuda:0" in caught["text"]
+
+
+def _peak(offload: bool) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    module = DeepRegression(seeded(lambda: Deep(8, 512)))
+    held = sum(parameter.nbytes for parameter in module.parameters())
+    strategy = FSDPStrategy(cpu_offload=offload, wrap=[Block])
+    quiet(strategy=strategy, accelerator=ACCELERATOR, devices=1).fit(module, loader(16, 8))
+    return torch.cuda.max_memory_allocated() * 100 // held
+
+
+def test_offloading_leaves_the_gpu_a_unit_or_two() -> None:
+    # D-08: without it parameters, gradients and two moments lie there
+    assert run_distributed(_peak, 1, False, process_group=None, timeout=120)[0] >= 400
+    assert run_distributed(_peak, 1, True, process_group=None, timeout=120)[0] < 150
