@@ -271,7 +271,7 @@ class Fit(RunReads):
         """
         session = self._running("save_checkpoint")
         self._collective_calls.check(self.strategy.control, "save_checkpoint", every_time=True)
-        session.save(os.fspath(path), weights_only)
+        session.checkpoints.save(os.fspath(path), weights_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
         """Call ``save`` as soon as the run could be resumed exactly; ask on every rank alike.
@@ -279,6 +279,30 @@ class Fit(RunReads):
         That is once all hooks of the event are through, the module's too, and the accumulation window is closed.
         """
         self._running("defer_save").saves.ask(save)
+
+    def write_checkpoint(
+        self,
+        path: str,
+        weights_only: bool = False,
+        background: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
+
+        Args:
+            path: a path or an fsspec URL.
+            weights_only: leave out what a run needs to go on.
+            background: copy the state, and write it while training goes on.
+            then: called on every rank once it is whole.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written.
+        """
+        self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then)
+
+    def save_after_failure(self, path: str) -> None:
+        """Write what a failed run of one process had as of its last step; from ``on_exception`` only."""
+        self._running("save_after_failure").checkpoints.write_after_failure(path)
 
     def _evaluate(
         self,

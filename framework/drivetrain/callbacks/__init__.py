@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
+    from drivetrain.callbacks.checkpoint import Checkpoint as Checkpoint
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.timer import Timer as Timer
 
 _HOME = {
+    "Checkpoint": "checkpoint",
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
@@ -37,6 +39,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Checkpoint",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",

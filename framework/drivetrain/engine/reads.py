@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
+from drivetrain.callbacks import Checkpoint
 from drivetrain.engine.place import expected_placement
 from drivetrain.engine.session import Session
 from drivetrain.environments import Environment, Placement
@@ -220,9 +221,9 @@ class RunReads:
         return self.loggers[0] if self.loggers else None
 
     @property
-    def checkpoint_callback(self) -> Callback | None:
+    def checkpoint_callback(self) -> Checkpoint | None:
         """The first callback that saves checkpoints."""
-        return next((callback for callback in self.callbacks if type(callback).__name__ == "Checkpoint"), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, Checkpoint)), None)
 
     def _running(self, what: str) -> Session:
         if self.session is None:

@@ -10,8 +10,7 @@ import torch
 
 from drivetrain.callback import Callback
 from drivetrain.checkpoint.ties import tied_names
-from drivetrain.checkpoint_format import Checkpoint, Contents, Facts, agreed, save
-from drivetrain.control import LocalControl
+from drivetrain.checkpoint_format import Checkpoint, Contents, Facts, agreed
 from drivetrain.engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain.engine.seeding import seed_rank
 from drivetrain.optimizer_state import named_optimizer_state
@@ -25,7 +24,7 @@ _ANEW = 0x616E6577
 
 
 class RunCheckpoint:
-    """Saves and loads a run.
+    """What a checkpoint holds of a run.
 
     Args:
         session: the run.
@@ -37,19 +36,6 @@ class RunCheckpoint:
         self._strategy = session.strategy
 
     # Saving
-
-    def save(self, path: str, weights_only: bool = False) -> None:
-        """Write a checkpoint. Every rank calls it and its hooks, and writes its share.
-
-        Raises:
-            CheckpointError: on every rank, where it could not be written.
-        """
-        contents = self.contents(weights_only)
-        if self._running:
-            save(path, contents, self._strategy.control, self.shard_of)
-        elif self._strategy.rank == 0:
-            # After the run everything is whole on every rank, and nobody is there to write together with.
-            save(path, contents, LocalControl())
 
     def contents(self, weights_only: bool) -> Contents:
         """Return what this rank has of the checkpoint; calls the hooks that add to it."""

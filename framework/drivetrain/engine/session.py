@@ -12,24 +12,21 @@ from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler
-from drivetrain.checkpoint_format import Checkpoint, agreed, load
 from drivetrain.data import ReadAhead
 from drivetrain.engine.batches import Move, batch_mover
+from drivetrain.engine.checkpoints import RunCheckpoints
 from drivetrain.engine.compiling import CompiledSteps
 from drivetrain.engine.console import heard
 from drivetrain.engine.cursor import Cursor
 from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
 from drivetrain.engine.failing import cause_of, tell_others
-from drivetrain.engine.fitting import check_goes_on
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
-from drivetrain.engine.run_checkpoint import RunCheckpoint
-from drivetrain.engine.seeding import order_seed, seed_rank
+from drivetrain.engine.seeding import seed_rank
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
-from drivetrain.errors import ConfigurationError
 from drivetrain.failure import Failure
 from drivetrain.generators import generator_states, set_generators
 from drivetrain.handshake import facts_about, shake_hands
@@ -80,7 +77,6 @@ class Session:
         self.stage = stage
         self.module = module
         self.given = given
-        self.ckpt_path = ckpt_path
         self.strategy = strategy
         self.place = place
         self.progress = Progress()
@@ -92,7 +88,7 @@ class Session:
         self.seed = 0
         """Of the order of samples, the same on every rank."""
         self.loop: TrainLoop | None = None
-        self._checkpoint: Checkpoint | None = None
+        self.checkpoints = RunCheckpoints(self, ckpt_path)
         self.metrics = MetricStore(module)
         self.stop = StopRequest(strategy.control, None, None, None)
         self.optimizers: list[Optimizer] = []
@@ -150,7 +146,8 @@ class Session:
         self._assemble()
         self._prepare_data()
         self._set_up()
-        self._open_checkpoint()
+        self.seed = self.checkpoints.open()
+        self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
         self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
         runner = self._set_up_module(self.data)
@@ -179,15 +176,14 @@ class Session:
         if self._data().sources.get("validate"):
             self.validate = build_evaluation(self, "validate", runner, move)
         loop = self.loop = build_training(self, runner, move)
-        if self._checkpoint is not None:
-            RunCheckpoint(self).load(self._checkpoint)
+        self.checkpoints.load()
         logger.info(self.strategy.precision.describe())
         self._log_hyper_parameters()
         for hook in hooks.on_fit_start:
             hook()
-        if self.validate is not None and self.trainer.num_sanity_val_steps and self._checkpoint is None:
+        if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
             try_validation(self, runner, move)
-        self.metrics.enter("train", reset=self._checkpoint is None)
+        self.metrics.enter("train", reset=self.checkpoints.opened is None)
         for hook in hooks.on_train_start:
             hook()
         loop.run()
@@ -195,6 +191,8 @@ class Session:
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
         self.draws.end()
+        self.saves.run()
+        self.checkpoints.finish()
 
     def _log_hyper_parameters(self) -> None:
         datamodule = self.given.datamodule
@@ -204,8 +202,7 @@ class Session:
                 one.log_hyperparams(params)
 
     def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
-        if self._checkpoint is not None:
-            RunCheckpoint(self).load_weights(self._checkpoint)
+        self.checkpoints.load_weights()
         self.strategy.setup_optimizers([])
         if self.stage == "predict":
             return build_prediction(self, runner, move)()
@@ -271,47 +268,17 @@ class Session:
         before_step = () if self.module.automatic_optimization else self.hooks.on_before_optimizer_step
         self.handles = [OptimizerHandle(optimizer, self.strategy, before_step) for optimizer in self.optimizers]
 
-    # Checkpoints
-
-    def save(self, path: str, weights_only: bool) -> None:
-        """Write a checkpoint. Collective."""
-        if self._hooks is None and not weights_only:
-            raise ConfigurationError(
-                "save_checkpoint after a run that took place in other processes.",
-                "its optimizers' states ended with them; here are the trained weights.",
-                "save within the run, from a hook, or with weights_only=True.",
-            )
-        checkpoint = RunCheckpoint(self)
-        if self.progress.within_window:
-            # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
-            self.saves.ask(lambda: checkpoint.save(path, weights_only))
-        else:
-            checkpoint.save(path, weights_only)
-
-    def _open_checkpoint(self) -> None:
-        """Open what the run goes on from, if anything; its data is in the order of that run."""
-        seed, control = self.trainer.seed, self.strategy.control
-        self.cursor.world_size = self.strategy.data_world_size
-        if self.ckpt_path is None:
-            self.seed = order_seed(seed, control)
-            return
-        path = self.ckpt_path
-
-        def opened() -> Checkpoint:
-            checkpoint = load(path)
-            if self.stage == "fit":
-                check_goes_on(checkpoint, seed)
-            return checkpoint
-
-        self._checkpoint = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
-        self.seed = self._checkpoint.state()["data"]["seed"] if self.stage == "fit" else order_seed(seed, control)
-
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of how the data is dealt."""
         source = None if self.data is None else self.data.train
         return {**self.cursor.state_dict(source), "seed": self.seed, "given_seed": self.trainer.seed}
 
     # Reads
+
+    @property
+    def was_elsewhere(self) -> bool:
+        """Whether this stands for a run that took place in other processes."""
+        return self._hooks is None
 
     @property
     def hooks(self) -> HookTable:
@@ -381,7 +348,7 @@ class Session:
             calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        calls += [lambda: self._finish(status), self.strategy.teardown]
+        calls += [self.checkpoints.abandon, lambda: self._finish(status), self.strategy.teardown]
         for call in calls:
             try:
                 call()

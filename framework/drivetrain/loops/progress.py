@@ -24,9 +24,19 @@ class Progress:
     """Those of the current epoch: how far its order was gone through."""
     within_window: bool = False
     """Whether micro-batches were trained on whose step is not made yet."""
+    window: tuple[int, int] = (0, 0)
+    """Micro-batches of the epoch, and samples, before the window under way."""
+
+    def back_to_the_window(self) -> None:
+        """Count as before the window whose step is not made: weights and optimizers are as they were then."""
+        if self.within_window:
+            batch_idx, samples = self.window
+            self.micro_batches -= self.batch_idx - batch_idx
+            self.epoch_samples -= self.samples_seen - samples
+            self.batch_idx, self.samples_seen, self.within_window = batch_idx, samples, False
 
     def state_dict(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self).items() if name != "within_window"}
+        return {name: value for name, value in asdict(self).items() if name not in ("within_window", "window")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for field in fields(self):

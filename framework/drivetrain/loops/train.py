@@ -159,6 +159,8 @@ class TrainLoop:
 
         for micro in self._micro_batches(progress.epoch, progress.batch_idx):
             batch, batch_idx = micro.batch, progress.batch_idx
+            if micro.opens:
+                progress.window = batch_idx, progress.samples_seen
             metrics.batch = batch
             metrics.samples = samples = micro.samples
             if samples:

@@ -1,0 +1,286 @@
+"""Checkpoint: saves a run as it goes, and keeps the best and the newest."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from drivetrain.callback import Callback
+from drivetrain.callbacks.checkpoint_names import DEFAULT, check_template, checkpoint_name
+from drivetrain.callbacks.monitored import monitored_value
+from drivetrain.checkpoint.folders import child, is_taken, point_to, remove
+from drivetrain.checkpoint.retention import Kept, Retention
+from drivetrain.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+    from drivetrain.module import TrainModule
+
+_MODES = ("min", "max")
+_LOOK_AT_THE_CLOCK_EVERY = 16  # steps: all ranks go by rank 0's, and asking takes a moment
+
+
+class Checkpoint(Callback):
+    """Saves checkpoints while a run trains, and removes those that are no longer wanted.
+
+    It only asks: what it asks for is written once all hooks of the event are through and no accumulation window is
+    open, so that a run can go on from it exactly. A new checkpoint is whole before an old one goes, and only what this
+    run wrote is ever removed. Beside them a small file called ``latest`` names the one written last.
+
+    Without any of ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval`` it saves once an epoch, or
+    after each validation where there are several in an epoch.
+
+    Args:
+        dirpath: a folder or an fsspec URL; by default ``<default_root_dir>/checkpoints``.
+        filename: a template of counters and logged values, such as ``"{epoch:03d}-{val_loss:.3f}"``.
+        monitor: the logged value that says which are best; None keeps the newest.
+        mode: "min" where less is better, "max" where more is.
+        save_top_k: how many of the best to keep; -1 for all, 0 for none.
+        save_last: keep the newest too, whatever its value; the same as ``keep_last=1``.
+        every_n_train_steps: optimizer steps between two.
+        every_n_epochs: epochs between two.
+        train_time_interval: time between two.
+        save_weights_only: leave out what a run needs to go on.
+        save_on_exception: save where a run fails, as of its last step. On one process only.
+        save_async: copy the state, and write it while training goes on.
+        keep_last: how many of the newest to keep besides the best.
+
+    Raises:
+        ConfigurationError: arguments that contradict each other, or that no checkpoint could follow.
+    """
+
+    priority = -20  # after early stopping; the module has logged by then
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        save_top_k: int = 1,
+        save_last: bool | None = None,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        train_time_interval: timedelta | None = None,
+        save_weights_only: bool = False,
+        save_on_exception: bool = False,
+        save_async: bool = False,
+        keep_last: int | None = None,
+    ) -> None:
+        _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
+        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self.filename = DEFAULT if filename is None else filename
+        check_template(self.filename)
+        self.monitor = monitor
+        self.mode = mode
+        self.save_top_k = save_top_k
+        self.keep_last = max(keep_last or 0, int(bool(save_last)))
+        self.every_n_train_steps = every_n_train_steps
+        self.every_n_epochs = every_n_epochs
+        self.train_time_interval = train_time_interval
+        self.save_weights_only = save_weights_only
+        self.save_on_exception = save_on_exception
+        self.save_async = save_async
+        self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
+        self._at_epoch_end = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
+        self._saved_at = -1  # optimizer steps
+        self._asked_at = 0
+        self._clock = time.monotonic()
+        self._fitting = False
+
+    # What it has written
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint that is kept; "" where there is none."""
+        return _path(self._retention.best)
+
+    @property
+    def best_model_score(self) -> float | None:
+        """Its value."""
+        best = self._retention.best
+        return None if best is None else best.score
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest that is kept; "" where there is none."""
+        return _path(self._retention.newest)
+
+    @property
+    def best_k_models(self) -> dict[str, float | None]:
+        """Every path that is kept, with its value."""
+        return {one.path: one.score for one in self._retention.kept}
+
+    # State
+
+    @property
+    def state_key(self) -> str:
+        """The class and everything that tells two of them apart."""
+        names = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "save_weights_only")
+        return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this run has written, and where."""
+        return {
+            "dirpath": self.dirpath,
+            "best": self.best_model_path,
+            "saved_at": self._saved_at,
+            "asked_at": self._asked_at,
+            **self._retention.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the list of an earlier run, if it wrote to the same folder: else its files are its own."""
+        self._saved_at, self._asked_at = state_dict["saved_at"], state_dict["asked_at"]
+        if state_dict["dirpath"] == self.dirpath:
+            self._retention.load_state_dict(state_dict)
+
+    # When
+
+    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+        """Begin afresh."""
+        if stage != "fit":
+            return
+        if self.dirpath is None:
+            self.dirpath = child(trainer.default_root_dir, "checkpoints")
+        self._begin()
+        self._fitting = True
+
+    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+        """Evaluation outside of fit is none of our business."""
+        self._fitting = False
+
+    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+        """Settle when to save."""
+        once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
+        self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
+        self._clock = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        """Save every so many steps, or after so much time."""
+        step = trainer.global_step
+        if step == self._asked_at:
+            return
+        self._asked_at = step
+        every, interval = self.every_n_train_steps, self.train_time_interval
+        if every is not None and step % every == 0:
+            self._ask(trainer)
+        elif interval is not None and step % _LOOK_AT_THE_CLOCK_EVERY == 0:
+            past = time.monotonic() - self._clock >= interval.total_seconds()
+            if trainer.strategy.control.from_rank_0(past):
+                self._clock = time.monotonic()
+                self._ask(trainer)
+
+    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Save after a validation within an epoch."""
+        if self._fitting and self._by_itself and not self._at_epoch_end and not trainer.sanity_checking:
+            self._ask(trainer)
+
+    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+        """Save every so many epochs."""
+        every = self.every_n_epochs or (1 if self._by_itself and self._at_epoch_end else None)
+        if every is not None and (trainer.current_epoch + 1) % every == 0:
+            self._ask(trainer)
+
+    def on_exception(self, trainer: Fit, module: TrainModule, exception: BaseException) -> None:
+        """Save what there is, where that was asked for."""
+        if self._fitting and self.save_on_exception:
+            trainer.save_after_failure(child(self._folder(), f"exception-step={trainer.global_step}"))
+
+    # How
+
+    def _ask(self, trainer: Fit) -> None:
+        if self.save_top_k == 0 and self.keep_last == 0:
+            return
+        score = None if self.monitor is None else self._score(trainer, self.monitor)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()} if self._logs else {}
+        values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        trainer.defer_save(lambda: self._save(trainer, score, values))
+
+    @property
+    def _logs(self) -> bool:
+        """Whether the name holds logged values, which are brought over from the device for it."""
+        return self.filename != DEFAULT
+
+    def _save(self, trainer: Fit, score: float | None, values: Mapping[str, float]) -> None:
+        if trainer.global_step == self._saved_at and score is None:
+            return  # an epoch's end comes with its last step
+        self._saved_at = trainer.global_step
+        if not self._retention.wants(score):
+            return
+        folder, control = self._folder(), trainer.strategy.control
+        # Rank 0 chooses: a name of this run's own is written over, another's is not.
+        leader = control.rank == 0
+        name = checkpoint_name(self.filename, values)
+        name = control.from_rank_0(self._free_name(folder, name) if leader else None)
+        path = child(folder, name)
+        going = self._retention.add(path, score)
+
+        def whole() -> None:
+            if leader:
+                point_to(folder, name)
+                for one in going:
+                    remove(one)
+
+        trainer.write_checkpoint(path, self.save_weights_only, background=self.save_async, then=whole)
+
+    def _free_name(self, folder: str, name: str) -> str:
+        ours = {one.path for one in self._retention.kept}
+        candidate, number = name, 0
+        while child(folder, candidate) not in ours and is_taken(child(folder, candidate)):
+            number += 1
+            candidate = f"{name}-v{number}"
+        return candidate
+
+    def _folder(self) -> str:
+        assert self.dirpath is not None
+        return self.dirpath
+
+    def _score(self, trainer: Fit, monitor: str) -> float:
+        value = monitored_value(trainer, monitor)
+        if value is None:
+            known = sorted(trainer.callback_metrics)
+            raise ConfigurationError(
+                f"Checkpoint(monitor={monitor!r}): nothing of that name was logged.{nearest(monitor, known)}",
+                f"logged so far: {', '.join(known)}" if known else "nothing was logged so far",
+                f"self.log({monitor!r}, ...) before a checkpoint is due, or monitor another key",
+            )
+        return value
+
+
+def _path(kept: Kept | None) -> str:
+    return "" if kept is None else kept.path
+
+
+def _check(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:
+    if mode not in _MODES:
+        raise ConfigurationError(
+            f"Checkpoint(mode={mode!r}).{nearest(str(mode), _MODES)}",
+            "it says which direction is better",
+            "give 'min' or 'max'",
+        )
+    for name, value, least in (
+        ("save_top_k", top_k, -1),
+        ("keep_last", keep_last, 0),
+        ("every_n_train_steps", steps, 1),
+        ("every_n_epochs", epochs, 1),
+    ):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ConfigurationError(
+                f"Checkpoint({name}={value!r}).", f"it is a number, {least} or more.", f"give at least {least}."
+            )
+    if interval is not None and (not isinstance(interval, timedelta) or interval <= timedelta(0)):
+        raise ConfigurationError(
+            f"Checkpoint(train_time_interval={interval!r}).",
+            "it is the time between two checkpoints.",
+            "give a datetime.timedelta, such as timedelta(minutes=30).",
+        )

@@ -1,0 +1,67 @@
+"""Folders of checkpoints, on a local disk or wherever fsspec reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+
+from drivetrain.checkpoint_format.place import filesystem_of
+
+LATEST = "latest"
+"""A small file beside the checkpoints that names the one written last."""
+
+
+def child(folder: str, name: str) -> str:
+    """Return the path of what lies in a folder."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def children(folder: str) -> list[str]:
+    """Return the names of the folders that lie in one; none where it does not exist."""
+    filesystem, root = filesystem_of(folder)
+    if filesystem is None:
+        try:
+            with os.scandir(root) as entries:
+                # A hidden one is being written, or was left behind.
+                return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+    filesystem.invalidate_cache()
+    try:
+        entries = filesystem.ls(root, detail=True)
+    except FileNotFoundError:
+        return []
+    return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in entries if one["type"] == "directory")
+
+
+def is_taken(path: str) -> bool:
+    """Whether there is anything at a path."""
+    filesystem, root = filesystem_of(path)
+    return os.path.lexists(root) if filesystem is None else bool(filesystem.exists(root))
+
+
+def remove(path: str) -> None:
+    """Remove a checkpoint: its manifest first, so that what is left of it is none."""
+    filesystem, root = filesystem_of(path)
+    if filesystem is None:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(root, "manifest.json"))
+        shutil.rmtree(root, ignore_errors=True)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm(f"{root}/manifest.json")
+    with contextlib.suppress(FileNotFoundError):
+        filesystem.rm(root, recursive=True)
+
+
+def point_to(folder: str, name: str) -> None:
+    """Say in a folder which of its checkpoints was written last."""
+    filesystem, root = filesystem_of(folder)
+    if filesystem is not None:
+        filesystem.pipe_file(f"{root}/{LATEST}", name.encode())
+        return
+    path = os.path.join(root, LATEST)
+    with open(f"{path}.new", "w", encoding="utf-8") as stream:
+        stream.write(name)
+    os.replace(f"{path}.new", path)

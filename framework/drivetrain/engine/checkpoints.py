@@ -1,0 +1,183 @@
+"""The checkpoints of one run: the one it goes on from, and those that it writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from drivetrain.callbacks.checkpoint import Checkpoint as CheckpointCallback
+from drivetrain.checkpoint.finding import newest
+from drivetrain.checkpoint.folders import child
+from drivetrain.checkpoint_format import Checkpoint, agreed, load, save, stage
+from drivetrain.control import LocalControl
+from drivetrain.engine.background import BackgroundSaver
+from drivetrain.engine.fitting import check_goes_on
+from drivetrain.engine.run_checkpoint import RunCheckpoint
+from drivetrain.engine.seeding import order_seed
+from drivetrain.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from drivetrain.engine.session import Session
+
+logger = logging.getLogger("drivetrain")
+
+
+class RunCheckpoints:
+    """Opens, loads and writes checkpoints.
+
+    Args:
+        session: the run.
+        path: what it starts from: a path or URL, "last", "best" or "auto"; None for a fresh start.
+    """
+
+    def __init__(self, session: Session, path: str | None) -> None:
+        self._session = session
+        self._path = path
+        self._background: BackgroundSaver | None = None
+        self.opened: Checkpoint | None = None
+        """What the run goes on from."""
+
+    # Reading
+
+    def open(self) -> int:
+        """Open what the run starts from, and return the seed of the order of its samples. Collective.
+
+        Raises:
+            CheckpointError: there is none, or training cannot go on from it.
+        """
+        session = self._session
+        seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
+        path = self._path
+        if path in ("last", "best", "auto"):
+            # Chosen by rank 0, for all: another rank may see a file system that lags behind.
+            path = control.from_rank_0(self._choose(path) if control.rank == 0 else None)
+            if path is None and self._path != "auto":
+                raise CheckpointError(
+                    f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
+                    f"looked in {', '.join(self._folders())}.",
+                    "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
+                )
+            if control.rank == 0:
+                logger.warning("ckpt_path=%r: %s", self._path, f"going on from {path}" if path else "a fresh start.")
+        if path is None:
+            return order_seed(seed, control)
+
+        def opened() -> Checkpoint:
+            checkpoint = load(path)
+            if fitting:
+                check_goes_on(checkpoint, seed)
+            return checkpoint
+
+        self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
+        assert self.opened is not None
+        return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
+
+    def load(self) -> None:
+        """Go on from what was opened, if anything. Collective."""
+        if self.opened is not None:
+            RunCheckpoint(self._session).load(self.opened)
+
+    def load_weights(self) -> None:
+        """Take the weights of what was opened, if anything. Collective."""
+        if self.opened is not None:
+            RunCheckpoint(self._session).load_weights(self.opened)
+
+    def _choose(self, which: str) -> str | None:
+        best = [one.best_model_path for one in self._callbacks() if one.best_model_path]
+        if which == "best" and best:
+            return best[0]
+        found = newest(self._folders())
+        if found is None:
+            return None
+        if which != "best":
+            return found.path
+        # Another process wrote them: the newest knows which was the best.
+        states = [one["state"] for one in found.state()["callbacks"].values()]
+        kept = [state["best"] for state in states if state.get("best")]
+        return kept[0] if kept else found.path
+
+    def _folders(self) -> list[str]:
+        root = child(self._session.trainer.default_root_dir, "checkpoints")
+        return list(dict.fromkeys([*(one.dirpath for one in self._callbacks() if one.dirpath is not None), root]))
+
+    def _callbacks(self) -> list[CheckpointCallback]:
+        return [one for one in self._session.callbacks if isinstance(one, CheckpointCallback)]
+
+    # Writing
+
+    def save(self, path: str, weights_only: bool) -> None:
+        """Write a checkpoint, within an accumulation window at its end. Collective.
+
+        Raises:
+            ConfigurationError: what a whole one would hold ended with the processes that the run took place in.
+            CheckpointError: on every rank, where it could not be written.
+        """
+        session = self._session
+        if session.was_elsewhere and not weights_only:
+            raise ConfigurationError(
+                "save_checkpoint after a run that took place in other processes.",
+                "its optimizers' states ended with them; here are the trained weights.",
+                "save within the run, from a hook, or with weights_only=True.",
+            )
+        if session.progress.within_window:
+            # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
+            session.saves.ask(lambda: self.write(path, weights_only))
+        else:
+            self.write(path, weights_only)
+
+    def write(
+        self, path: str, weights_only: bool, background: bool = False, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write a checkpoint now. Collective.
+
+        Args:
+            path: a path or an fsspec URL.
+            weights_only: leave out what a run needs to go on.
+            background: copy the state, and write while training goes on.
+            then: called once it is whole.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
+        """
+        session, strategy = self._session, self._session.strategy
+        checkpoint = RunCheckpoint(session)
+        contents = checkpoint.contents(weights_only)
+        if strategy.module is None:
+            # After the run everything is whole on every rank, and nobody is there to write together with.
+            if strategy.rank == 0:
+                save(path, contents, LocalControl())
+                then()
+            return
+        control = strategy.control
+        if not background:
+            save(path, contents, control, checkpoint.shard_of)
+            then()
+            return
+        if self._background is None:
+            self._background = BackgroundSaver(control, session.saves)
+        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
+        self._background.save(path, staged, then)
+
+    def write_after_failure(self, path: str) -> None:
+        """Write what a failed run had as of its last step, if this is a run of one process."""
+        strategy, progress = self._session.strategy, self._session.progress
+        if strategy.world_size > 1 or strategy.module is None:
+            logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
+            return
+        progress.back_to_the_window()
+        self.write(path, weights_only=False)
+
+    def finish(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        if self._background is not None:
+            self._background.finish()
+
+    def abandon(self) -> None:
+        """Wait for what is being written; the run failed already."""
+        if self._background is not None:
+            self._background.abandon()
