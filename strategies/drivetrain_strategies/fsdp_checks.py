@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
@@ -85,6 +86,12 @@ def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> No
                 "sharded gradients travel dense, all rows of a unit together.",
                 "use sparse=False, or strategy='ddp'.",
             )
+    if tensor_parallel > 1 and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ConfigurationError(
+            f"tensor_parallel={tensor_parallel}, and no layer of {type(module).__name__} is split.",
+            f"{tensor_parallel} ranks would compute the same. After each run layers are whole again.",
+            "split them in configure_model, in every run: parallelize_module(layer, self.device_mesh['tensor'], ...).",
+        )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
