@@ -119,7 +119,7 @@ class RunCheckpoint:
         """
         session, strategy = self._session, self._strategy
 
-        def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
+        def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
             check_optimizers_fit(checkpoint, len(session.optimizers), len(session.schedulers))
             weights = self._read_weights(checkpoint)
             states = [
@@ -127,10 +127,10 @@ class RunCheckpoint:
                 for index in range(len(session.optimizers))
             ]
             state = checkpoint.state()
-            return weights, states, state, self._read_rank_state(checkpoint, state["data"])
+            return weights, states, state, self._read_rank_states(checkpoint, state["data"])
 
         # All that is needed is read and checked, on every rank, before anything changes.
-        weights, states, state, own = self._agreed(checkpoint, read)
+        weights, states, state, ranks = self._agreed(checkpoint, read)
         strategy.load_model_state(weights)
         for index, optimizer_state in enumerate(states):
             strategy.load_optimizer_state(optimizer_state, index)
@@ -138,10 +138,10 @@ class RunCheckpoint:
             config.scheduler.load_state_dict(scheduler_state)
         strategy.precision.load_state_dict(state["precision"])
         session.progress.load_state_dict(checkpoint.progress)
-        self._go_on(state, own)
+        self._go_on(state, ranks)
         self._load_into_hooks(state)
 
-    def _go_on(self, state: dict[str, Any], own: dict[str, Any] | None) -> None:
+    def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
         session, progress, data = self._session, self._session.progress, state["data"]
         assert session.data is not None
@@ -150,15 +150,15 @@ class RunCheckpoint:
         alike = session.cursor.load_state_dict(data, source, progress)
         if state["loop"] and session.loop is not None:
             session.loop.load_state_dict(state["loop"] if alike else {**state["loop"], "validation": None})
-        if alike and own is not None:
+        if alike:
+            (own,) = ranks
             session.draws.resume(own["draws"])
             if progress.batch_idx:
                 source.load_state_dict(own["source"])
         else:
             seed = derive_seed(_ANEW, data["seed"], progress.epoch, progress.epoch_samples)
             seed_rank(seed, self._strategy.data_rank)
-        if own is not None:
-            session.metrics.load_state_dict(own["metrics"], self._strategy.device)
+        session.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
 
     def _load_into_hooks(self, state: dict[str, Any]) -> None:
         session = self._session
@@ -176,15 +176,15 @@ class RunCheckpoint:
         check_weights_fit(checkpoint, strategy.model_state(), type(self._module).__name__)
         return checkpoint.weights().staged(strategy.model_regions())
 
-    def _read_rank_state(self, checkpoint: Checkpoint, data: dict[str, Any]) -> dict[str, Any] | None:
-        """What the rank that read this rank's part of the data said of itself."""
-        strategy, saved = self._strategy, checkpoint.manifest.world_size
-        if (saved, data["world_size"]) == (strategy.world_size, strategy.data_world_size):
-            rank = strategy.rank
-        else:
-            rank = strategy.data_rank * (saved // data["world_size"])  # so many ranks read the same part then
-        own: dict[str, Any] | None = checkpoint.rank_state(rank)
-        return own
+    def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the ranks said of themselves whose places this rank takes: one where as many read the data as then."""
+        strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
+        if (saved, parts) == (strategy.world_size, strategy.data_world_size):
+            return [checkpoint.rank_state(strategy.rank)]
+        alike = saved // parts  # so many ranks read the same part then
+        return [
+            checkpoint.rank_state(part * alike) for part in range(strategy.data_rank, parts, strategy.data_world_size)
+        ]
 
     def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
         return agreed(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
+from drivetrain.errors import ConfigurationError
 from drivetrain.transfer import move_to
 
 _OPENED_WITH = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
@@ -167,6 +168,12 @@ class Entry:
         entry.resumed = True
         return entry
 
+    def merge(self, other: Self) -> None:
+        """Add what another rank had gathered."""
+        if other.total is not None:
+            self.total = self._combine(self.total, other.total)
+        self.weight += other.weight
+
     def goes_on_with(self, options: tuple[Any, ...], operation: str | None) -> bool:
         """Whether this came from a checkpoint, and is now logged the same way; it then takes the very options.
 
@@ -176,3 +183,20 @@ class Entry:
             return False
         self.options, self.resumed = options, False
         return True
+
+
+def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> NoReturn:
+    """Refuse to log a key in another way than before.
+
+    Raises:
+        ConfigurationError: always; names what changed.
+    """
+    labels = ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist")
+    changed = [
+        f"{label} from {old!r} to {new!r}" for label, old, new in zip(labels, before, after, strict=True) if old != new
+    ]
+    raise ConfigurationError(
+        f"log({name!r}) was called with other options than before: {', '.join(changed)}.",
+        "a key has one meaning within a stage.",
+        "use the same options, or another key.",
+    )

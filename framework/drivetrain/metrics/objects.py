@@ -30,6 +30,18 @@ def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
     metric.__dict__.update(state)
 
 
+def merge_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
+    """Add what another rank's object of this kind had seen, in the way in which ``compute`` brings ranks together."""
+    for name, reduction in metric._reductions.items():
+        mine, theirs = getattr(metric, name), state[name]
+        if isinstance(mine, list):
+            setattr(metric, name, [*mine, *theirs])
+        elif reduction is not None:
+            setattr(metric, name, reduction(torch.stack([mine, theirs])))
+    metric._update_count += state["_update_count"]
+    metric._computed = None
+
+
 def computed(name: str, metric: Any, together: bool, group: Any) -> torch.Tensor:
     """Return the number that a metric logged as ``name`` computes.
 

@@ -11,8 +11,8 @@ from torch import nn
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.metrics.agreement import agreed_value
-from drivetrain.metrics.entry import Entry
-from drivetrain.metrics.objects import computed, is_metric, metric_state, set_metric_state
+from drivetrain.metrics.entry import Entry, refuse_other_options
+from drivetrain.metrics.objects import computed, is_metric, merge_metric_state, metric_state, set_metric_state
 from drivetrain.metrics.packing import Part, combined, gather_packed, to_host
 from drivetrain.transfer import first_dimension, move_to
 
@@ -133,21 +133,7 @@ class MetricStore:
             old.metric = value if is_metric(value) else None
             return old
         if old is not None:
-            changed = [
-                f"{label} from {before!r} to {after!r}"
-                for label, before, after in zip(
-                    ("on_step", "on_epoch", "prog_bar", "logger", "reduce_fx", "sync_dist"),
-                    old.options,
-                    options,
-                    strict=True,
-                )
-                if before != after
-            ]
-            raise ConfigurationError(
-                f"log({name!r}) was called with other options than before: {', '.join(changed)}.",
-                "a key has one meaning within a stage.",
-                "use the same options, or another key.",
-            )
+            refuse_other_options(name, old.options, options)
         operation = _operation(reduce_fx)
         if operation is None:
             raise ConfigurationError(
@@ -357,17 +343,28 @@ class MetricStore:
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Take back what `state_dict` returned, before the first stage is entered."""
-        for stage, entries in state["stages"].items():
-            for name, saved in entries.items():
-                entry = self._stages.setdefault(stage, {})[name] = Entry.of_state(name, saved, device)
-                if entry.attribute is not None:
-                    entry.metric = self._module.get_submodule(entry.attribute)
-        for name, saved in state["objects"].items():
-            set_metric_state(self._module.get_submodule(name), move_to(saved, device))
-        self._values = dict(state["values"])
-        self._had_data = dict(state["had_data"])
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+        """Take back what `state_dict` returned, on this rank or on several that it stands in for from here on.
+
+        Called before the first stage is entered.
+        """
+        for number, state in enumerate(states):
+            for stage, entries in state["stages"].items():
+                known = self._stages.setdefault(stage, {})
+                for name, saved in entries.items():
+                    entry = Entry.of_state(name, saved, device)
+                    if entry.attribute is not None:
+                        entry.metric = self._module.get_submodule(entry.attribute)
+                    if name in known:
+                        known[name].merge(entry)
+                    else:
+                        known[name] = entry
+            for name, saved in state["objects"].items():
+                take = merge_metric_state if number else set_metric_state
+                take(self._module.get_submodule(name), move_to(saved, device))
+            self._values |= state["values"]
+            for stage, had in state["had_data"].items():
+                self._had_data[stage] = self._had_data.get(stage, False) or had
 
     def restore(self, values: dict[str, float]) -> None:
         """Take values from another process or a checkpoint as if they had been logged here."""

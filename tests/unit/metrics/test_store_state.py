@@ -62,7 +62,7 @@ def test_an_epoch_goes_on(stop: int) -> None:
 
     second = Module()
     resumed = MetricStore(second)
-    resumed.load_state_dict(state, CPU)
+    resumed.load_state_dict([state], CPU)
     resumed.enter("train", reset=False)
     for number in range(stop, 5):
         step(resumed, second, number)
@@ -80,7 +80,7 @@ def test_a_reduction_given_as_a_function_is_the_same_reduction() -> None:
     store.batch = (torch.zeros(1),)
     log(store, "largest", 2.0, torch.max)
     resumed = MetricStore(module)
-    resumed.load_state_dict(store.state_dict(), CPU)
+    resumed.load_state_dict([store.state_dict()], CPU)
     resumed.enter("train", reset=False)
     resumed.batch = (torch.zeros(1),)
     log(resumed, "largest", 1.0, torch.max)
@@ -94,8 +94,30 @@ def test_another_meaning_of_a_key_is_refused_after_a_resume_too() -> None:
     store.batch = (torch.zeros(1),)
     log(store, "loss", 2.0)
     resumed = MetricStore(module)
-    resumed.load_state_dict(store.state_dict(), CPU)
+    resumed.load_state_dict([store.state_dict()], CPU)
     resumed.enter("train", reset=False)
     resumed.batch = (torch.zeros(1),)
     with pytest.raises(ConfigurationError, match="reduce_fx from 'mean' to 'sum'"):
         log(resumed, "loss", 1.0, "sum")
+
+
+def test_a_rank_takes_the_places_of_several() -> None:
+    # F-02: fewer ranks after a resume than before it
+    whole = Module()
+    undisturbed = entered(whole)
+    for number in range(5):
+        step(undisturbed, whole, number)
+    states = []
+    for numbers in (range(2), range(2, 4)):
+        module = Module()
+        store = entered(module)
+        for number in numbers:
+            step(store, module, number)
+        states.append(store.state_dict())
+    second = Module()
+    resumed = MetricStore(second)
+    resumed.load_state_dict(states, CPU)
+    resumed.enter("train", reset=False)
+    step(resumed, second, 4)
+    assert resumed.reduce_epoch(together=False) == undisturbed.reduce_epoch(together=False)
+    assert torch.equal(second.seen.compute(), torch.arange(5.0))
