@@ -130,11 +130,17 @@ TENSOR = {"tensor_parallel": 2}
 
 @pytest.mark.parametrize(
     ("options", "stream"),
-    [(HYBRID, False), (TENSOR, False), (TENSOR, True), ({**TENSOR, "sharding": "hybrid", "replicate_size": 2}, False)],
-    ids=["hybrid", "tensor parallel", "tensor parallel on streams", "hybrid and tensor parallel"],
+    [
+        (HYBRID, False),
+        ({"reshard_after_forward": 2}, False),
+        (TENSOR, False),
+        (TENSOR, True),
+        ({**TENSOR, "sharding": "hybrid", "replicate_size": 2}, False),
+    ],
+    ids=["hybrid", "halves in between", "tensor parallel", "tensor parallel on streams", "hybrid and tensor parallel"],
 )
 def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, reference: Any) -> None:
-    # D-04, B-05, B-12, B-14
+    # D-04, D-08, B-05, B-12, B-14
     runs = run_distributed(_run, 4, options, "32-true", stream)
     for run in runs:
         torch.testing.assert_close(run["weights"], weights(reference), **TIGHT)
