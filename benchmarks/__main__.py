@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import memory, step, strategies
 
+ROUNDS = 7
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES: dict[str, tuple[Callable[[int], list[str]], Path]] = {
     "step": (step.table, DOCS / "benchmarks.md"),
@@ -46,7 +47,7 @@ def write(name: str, text: str, page: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default: all")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds of each loop")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds of each loop")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/")
     options = parser.parse_args()
     unknown = set(options.tables) - TABLES.keys()
