@@ -92,5 +92,5 @@ def materialize(
         cut(tensor)
 
     replay(recording, list({id(tensor): tensor for _, tensor in built}.values()), hand_over)
-    if not torch.equal(state, recording.generator):
-        torch.set_rng_state(before)  # only rank 0 has drawn from its own
+    if not torch.equal(state, recording.generator) or not torch.equal(before, recording.generator):
+        torch.set_rng_state(before)  # only rank 0 has drawn from its own; and others may have been seeded since

@@ -47,7 +47,7 @@ class DeepSpeedPrecision(Precision):
         self.name = name
         self.half = _HALVES.get(name)
         """The dtype of the parameters that compute, where that is not the masters'."""
-        self.scaler: Any = None
+        self.loss_scaler: Any = None
         """DeepSpeed's loss scaler, while there is one."""
         self._device_type = device.type
         if self.half is not None:
@@ -59,17 +59,17 @@ class DeepSpeedPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, by the names that torch's `GradScaler` uses."""
-        if self.name != "16-mixed" or self.scaler is None:
+        if self.name != "16-mixed" or self.loss_scaler is None:
             return {}
         return {
-            "scale": float(self.scaler.cur_scale),
-            "_growth_tracker": self.scaler.cur_iter - self.scaler.last_overflow_iter - 1,
+            "scale": float(self.loss_scaler.cur_scale),
+            "_growth_tracker": self.loss_scaler.cur_iter - self.loss_scaler.last_overflow_iter - 1,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self.name == "16-mixed" and self.scaler is not None and state_dict:
-            self.scaler.cur_scale = float(state_dict["scale"])
-            self.scaler.last_overflow_iter = self.scaler.cur_iter - 1 - int(state_dict["_growth_tracker"])
+        if self.name == "16-mixed" and self.loss_scaler is not None and state_dict:
+            self.loss_scaler.cur_scale = float(state_dict["scale"])
+            self.loss_scaler.last_overflow_iter = self.loss_scaler.cur_iter - 1 - int(state_dict["_growth_tracker"])
 
 
 def check_fp16() -> None:

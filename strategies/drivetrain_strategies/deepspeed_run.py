@@ -149,7 +149,7 @@ class DeepSpeedRun:
         if not optimizers and engine.optimizer_name() is None:
             return
         self._zero = Zero(engine)
-        self._setting.precision.scaler = getattr(engine.optimizer, "loss_scaler", None)
+        self._setting.precision.loss_scaler = getattr(engine.optimizer, "loss_scaler", None)
         optimizer = self._zero.base_optimizer
         # Its own would take from offloaded state the gradients that DeepSpeed keeps there.
         optimizer.__dict__["zero_grad"] = self._forget_if_any
@@ -264,7 +264,7 @@ class DeepSpeedRun:
             forget_root(self._root)
         self._traces.undo()
         self._engine = self._root = self._zero = self._state = None
-        self._setting.precision.scaler = None
+        self._setting.precision.loss_scaler = None
 
     def end(self) -> None:
         """Let go of everything, also after a failure. Talks to nobody."""

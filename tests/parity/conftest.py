@@ -30,5 +30,7 @@ def references() -> Callable[..., Trace]:
     from parity_cases import BY_NAME as CASES
 
     return cache(
-        lambda name, world, precision, by_rank, in_two=False: reference(CASES[name], world, precision, by_rank, in_two)
+        lambda name, world, precision, by_rank, in_two=False, zero=0: reference(
+            CASES[name], world, precision, by_rank, in_two, zero
+        )
     )

@@ -146,7 +146,9 @@ def look(candidate: Candidate, ranks: int, rank: int) -> Findings:
         Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(splits), loader)
         findings.train_accuracy = accuracy.values
         _draw(findings, common, rank, splits)
-        if candidate.tensor > 1 or strategy_by_name(candidate.name).shards_parameters:
+        if candidate.zero:
+            _count_exchanges(findings, common)
+        elif candidate.tensor > 1 or strategy_by_name(candidate.name).shards_parameters:
             _count_reduce_scatters(findings, common, candidate)
         elif hasattr(strategy_by_name(candidate.name), "comm_hook"):
             _count_reductions(findings, common)
@@ -200,6 +202,33 @@ def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate
         dist.reduce_scatter_single = reduce_scatter
     units = findings.reductions[3]  # of the first window
     findings.reductions = [reduced // units if reduced % units == 0 else -1 for reduced in findings.reductions]
+
+
+def _count_exchanges(findings: Findings, common: dict[str, Any]) -> None:
+    """After each micro-batch, how often ZeRO exchanged gradients so far."""
+    count = [0]
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensors = [one for one in (*arguments, *options.values()) if isinstance(one, Tensor)]
+            count[0] += any(one.numel() > 8 for one in tensors)  # norms and flags are single numbers
+            return function(*arguments, **options)
+
+        return call
+
+    names = ("all_reduce", "reduce", "reduce_scatter_single")
+    functions = {name: getattr(dist, name) for name in names}
+    for name, function in functions.items():
+        setattr(dist, name, counted(function))
+    try:
+        loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
+        note = LambdaCallback(on_train_batch_end=lambda *_: findings.reductions.append(count[0]))
+        Fit(**common, max_epochs=1, accumulate_grad_batches=4, callbacks=note).fit(scored(), loader)
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+    once = next(reduced for reduced in findings.reductions if reduced)
+    findings.reductions = [reduced // once if reduced % once == 0 else -1 for reduced in findings.reductions]
 
 
 def _draw(findings: Findings, common: dict[str, Any], rank: int, splits: bool) -> None:

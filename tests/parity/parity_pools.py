@@ -9,15 +9,12 @@ import torch.distributed as dist
 from parity_cases import BY_NAME, CASES, OVERFLOW, SEVERAL, Case
 from parity_engine import Record, train_all
 from parity_evaluation import Findings, look
-from parity_strategies import Candidate
+from parity_strategies import Candidate, Job
 
 from drivetrain.testing import run_distributed
 
 PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true")
 PRECISION_CASES = ("plain", "clipped by norm", "accumulated", "token-weighted", "tied weights", "uneven data, joiners")
-
-Job = tuple[str, str]
-"""A case's name, and a precision."""
 
 
 def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
@@ -27,9 +24,13 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
         return [(case.name, "32-true") for case in cases if case.four_ranks and case.name not in candidate.refuses]
     jobs = [(case.name, "32-true") for case in cases]
     if not candidate.only:
-        jobs += [(name, precision) for precision in PRECISIONS for name in PRECISION_CASES]
-        jobs += [(OVERFLOW.name, "16-mixed"), (SEVERAL.name, "bf16-mixed")]
-        if ranks // candidate.tensor < 4:
+        refused = candidate.refuses_precisions
+        jobs += [("plain", precision) for precision in refused]
+        jobs += [(name, precision) for precision in PRECISIONS if precision not in refused for name in PRECISION_CASES]
+        jobs.append((SEVERAL.name, "bf16-mixed"))
+        if "16-mixed" not in refused:
+            jobs.append((OVERFLOW.name, "16-mixed"))
+        if ranks // candidate.tensor < 4 and "16-mixed" not in refused:
             # Of two samples a rank the first step overflows, in one optimizer's gradients: there torch's scaler, and
             # with it the reference, steps the other one, where a step of ours is made or skipped as a whole.
             jobs.append((SEVERAL.name, "16-mixed"))
@@ -47,7 +48,7 @@ class Results:
 def run(candidate: Candidate, ranks: int) -> Results:
     """Run every job of ``candidate``, in this process where it takes one."""
     # What is refused comes first: it must not show in what the same processes do afterwards (G-07).
-    jobs = sorted(jobs_of(candidate, ranks), key=lambda job: job[0] not in candidate.refuses)
+    jobs = sorted(jobs_of(candidate, ranks), key=lambda job: candidate.refusal(job) is None)
     looks = not candidate.only
     if ranks == 1:
         by_rank = [_work(candidate, 1, jobs, looks)]

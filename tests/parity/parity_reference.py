@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from parity_cases import SEED, Case
 from parity_nets import Batch, Gan, Net, numbers
 from parity_split import compute_in_two
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from drivetrain.data import order
@@ -52,7 +54,12 @@ class Trace:
 
 
 def reference(
-    case: Case, world: int, precision: str = "32-true", by_rank: bool | None = None, in_two: bool = False
+    case: Case,
+    world: int,
+    precision: str = "32-true",
+    by_rank: bool | None = None,
+    in_two: bool = False,
+    zero: int = 0,
 ) -> Trace:
     """Train ``case`` by hand as ``world`` ranks would.
 
@@ -63,6 +70,9 @@ def reference(
         by_rank: compute each rank's micro-batches by themselves and average their gradients; else every window is one
             big batch. None leaves it to the case.
         in_two: compute the layers that tensor parallelism splits in two parts, each of which is rounded by itself.
+        zero: as under that stage of ZeRO: a parameter that gets no gradient gets one of zeros; with autocast, what
+            computes is in half precision, with float32 masters; at stage 3 a bias is added to a product that is rounded
+            already.
     """
     by_rank = bool(case.by_rank) if by_rank is None else by_rank
     torch.manual_seed(SEED)
@@ -75,7 +85,7 @@ def reference(
     optimizers = case.optimize(net)
     schedulers = case.schedule(optimizers)
     trace = Trace()
-    loop = Loop(case, net, optimizers, precision, trace)
+    loop = Loop(case, net, optimizers, precision, trace, zero)
     planned = 0
     for epoch in range(case.epochs):
         for window in windows(case, world, epoch):
@@ -109,13 +119,21 @@ def reference(
 class Loop:
     """Steps on windows."""
 
-    def __init__(self, case: Case, net: Net, optimizers: list[Optimizer], precision: str, trace: Trace) -> None:
+    def __init__(
+        self, case: Case, net: Net, optimizers: list[Optimizer], precision: str, trace: Trace, zero: int = 0
+    ) -> None:
         self.case = case
         self.net = net
         self.optimizers = optimizers
         self.autocast = AUTOCAST.get(precision)
         self.scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None
         self.trace = trace
+        self.zero = zero
+        self.halves = copy.deepcopy(net) if zero and self.autocast is not None else None
+        if self.halves is not None and zero == 3:
+            for layer in self.halves.modules():
+                if isinstance(layer, nn.Linear):
+                    layer.forward = partial(_bias_at_last, layer)  # type: ignore[method-assign]
 
     def window(self, window: Window) -> bool:
         """Step on a window; whether a step was made."""
@@ -165,10 +183,11 @@ class Loop:
                 if weight == 0:
                     continue
                 with self.context():
-                    loss = self.net.loss(batch)
+                    loss = self.computing().loss(batch)
                 mean = mean + loss.detach().double() * (weight / total)
                 loss = loss * (ranks * weight / total)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                self.collect()
             for position, parameter in enumerate(parameters):
                 if parameter.grad is not None:
                     share = parameter.grad / ranks
@@ -179,8 +198,25 @@ class Loop:
         for buffer, value in zip(buffers, of_rank_0, strict=True):
             buffer.copy_(value)
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = torch.zeros_like(parameter) if gradient is None and self.zero else gradient
         return mean
+
+    def computing(self) -> Net:
+        """The network that runs: the one that is trained, or its parameters in half precision."""
+        if self.halves is None:
+            return self.net
+        for half, master in zip(self.halves.parameters(), self.net.parameters(), strict=True):
+            half.data = master.data.to(self.autocast)
+        return self.halves
+
+    def collect(self) -> None:
+        """Add the gradients of what ran to those of the masters: what was rounded once is not rounded again."""
+        if self.halves is None:
+            return
+        for half, master in zip(self.halves.parameters(), self.net.parameters(), strict=True):
+            if half.grad is not None:
+                gradient, half.grad = half.grad.float(), None
+                master.grad = gradient if master.grad is None else master.grad + gradient
 
     def closure(self, window: Window, loss: Tensor) -> Any:
         evaluated = [loss.float()]
@@ -223,6 +259,13 @@ class Loop:
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+
+
+def _bias_at_last(layer: nn.Linear, x: Tensor) -> Tensor:
+    """DeepSpeed's linear layer at stage 3, which keeps no gathered weight for backward."""
+    if layer.bias is None or x.dim() == 2:
+        return nn.functional.linear(x, layer.weight, layer.bias)
+    return nn.functional.linear(x, layer.weight) + layer.bias
 
 
 def windows(case: Case, world: int, epoch: int) -> Iterator[Window]:

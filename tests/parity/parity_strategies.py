@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from drivetrain import Strategy
-from drivetrain_strategies import FSDPStrategy
+from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
+
+Job = tuple[str, str]
+"""A case's name, and a precision."""
 
 
 @dataclass(frozen=True)
@@ -17,25 +21,59 @@ class Candidate:
         ranks: on how many ranks it runs every case.
         also_on: on how many more it runs the cases where that matters.
         refuses: cases that it cannot train, with a part of the message that says so before or on the first step.
+        refuses_precisions: the same for precisions.
         only: the cases it is for; empty for all.
         shards: a rank holds parts of gradients, so that norms are summed up part by part.
         tensor: over how many ranks the networks' layers are split, by hand; these ranks read the same data.
+        make: builds it with settings that its name has not.
+        zero: a parameter without a gradient counts as one whose gradient is zero; mixed precision keeps parameters in
+            half precision; at stages 2 and 3 gradients are exchanged after every micro-batch.
     """
 
     name: str
     ranks: int
     also_on: tuple[int, ...] = ()
     refuses: dict[str, str] = field(default_factory=dict)
+    refuses_precisions: dict[str, str] = field(default_factory=dict)
     only: tuple[str, ...] = ()
     shards: bool = False
     tensor: int = 1
+    make: Callable[[], Strategy] | None = None
+    zero: int = 0
 
     def strategy(self) -> str | Strategy:
         """What `Fit` is given."""
+        if self.make is not None:
+            return self.make()
         return self.name if self.tensor == 1 else FSDPStrategy(tensor_parallel=self.tensor)
+
+    def refusal(self, job: Job) -> str | None:
+        """A part of the message with which it refuses a job, or None."""
+        case, precision = job
+        return self.refuses_precisions.get(precision) or self.refuses.get(case)
 
 
 NO_SPARSE = {"sparse embedding": "an EmbeddingBag with sparse=True"}
+
+BY_ZERO = {
+    **NO_SPARSE,
+    "clipped by value": "gradient_clip_algorithm='value' under DeepSpeed",
+    "several optimizers": "2 optimizers (Muon, AdamW) under DeepSpeed",
+    "two optimizers, clipped": "2 optimizers (AdamW, SGD) under DeepSpeed",
+    "LBFGS": "LBFGS under DeepSpeed",
+    "GAN": "2 optimizers (AdamW, AdamW) that take turns (manual optimization) under DeepSpeed",
+}
+PRECISIONS_BY_ZERO = {
+    "64-true": "its optimizers keep float32 masters",
+    "16-mixed": "for which this device has no kernels",
+    "bf16-true": "without float32 masters",
+}
+
+
+def everything_spread() -> Strategy:
+    """Stage 3 leaves small parameters whole: here none is small (E-13)."""
+    return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)
+
 
 STRATEGIES = [
     Candidate("single_device", ranks=1),
@@ -62,4 +100,24 @@ STRATEGIES = [
     Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE, shards=True),
     Candidate("hsdp", ranks=4, refuses=NO_SPARSE, shards=True),
     Candidate("fsdp x tp", ranks=4, refuses=NO_SPARSE, shards=True, tensor=2),
+    Candidate("deepspeed_stage_1", ranks=2, refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, zero=1),
+    Candidate(
+        "deepspeed_stage_2", ranks=2, also_on=(4,), refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, zero=2
+    ),
+    Candidate(
+        "deepspeed_stage_3",
+        ranks=2,
+        also_on=(4,),
+        refuses=BY_ZERO,
+        refuses_precisions=PRECISIONS_BY_ZERO,
+        make=everything_spread,
+        zero=3,
+    ),
+    Candidate(
+        "deepspeed_stage_2_offload",
+        ranks=2,
+        only=("plain", "clipped by norm", "accumulated", "token-weighted", "window of no weight", "orphan parameter"),
+        zero=2,
+    ),
+    Candidate("deepspeed_stage_3_offload", ranks=2, only=("plain", "clipped by norm", "accumulated"), zero=3),
 ]
