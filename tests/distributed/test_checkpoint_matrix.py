@@ -1,0 +1,152 @@
+"""One checkpoint: written under any strategy and world size, a run goes on from it under any other: F-01."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_nets import Tied
+from safetensors.torch import load_model
+from small_runs import Regression, global_batches, loader, quiet, seeded, weights
+from torch import nn
+
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.checkpoint import load, verify
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; in the middle it stops
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "single": (1, SingleDeviceStrategy),
+    "ddp 2": (2, DDPStrategy),
+    "fsdp 2": (2, FSDPStrategy),
+    "fsdp 4": (4, FSDPStrategy),
+    "hsdp 2x2": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2)),
+    "zero 1": (2, lambda: DeepSpeedStrategy(stage=1)),
+    "zero 2": (2, lambda: DeepSpeedStrategy(stage=2)),
+    "zero 3": (2, lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)),
+}
+
+
+def _net() -> Tied:
+    net = Tied()
+    net.temperature = nn.Parameter(torch.ones(1))  # DeepSpeed takes no parameter without a dimension
+    return net
+
+
+class Model(Regression):
+    """Ties, a frozen layer, a buffer, two parameter groups; Adam, and a scheduler that is in the middle of its way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeded(_net)
+        self.net.stem.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        trained = [one for one in self.parameters() if one.requires_grad]
+        flat = [one for one in trained if one.dim() < 2]
+        groups = [{"params": flat, "weight_decay": 0.0}, {"params": [one for one in trained if one.dim() >= 2]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-5, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def _saving(path: Path) -> Any:
+    def save(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == STOP:
+            trainer.save_checkpoint(path)
+
+    return LambdaCallback(on_train_batch_end=save)
+
+
+def _write(names: list[str], ranks: int, folder: Path) -> list[Any]:
+    return [_fit(name, ranks, callbacks=_saving(folder / name)) for name in names]
+
+
+def _read(names: list[str], ranks: int, folder: Path) -> dict[tuple[str, str], Any]:
+    return {(writer, reader): _fit(reader, ranks, folder / writer) for reader in names for writer in STRATEGIES}
+
+
+def _fit(name: str, ranks: int, start: Path | None = None, **options: Any) -> Any:
+    module = Model()
+    strategy = STRATEGIES[name][1]()
+    trainer = quiet(strategy=strategy, devices=1 if ranks == 1 else "auto", **options)
+    trainer.fit(module, loader(SAMPLES, GLOBAL // ranks), ckpt_path=start)
+    assert module.net.blocks[2].up.weight is module.net.blocks[0].up.weight  # B-07
+    return weights(module), float(module.steps), trainer.global_step, trainer.samples_seen
+
+
+def _names(ranks: int) -> list[str]:
+    return [name for name, (count, _) in STRATEGIES.items() if count == ranks]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    module = Model()
+    (optimizer,), (scheduler,) = module.configure_optimizers()
+    for batch in global_batches(SAMPLES, GLOBAL):
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+        scheduler["scheduler"].step()
+    return module
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
+    """A checkpoint of each strategy; the runs that wrote them went on undisturbed."""
+    folder = tmp_path_factory.mktemp("matrix")
+    runs = _write(_names(1), 1, folder)
+    runs += run_distributed(_write, 2, _names(2), 2, folder, timeout=150)[0]
+    runs += run_distributed(_write, 4, _names(4), 4, folder, timeout=150)[0]
+    assert len(runs) == len(STRATEGIES)
+    for found, *_ in runs:
+        torch.testing.assert_close(found, weights(reference), **TIGHT)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_run_goes_on_under_any_strategy_as_the_reference_does(ranks: int, written: Path, reference: Any) -> None:
+    # F-01: weights and optimizer state; B-07, B-08
+    if ranks == 1:
+        runs = [_read(_names(1), 1, written)]
+    else:
+        runs = run_distributed(_read, ranks, _names(ranks), ranks, written, timeout=300)
+    for run in runs:
+        assert len(run) == len(STRATEGIES) * len(_names(ranks))
+        for cell, (found, steps, global_step, seen) in run.items():
+            torch.testing.assert_close(
+                found, weights(reference), **TIGHT, msg=lambda text, cell=cell: f"{cell}: {text}"
+            )
+            assert (steps, global_step, seen) == (7, 7, SAMPLES), cell
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_weights_open_without_us(name: str, written: Path) -> None:
+    # F-10, F-04, F-06
+    path = written / name
+    assert verify(path) == []
+    assert {one.suffix for one in path.iterdir()} <= {".json", ".safetensors"}
+    module, expected = nn.Module(), Model()
+    module.net = _net()
+    module.register_buffer("steps", torch.zeros(()))
+    load_model(module, path / "model.safetensors")
+    checkpoint = load(path)
+    assert set(checkpoint.weights()) == set(expected.state_dict())
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, checkpoint.weights()[key])
+    state = checkpoint.optimizer_state()
+    frozen = {"net.stem.weight", "net.stem.bias"}
+    assert set(state["state"]) == {key for key, _ in expected.named_parameters()} - frozen
+    for key, values in state["state"].items():
+        assert values["exp_avg"].shape == expected.get_parameter(key).shape
+        assert float(values["step"]) == STOP
