@@ -202,8 +202,8 @@ class Session:
                 one.log_hyperparams(params)
 
     def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
-        self.checkpoints.load_weights()
         self.strategy.setup_optimizers([])
+        self.checkpoints.load_weights()
         if self.stage == "predict":
             return build_prediction(self, runner, move)()
         return build_evaluation(self, self.stage, runner, move)()
