@@ -62,12 +62,19 @@ def _timed(loop: Loop, steps: int, meet: Callable[[], None] | None) -> tuple[flo
     return time.perf_counter() - wall, time.process_time() - busy, checksum
 
 
-def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Round by round: what ran one after the other is compared."""
-    return [value / other for value, other in zip(values, base, strict=True)]
+def cells(slopes: Slopes, base: Slopes, unit: float, digits: int) -> list[str]:
+    """Four cells of a table: by the clock and by the processor, in units of so many seconds, each with its ratio.
+
+    Ratios are taken round by round: what ran one after the other is compared.
+    """
+    row = []
+    for values, others in ((slopes.wall, base.wall), (slopes.busy, base.busy)):
+        row.append(_spread([value / unit for value in values], digits))
+        ratios = [value / other for value, other in zip(values, others, strict=True)]
+        row.append("" if slopes is base else _spread(ratios, 3))
+    return row
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """The median, and between which values it lies."""
+def _spread(values: Sequence[float], digits: int) -> str:
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"

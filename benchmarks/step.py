@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.nets import checksum
-from benchmarks.slopes import ratios, spread, time_loops
+from benchmarks.slopes import cells, time_loops
 from drivetrain import Fit, TrainModule
 
 SHORT, LONG = 200, 1000
@@ -71,8 +71,8 @@ def table(rounds: int) -> list[str]:
     lines = [
         f"{rounds} rounds, slopes between {SHORT} and {LONG} steps; median (minimum to maximum).",
         "",
-        "| Net | Loop | us a step | ratio to raw |",
-        "|---|---|---|---|",
+        "| Net | Loop | us a step | ratio | processor, us | ratio |",
+        "|---|---|---|---|---|---|",
     ]
     for name, build in NETS.items():
         loops = {
@@ -81,8 +81,7 @@ def table(rounds: int) -> list[str]:
             "one logged value": partial(engine, build, 1),
             "five logged values": partial(engine, build, 5),
         }
-        slopes = {label: slope.wall for label, slope in time_loops(loops, SHORT, LONG, rounds).items()}
-        for label, values in slopes.items():
-            ratio = spread(ratios(values, slopes["raw"]), 3)
-            lines.append(f"| {name} | {label} | {spread([1e6 * value for value in values], 1)} | {ratio} |")
+        slopes = time_loops(loops, SHORT, LONG, rounds)
+        for label, slope in slopes.items():
+            lines.append(f"| {' | '.join([name, label, *cells(slope, slopes['raw'], 1e-6, 1)])} |")
     return lines

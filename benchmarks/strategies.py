@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.by_engine import train_by_engine
 from benchmarks.by_hand import WRAPS, train_by_hand
 from benchmarks.calls import python_calls_a_step
-from benchmarks.slopes import Slopes, ratios, spread, time_loops
+from benchmarks.slopes import Slopes, cells, time_loops
 from benchmarks.traffic import a_step, in_words
 from drivetrain.testing import run_distributed
 
@@ -37,21 +37,16 @@ def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, C
 def table(rounds: int) -> list[str]:
     """The table's lines; processes of one thread each, on gloo."""
     lines = [
-        f"{RANKS} processes, {rounds} rounds, slopes between {SHORT} and {LONG} steps; median (minimum to maximum). "
-        "*Processor* is the time that one rank's process computed; waiting is not in it. The rest is counted, a step.",
+        f"{RANKS} processes, {rounds} rounds, slopes between {SHORT} and {LONG} steps; median (minimum to maximum).",
         "",
         "| Strategy | Loop | ms a step | ratio | processor, ms | ratio | Python calls | collectives | KiB sent |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for strategy in WRAPS:
         slopes, counts = run_distributed(measured, RANKS, strategy, rounds, timeout=3600.0)[0]
-        base = slopes["by hand"]
         for name, slope in slopes.items():
-            cells = [f"`{strategy}`", name]
-            for values, others in ((slope.wall, base.wall), (slope.busy, base.busy)):
-                ratio = "" if slope is base else spread(ratios(values, others), 3)
-                cells += [spread([1e3 * value for value in values], 1), ratio]
             count = counts[name]
-            cells += [f"{count.calls:,.0f}", in_words(count.collectives), f"{count.sent / 1024:,.1f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+            row = [f"`{strategy}`", name, *cells(slope, slopes["by hand"], 1e-3, 1)]
+            row += [f"{count.calls:,.0f}", in_words(count.collectives), f"{count.sent / 1024:,.1f}"]
+            lines.append(f"| {' | '.join(row)} |")
     return lines
