@@ -1,0 +1,162 @@
+"""Resume on several ranks: bit for bit on as many, sample for sample on more or fewer: F-02, F-08, F-12, B-10, B-18."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from small_runs import FEATURES, Regression, quiet, seeded, weights
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+
+SAMPLES = 53
+
+
+class Augmented(Dataset[Any]):
+    """Draws as it is read; the first number of a sample says which it is."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([float(index)]), torch.rand(FEATURES) + random.random()])
+
+
+class Stream(IterableDataset[Any]):
+    """Each rank's own part, of different lengths, in an order that it draws."""
+
+    def __iter__(self) -> Any:
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        for index in torch.randperm(20 + 9 * rank).tolist():
+            yield torch.cat([torch.tensor([float(index + 100 * rank)]), torch.rand(FEATURES)])
+
+
+class Drawing(Regression):
+    """Dropout, weights of micro-batches that only each rank knows, values under way."""
+
+    def __init__(self, weighs: bool = False) -> None:
+        super().__init__()
+        self.net = seeded(
+            lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        )
+        self.mean = torchmetrics.MeanMetric()
+        self.weighs = weighs
+        self.seen: list[tuple[int, int]] = []
+        self.losses: list[float] = []
+        if weighs:
+            self.batch_weight = lambda batch: float(batch[:, 0].sum()) + 1  # type: ignore[method-assign]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self.net(batch[:, 1:]) - 0.01 * batch[:, :1]).square().mean()
+        if not self.trainer.joining:
+            self.seen += [(self.current_epoch, int(number)) for number in batch[:, 0]]
+            self.losses.append(loss.item())
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "zero 1": lambda: DeepSpeedStrategy(stage=1),
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+}
+
+
+def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size: int = 3, **options: Any) -> Any:
+    module = Drawing(weighs=kind == "weighed")
+    if kind == "stream":
+        data = DataLoader(Stream(), batch_size)
+    else:
+        data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=2 if kind == "workers" else 0)
+    saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("beside", False))
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, **options}
+    trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
+    trainer.fit(module, data, ckpt_path=start)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return weights(module), module.losses, module.seen, metrics, trainer.samples_seen
+
+
+def _twice(folder: Path, strategy: str, kind: str, stops: list[str], beside: bool) -> Any:
+    whole = _fit(folder / "whole", strategy, None, kind, beside=beside)
+    again = [_fit(folder / f"from {stop}", strategy, folder / "whole" / stop, kind) for stop in stops]
+    return whole, again
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "beside"),
+    [
+        ("ddp", "dealt", False),
+        ("ddp", "weighed", True),
+        ("ddp", "stream", False),
+        ("ddp", "workers", False),
+        ("fsdp", "weighed", True),
+        ("zero 1", "dealt", True),
+        ("zero 3", "dealt", False),
+    ],
+)
+def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(strategy: str, kind: str, beside: bool, tmp_path: Path) -> None:
+    # F-02, F-08, B-18: whatever was fetched ahead, and written beside training
+    stops = ["epoch=0-step=4", "epoch=1-step=7"]
+    for rank, (whole, again) in enumerate(run_distributed(_twice, 2, tmp_path, strategy, kind, stops, beside)):
+        for stop, found in zip(stops, again, strict=True):
+            where = f"rank {rank} from {stop}"
+            assert torch.equal(found[0], whole[0]), where
+            assert found[1] == whole[1][-len(found[1]) :], where
+            assert found[2] == whole[2][-len(found[2]) :], where
+            assert found[3] == whole[3], where
+            assert found[4] == whole[4], where
+
+
+def _once(folder: Path, start: Path | None, batch_size: int, options: dict[str, Any]) -> Any:
+    return _fit(folder, "ddp", start, "dealt", batch_size, **options)
+
+
+def _seen(runs: list[Any]) -> list[tuple[int, int]]:
+    return [sample for run in runs for sample in run[2]]
+
+
+def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
+    # F-02: 2 x 3, then 4 x 2, then 3 x 4, stopping in the middle of an epoch each time
+    first = run_distributed(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
+    second = run_distributed(
+        _once, 4, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 2, {"max_steps": 3, "max_epochs": -1}
+    )
+    third = run_distributed(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4, {})
+    assert sorted(_seen(first) + _seen(second) + _seen(third)) == [
+        (epoch, sample) for epoch in range(2) for sample in range(SAMPLES)
+    ]
+    assert {run[4] for run in third} == {2 * SAMPLES}
+    # The second epoch is an ordinary one, in the order that it would have had all along.
+    whole = run_distributed(_once, 3, tmp_path / "d", None, 4, {})
+    for found, expected in zip(third, whole, strict=True):
+        assert [sample for sample in found[2] if sample[0] == 1] == [sample for sample in expected[2] if sample[0] == 1]
+    # And an epoch's mean is over all that it saw, whoever saw it.
+    assert third[0][3]["loss_epoch"] == pytest.approx(third[0][3]["mean"], rel=0.2)
+
+
+def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
+    # F-02
+    run_distributed(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
+    start = tmp_path / "a" / "epoch=0-step=2"
+    whole = run_distributed(_once, 3, tmp_path / "b", start, 2, {})
+    again = run_distributed(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 2, {})
+    for found, expected in zip(again, whole, strict=True):
+        assert torch.equal(found[0], expected[0])
+        assert found[1] == expected[1][-len(found[1]) :]
+        assert found[2] == expected[2][-len(found[2]) :]
