@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,10 +54,7 @@ def folder_at(path: str) -> Folder:
     """
     filesystem, root = filesystem_of(path)
     if filesystem is not None:
-        filesystem.invalidate_cache()
-        if not filesystem.exists(root):
-            raise _nothing_at(path)
-        return _ObjectFolder(path, filesystem, root.rstrip("/"))
+        return _object_folder(path, filesystem, root.rstrip("/"))
     if not os.path.lexists(root):
         instead = standing_in(root)
         if instead is None:
@@ -107,6 +105,33 @@ class _MappedFile:
         return memoryview(self._map)[begin:end]
 
 
+def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
+    try:
+        with _as_os_errors():
+            filesystem.invalidate_cache()
+            there = filesystem.exists(root)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path!r} cannot be reached: {error}.",
+            "the storage refused, or does not answer.",
+            "check the URL, the credentials and the network.",
+        ) from error
+    if not there:
+        raise _nothing_at(path)
+    return _ObjectFolder(path, filesystem, root)
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Each store's library has errors of its own."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 class _ObjectFolder:
     def __init__(self, path: str, filesystem: Any, root: str) -> None:
         self.path = path
@@ -114,10 +139,12 @@ class _ObjectFolder:
         self._root = root
 
     def open(self, name: str) -> Source:
-        return _RemoteFile(self._filesystem, f"{self._root}/{name}")
+        with _as_os_errors():
+            return _RemoteFile(self._filesystem, f"{self._root}/{name}")
 
     def read_all(self, name: str, limit: int) -> bytes:
-        content: bytes = self._filesystem.cat_file(f"{self._root}/{name}")
+        with _as_os_errors():
+            content: bytes = self._filesystem.cat_file(f"{self._root}/{name}")
         return content[:limit]
 
 

@@ -8,8 +8,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from drivetrain.checkpoint_format.manifest import LONGEST_MANIFEST, MANIFEST, unseal
-from drivetrain.checkpoint_format.place import Ticket
+from drivetrain.checkpoint_format.place import Ticket, protocols_of
 from drivetrain.errors import CheckpointError
+
+# There, "making a folder" would make the bucket, and a misspelt name would be one more.
+_KEEPS_NO_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 
 
 class ObjectPlace:
@@ -34,7 +37,8 @@ class ObjectPlace:
         """Look at what is there."""
         filesystem.invalidate_cache()
         if not filesystem.exists(root) or not filesystem.ls(root, detail=False):
-            filesystem.makedirs(root, exist_ok=True)
+            if not _KEEPS_NO_FOLDERS.intersection(protocols_of(filesystem)):
+                filesystem.makedirs(root, exist_ok=True)
             return cls(filesystem, root, "")
         replaced: list[str] = []
         # What a manifest that cannot be read refers to is left alone.

@@ -65,5 +65,10 @@ def filesystem_of(path: str) -> tuple[Any, str]:
             "URLs go through fsspec, which finds a file system by the protocol.",
             "check the spelling, or install what serves it: pip install 'drivetrain[s3]' for s3://.",
         ) from error
-    protocols = filesystem.protocol if isinstance(filesystem.protocol, list | tuple) else (filesystem.protocol,)
-    return (None, root) if "file" in protocols else (filesystem, root)
+    return (None, root) if "file" in protocols_of(filesystem) else (filesystem, root)
+
+
+def protocols_of(filesystem: Any) -> set[str]:
+    """Return the protocols that a file system goes by."""
+    known = filesystem.protocol
+    return {known} if isinstance(known, str) else set(known)

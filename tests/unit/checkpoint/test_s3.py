@@ -1,0 +1,125 @@
+"""Checkpoints in a bucket: a real S3 server on loopback. F-09, F-05."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_case import STATE, contents, equal, token_free, written
+
+from drivetrain import CheckpointError
+from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint_format import Contents, save
+from drivetrain.control import LocalControl
+from drivetrain.shards import Span
+from drivetrain.testing import requires_package
+
+pytestmark = [requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A fresh bucket, as a URL finds it: through the variables that every S3 client reads."""
+    import fsspec
+
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": address,
+    }.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    filesystem = fsspec.filesystem("s3")
+    filesystem.mkdir("bucket")
+    yield filesystem
+    if filesystem.exists("bucket"):
+        filesystem.rm("bucket", recursive=True)
+    filesystem.clear_instance_cache()
+
+
+def names(bucket: Any) -> list[str]:
+    bucket.invalidate_cache()
+    return sorted(path.rpartition("/")[2] for path in bucket.find("bucket/runs/c"))
+
+
+def test_a_round_trip(bucket: Any) -> None:
+    path = written("s3://bucket/runs/c")
+    checkpoint, given = load(path), contents()
+    assert verify(path) == []
+    assert equal(dict(sorted(checkpoint.weights().items())), dict(sorted(given.weights.items())))
+    assert equal(checkpoint.optimizer_state(), given.optimizers[0])
+    assert equal(checkpoint.state(), STATE)
+
+
+def test_a_save_onto_an_existing_path(bucket: Any) -> None:
+    written("s3://bucket/runs/c")
+    before = names(bucket)
+    written("s3://bucket/runs/c", 2.0)
+    assert verify("s3://bucket/runs/c") == []
+    assert load("s3://bucket/runs/c").weights()["layer.weight"][0, 1] == 2
+    after = names(bucket)
+    assert sorted(map(token_free, after)) == before
+    assert set(after) & set(before) == {"manifest.json"}
+
+
+def test_large_tensors_come_by_the_part(bucket: Any) -> None:
+    # Larger than what one upload takes, and than a block.
+    value = torch.arange(15 * 2**20, dtype=torch.int32)
+    save("s3://bucket/runs/c", Contents({"w": value}), LocalControl())
+    source = load("s3://bucket/runs/c").weights().sources()["w"]
+    assert torch.equal(source.read(Span(3 * 2**20 - 5, 4 * 2**20 + 5)), value[3 * 2**20 - 5 : 4 * 2**20 + 5])
+    assert torch.equal(source.read(), value)
+
+
+def test_damage_is_named(bucket: Any) -> None:
+    path = written("s3://bucket/runs/c")
+    bucket.pipe_file("bucket/runs/c/state.json", b" " * bucket.size("bucket/runs/c/state.json"))
+    bucket.rm_file("bucket/runs/c/optimizer-0.safetensors")
+    problems = "\n".join(verify(path))
+    assert "state.json was altered" in problems
+    assert "optimizer-0.safetensors is missing" in problems
+
+
+def test_a_bucket_that_is_not_there(bucket: Any) -> None:
+    with pytest.raises(CheckpointError, match="'s3://nowhere/c' could not be written: rank 0: "):
+        written("s3://nowhere/c")
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        load("s3://nowhere/c")
+
+
+def test_a_bucket_that_vanishes(bucket: Any) -> None:
+    checkpoint = load(written("s3://bucket/runs/c"))
+    weights = checkpoint.weights()
+    bucket.rm("bucket", recursive=True)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read|is missing"):
+        checkpoint.optimizer_state()
+    assert len(weights) == 6
+    with pytest.raises(CheckpointError, match="'s3://bucket/runs/c' could not be written: rank 0: "):
+        written("s3://bucket/runs/c", 2.0)
+
+
+def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, bucket: Any) -> None:
+    import fsspec
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(CheckpointError, match="'s3://bucket/runs/c' could not be written: rank 0: "):
+        written("s3://bucket/runs/c")
+    with pytest.raises(CheckpointError):
+        load("s3://bucket/runs/c")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
