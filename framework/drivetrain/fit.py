@@ -65,7 +65,7 @@ class Fit(RunReads):
         logger: None and True are the default logger, False none; or one, or a list.
         log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
         enable_progress_bar: show one.
-        enable_checkpointing: kept for a later version, in which runs save by themselves; nothing does yet.
+        enable_checkpointing: save once an epoch, the newest being kept: a `Checkpoint` where none is given.
         enable_model_summary: print one.
         default_root_dir: where files go; the working directory by default.
         seed: of initialisation, order and every generator.
@@ -200,7 +200,10 @@ class Fit(RunReads):
             )
         self.loggers: list[Logger] = default_loggers(logger, self.default_root_dir)
         self.callbacks: list[Callback] = default_callbacks(
-            callbacks, progress_bar=enable_progress_bar, model_summary=enable_model_summary
+            callbacks,
+            progress_bar=enable_progress_bar,
+            model_summary=enable_model_summary,
+            checkpointing=enable_checkpointing,
         )
         self.state = "idle"
         self.session = None

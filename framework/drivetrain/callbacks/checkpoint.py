@@ -87,6 +87,9 @@ class Checkpoint(Callback):
         self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
         self._at_epoch_end = True
         self._begin()
+        if every_n_train_steps is not None or train_time_interval is not None:
+            # Set here, so that a step costs nothing where only epochs count.
+            self.on_train_batch_end = self._after_micro_batch  # type: ignore[method-assign]
 
     def _begin(self) -> None:
         self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
@@ -163,7 +166,7 @@ class Checkpoint(Callback):
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
         self._clock = time.monotonic()
 
-    def on_train_batch_end(
+    def _after_micro_batch(
         self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Save every so many steps, or after so much time."""

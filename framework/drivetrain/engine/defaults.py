@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.callback import Callback
+from drivetrain.callbacks.checkpoint import Checkpoint
 from drivetrain.callbacks.model_summary import ModelSummary
 from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.callbacks.progress_default import default_progress_bar
@@ -13,7 +14,7 @@ from drivetrain.loggers import Logger
 from drivetrain.loggers.default import default_logger
 
 
-def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool) -> list[Callback]:
+def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
     """Return the user's callbacks and, unless there is one of their class, the default ones.
 
     Raises:
@@ -24,6 +25,8 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool) ->
         callbacks.append(default_progress_bar())
     if model_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):
         callbacks.append(ModelSummary())
+    if checkpointing and not any(isinstance(callback, Checkpoint) for callback in callbacks):
+        callbacks.append(Checkpoint())
     return callbacks
 
 

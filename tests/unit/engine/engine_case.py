@@ -14,7 +14,13 @@ from drivetrain.callback import Callback as CallbackBase
 from drivetrain.hooks import HOOKS
 from drivetrain.module_hooks import ModuleHooks
 
-QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "seed": 0}
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "seed": 0,
+}
 
 
 def fit(path: Path, **options: Any) -> Fit:
