@@ -1,0 +1,89 @@
+"""All weights of a checkpoint in one safetensors file, for those who want to carry one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from drivetrain.checkpoint_format import Checkpoint, load
+from drivetrain.checkpoint_format.file_writer import FileWriter
+from drivetrain.checkpoint_format.pieces import bytes_of, pieces_of, row_size
+from drivetrain.checkpoint_format.place import filesystem_of
+from drivetrain.checkpoint_format.tensor_file import header_of, in_file_order
+from drivetrain.errors import CheckpointError
+from drivetrain.shards import Span
+
+_PIECE = 16 * 2**20  # bytes in memory at once, unless a row is larger
+
+
+def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
+    """Write the weights of a checkpoint into one file, which `safetensors.torch.load_file` opens.
+
+    Of tied names one is stored, as in the checkpoint; what is no tensor (an ``_extra_state``) is left out.
+
+    Args:
+        path: the checkpoint's path or URL.
+        out: the path or URL of the file, or of a folder, in which it becomes ``model.safetensors``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the file cannot be written.
+    """
+    target = os.fspath(out)
+    if not target.endswith(".safetensors"):
+        target = f"{target.rstrip('/')}/model.safetensors"
+    checkpoint = load(path)
+    try:
+        with _created(target) as sink:
+            _write(checkpoint, sink)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+        ) from error
+    return target
+
+
+def _write(checkpoint: Checkpoint, sink: Any) -> None:
+    part = checkpoint.manifest.weights
+    stored = checkpoint.weights().sources()
+    sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
+    assert part.tensors or not sources
+    specs = in_file_order(source.spec for source in sources.values())
+    writer = FileWriter(sink)
+    try:
+        writer.write(header_of(specs))
+        for spec in specs:
+            row = row_size(spec.shape)
+            for piece in pieces_of(spec, _PIECE):
+                writer.write(bytes_of(sources[spec.name].read(Span(piece.first * row, piece.last * row))))
+        writer.finish()
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _created(target: str) -> Iterator[Any]:
+    """Give a file that is there once it is whole, and not before."""
+    filesystem, root = filesystem_of(target)
+    if filesystem is not None:
+        with filesystem.open(root, "wb") as stream:
+            yield stream
+        return
+    path = Path(root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with open(half, "xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(half, path)
+    finally:
+        with suppress(OSError):
+            half.unlink()

@@ -1,0 +1,108 @@
+"""What other libraries saved, turned into a checkpoint of weights. Nothing that they wrote is run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.checkpoint.dcp import is_dcp, read_dcp
+from drivetrain.checkpoint.untrusted import load_safely
+from drivetrain.checkpoint.zero import is_zero, read_zero
+from drivetrain.checkpoint_format import Contents, Facts, save
+from drivetrain.checkpoint_format.documents import encode
+from drivetrain.control import LocalControl
+from drivetrain.errors import CheckpointError
+
+
+def convert(path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = "") -> str:
+    """Write a checkpoint that holds the weights of another library's, for `TrainModule.load_from_checkpoint`.
+
+    Known are: a Lightning ``.ckpt``, whose hyper-parameters come along where they are JSON-able; a file of
+    ``torch.save`` that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``; and
+    folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
+
+    Args:
+        path: a local file or folder.
+        out: the path or URL of the checkpoint.
+        prefix: take names that begin so, and leave it out: ``"model."``, for one, under which DCP keeps what was given
+            to it as ``{"model": ...}``.
+
+    Returns:
+        ``out`` as text.
+
+    Raises:
+        CheckpointError: it is nothing of these, or holds more than tensors and plain values.
+    """
+    weights, hyper_parameters = _read(Path(path))
+    if prefix:
+        weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if not weights:
+        raise CheckpointError(
+            f"{os.fspath(path)!r} holds no tensors" + (f" whose names begin with {prefix!r}." if prefix else "."),
+            "there is nothing to convert.",
+            "check the path and the prefix.",
+        )
+    weights, aliases = _untied(weights)
+    facts = Facts(hyper_parameters=hyper_parameters, weights_only=True)
+    save(os.fspath(out), Contents(weights, facts, aliases), LocalControl())
+    return os.fspath(out)
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    if path.is_dir():
+        if is_dcp(path):
+            return read_dcp(path), {}
+        if is_zero(path):
+            return read_zero(path), {}
+        raise CheckpointError(
+            f"{str(path)!r} is a folder of an unknown kind.",
+            "known are those of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a file "
+            "latest, or with files *_model_states.pt).",
+            "check the path; for one of drivetrain's own, see drivetrain.checkpoint.load.",
+        )
+    if not path.exists():
+        raise CheckpointError(f"There is nothing at {str(path)!r}.", "", "check the path.")
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path), {}
+    document = load_safely(path)
+    state = document.get("state_dict", document)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.", "", "check the path."
+        )
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return tensors, _kept(document.get("hyper_parameters"))
+
+
+def _kept(hyper_parameters: Any) -> dict[str, Any]:
+    kept = {}
+    for name, value in dict(hyper_parameters or {}).items():
+        aside: dict[str, Any] = {}
+        try:
+            encode({name: value}, aside)
+        except CheckpointError:
+            aside[name] = value
+        if aside:
+            warnings.warn(f"The hyper-parameter {name!r} is no JSON and is left out.", stacklevel=4)
+        else:
+            kept[str(name)] = value
+    return kept
+
+
+def _untied(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Find names of one and the same tensor, which the file held once."""
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in weights.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        known = first.setdefault(key, name) if tensor.numel() else name
+        if known != name:
+            aliases[name] = known
+    return dict(weights), aliases

@@ -1,0 +1,138 @@
+"""Folders of `torch.distributed.checkpoint`, read without unpickling anything but plain data.
+
+Their ``.metadata`` is a pickle. It is taken apart by an unpickler that knows the names of DCP's classes and puts
+records of its own in their place: nothing is imported and nothing is called but these.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.errors import CheckpointError
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether a folder looks like one of DCP's."""
+    return (folder / ".metadata").is_file()
+
+
+def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every tensor by its name, whole; what is no tensor is left out.
+
+    Raises:
+        CheckpointError: it is damaged, written with extensions, or its metadata holds more than DCP puts there.
+    """
+    try:
+        with open(folder / ".metadata", "rb") as stream:
+            metadata = _Unpickler(stream).load()
+        described, stored = metadata.state["state_dict_metadata"], _by_place(metadata.state["storage_data"])
+        return {
+            name: _whole(folder, name, one.state, stored)
+            for name, one in described.items()
+            if "chunks" in (one.state or {})
+        }
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise _unreadable(folder, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(folder)!r} cannot be read as a folder of torch.distributed.checkpoint: {problem}.",
+        "its metadata is a pickle, of which only DCP's own records are read.",
+        "if you trust it, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
+    )
+
+
+class _Record:
+    """Stands for an object of one of DCP's classes: keeps what it was made of, and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _layout(*name: Any) -> None:
+    """Stands for the function that finds a `torch.layout` by its name: all are strided."""
+
+
+_RECORDS = {
+    *{"ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex"},
+    *{"Metadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and name in _RECORDS:
+            return _Record
+        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return _Record
+        if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath", "WindowsPath"):
+            return _Record
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
+
+
+def _by_place(storage_data: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+    return {
+        (index.state["fqn"], tuple(index.state["offset"] or ())): info.state for index, info in _pairs(storage_data)
+    }
+
+
+def _pairs(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    # What is no tensor has no offset.
+    for index, info in storage_data.items():
+        if index.state.get("offset") is not None:
+            yield index, info
+
+
+def _whole(
+    folder: Path, name: str, described: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+) -> torch.Tensor:
+    dtype = described["properties"].state[0]
+    whole = torch.empty(tuple(described["size"]), dtype=dtype)
+    covered = 0
+    for chunk in described["chunks"]:
+        offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+        part = _part(folder, stored[name, offsets])
+        if tuple(part.shape) != sizes or part.dtype != dtype:
+            raise _unreadable(folder, f"{name!r} has a part of shape {tuple(part.shape)} instead of {sizes}")
+        whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
+        covered += part.numel()
+    if covered < whole.numel():
+        raise _unreadable(folder, f"of {name!r}, {whole.numel()} elements, {covered} are there")
+    return whole
+
+
+def _part(folder: Path, info: dict[str, Any]) -> torch.Tensor:
+    name = info["relative_path"]
+    if not isinstance(name, str) or Path(name).name != name:
+        raise _unreadable(folder, f"it points to {name!r}")
+    if info.get("transform_descriptors"):
+        raise _unreadable(folder, f"its files were transformed by {info['transform_descriptors']}")
+    with open(folder / name, "rb") as stream:
+        stream.seek(info["offset"])
+        content = io.BytesIO(stream.read(info["length"]))
+    part: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+    return part

@@ -1,0 +1,259 @@
+"""Looking at checkpoints, comparing them, carrying weights in and out."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_case import contents, equal, flip, written
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from drivetrain import CheckpointError, TrainModule
+from drivetrain.checkpoint import consolidate, convert, diff, load, show, verify
+from drivetrain.checkpoint.__main__ import main
+from drivetrain.checkpoint_format import Contents, Sizes, save
+from drivetrain.control import LocalControl
+from drivetrain.testing import run_distributed
+
+LOCAL = LocalControl()
+
+
+class Tied(TrainModule):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.last = nn.Linear(width, width, bias=False)
+        self.last.weight = self.first.weight
+
+
+class TestConsolidate:
+    def test_many_files_become_one(self, tmp_path: Path) -> None:
+        # F-10
+        module = Tied()
+        state = {name: value for name, value in module.state_dict().items() if name != "last.weight"}
+        save(
+            str(tmp_path / "c"), Contents(state, aliases={"last.weight": "first.weight"}), LOCAL, sizes=Sizes(large=50)
+        )
+        assert len(load(tmp_path / "c").manifest.weights.tensors) > 2
+        for out in (tmp_path / "new" / "one.safetensors", tmp_path / "folder", "memory://out"):
+            path = consolidate(tmp_path / "c", out)
+            assert path.endswith("one.safetensors" if str(out).endswith("s") else "model.safetensors")
+        assert equal(
+            dict(sorted(load_file(tmp_path / "folder" / "model.safetensors").items())), dict(sorted(state.items()))
+        )
+        again = Tied()
+        load_model(again, tmp_path / "new" / "one.safetensors")
+        assert again.last.weight is again.first.weight
+        assert torch.equal(again.first.weight, module.first.weight)
+
+    def test_of_a_damaged_one_nothing_is_left(self, tmp_path: Path) -> None:
+        written(tmp_path / "c")
+        flip(tmp_path / "c" / "model.safetensors", -1)
+        with pytest.raises(CheckpointError, match="was altered"):
+            consolidate(tmp_path / "c", tmp_path / "out")
+        assert os.listdir(tmp_path / "out") == []
+
+
+class TestShow:
+    def test_what_it_says(self, tmp_path: Path) -> None:
+        text = show(written(tmp_path / "c"))
+        for part in ("a whole checkpoint", "DDPStrategy on 1 rank(s), bf16-mixed", "step=5, epoch=1", "width=3"):
+            assert part in text
+        rows = [line.split() for line in text.splitlines()]
+        assert ["layer.weight", "F32", "2x3", "model.safetensors"] in rows
+        assert ["head.weight", "F32", "2x3", "tied", "to", "layer.weight"] in rows
+
+
+class TestDiff:
+    def test_equal_ones(self, tmp_path: Path) -> None:
+        assert diff(written(tmp_path / "a"), written(tmp_path / "b")) == []
+
+    def test_what_differs_is_named(self, tmp_path: Path) -> None:
+        written(tmp_path / "a")
+        other = contents()
+        weights: dict[str, Any] = dict(other.weights)
+        weights["layer.weight"] = weights["layer.weight"].clone()
+        weights["layer.weight"][0, 0] += 0.5
+        weights["count"] = torch.tensor([3])
+        weights["new"] = weights.pop("half")
+        other.weights = weights
+        adam = other.optimizers[0]["state"]["layer.weight"]
+        adam["step"] = torch.tensor(6.0)
+        other.optimizers[0]["param_groups"][0]["lr"] = 0.2
+        save(str(tmp_path / "b"), other, LOCAL)
+        lines = "\n".join(diff(tmp_path / "a", tmp_path / "b"))
+        for said in (
+            "layer.weight: 1 of 6 numbers differ, by 0.5 at most",
+            "count: I64 () against I64 1",
+            "half: only in the first",
+            "new: only in the second",
+            "optimizer 0: layer.weight/step: 1 of 1 numbers differ",
+            "optimizer 0: param_groups: [{'lr': 0.1",
+        ):
+            assert said in lines
+
+
+class TestCommandLine:
+    def test_as_a_program(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "drivetrain.checkpoint", "show", written(tmp_path / "c")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "layer.weight" in done.stdout
+
+    def test_verify(self, tmp_path: Path, capsys: Any) -> None:
+        path = written(tmp_path / "c")
+        assert main(["verify", path]) == 0
+        assert "is whole" in capsys.readouterr().out
+        flip(tmp_path / "c" / "state.json", 3)
+        assert main(["verify", path]) == 1
+        assert "state.json was altered" in capsys.readouterr().out
+
+    def test_diff(self, tmp_path: Path, capsys: Any) -> None:
+        paths = [written(tmp_path / "a"), written(tmp_path / "b"), written(tmp_path / "c", 2.0)]
+        assert main(["diff", *paths[:2]]) == 0
+        assert main(["diff", paths[0], paths[2]]) == 1
+        assert "layer.weight: 5 of 6 numbers differ" in capsys.readouterr().out
+
+    def test_consolidate_and_convert(self, tmp_path: Path) -> None:
+        path = written(tmp_path / "c")
+        assert main(["consolidate", path, str(tmp_path / "out")]) == 0
+        assert main(["convert", str(tmp_path / "out" / "model.safetensors"), str(tmp_path / "again")]) == 0
+        assert "layer.weight" in load(tmp_path / "again").weights()
+
+    def test_what_cannot_be_done(self, tmp_path: Path, capsys: Any) -> None:
+        assert main(["show", str(tmp_path / "none")]) == 2
+        assert "There is no checkpoint" in capsys.readouterr().err
+
+
+# What others wrote
+
+
+class Planted:
+    """Runs code when it is unpickled, as a planted pickle would."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+def lightning(path: Path, **more: Any) -> dict[str, torch.Tensor]:
+    """What Lightning's Trainer writes."""
+    module = Tied(4)
+    document = {
+        "epoch": 1,
+        "global_step": 8,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": module.state_dict(),
+        "callbacks": {},
+        "optimizer_states": [torch.optim.AdamW(module.parameters()).state_dict()],
+        "hyper_parameters": {"width": 4},
+        **more,
+    }
+    torch.save(document, path)
+    return dict(module.state_dict())
+
+
+class TestLightning:
+    """F-14"""
+
+    def test_into_a_module(self, tmp_path: Path) -> None:
+        state = lightning(tmp_path / "a.ckpt")
+        convert(tmp_path / "a.ckpt", tmp_path / "c")
+        module = Tied.load_from_checkpoint(tmp_path / "c")
+        assert module.last.weight is module.first.weight
+        assert equal(dict(module.state_dict()), state)
+        checkpoint = load(tmp_path / "c")
+        assert checkpoint.weights_only
+        assert checkpoint.manifest.aliases == {"last.weight": "first.weight"}
+
+    def test_hyper_parameters_that_are_no_json_are_named(self, tmp_path: Path) -> None:
+        lightning(tmp_path / "a.ckpt", hyper_parameters={"width": 4, "dtype": torch.float32})
+        with pytest.warns(UserWarning, match="'dtype' is no JSON and is left out"):
+            convert(tmp_path / "a.ckpt", tmp_path / "c")
+        assert load(tmp_path / "c").hyper_parameters == {"width": 4}
+
+    def test_a_planted_pickle_runs_nothing(self, tmp_path: Path) -> None:
+        # F-04
+        mark = tmp_path / "executed"
+        lightning(tmp_path / "a.ckpt", callbacks={"x": Planted(str(mark))})
+        with pytest.raises(CheckpointError, match=r"cannot be read safely(.|\n)*runs whatever code it names"):
+            convert(tmp_path / "a.ckpt", tmp_path / "c")
+        assert sorted(os.listdir(tmp_path)) == ["a.ckpt"]
+
+    def test_a_plain_state_dict(self, tmp_path: Path) -> None:
+        torch.save({f"model.{name}": value for name, value in Tied().state_dict().items()}, tmp_path / "a.pt")
+        convert(tmp_path / "a.pt", tmp_path / "c", prefix="model.")
+        Tied.load_from_checkpoint(tmp_path / "c")
+        with pytest.raises(CheckpointError, match="no tensors whose names begin with 'other'"):
+            convert(tmp_path / "a.pt", tmp_path / "c", prefix="other")
+
+
+def _save_dcp(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    state = Tied(5).state_dict()
+    sharded = {
+        name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) if value.dim() else value
+        for name, value in state.items()
+    }
+    dcp.save({"model": sharded, "step": 3, "lr": torch.tensor(0.1)}, checkpoint_id=folder)
+
+
+class TestDcp:
+    def test_sharded_over_two_ranks(self, tmp_path: Path) -> None:
+        run_distributed(_save_dcp, 2, str(tmp_path / "dcp"))
+        convert(tmp_path / "dcp", tmp_path / "c", prefix="model.")
+        torch.manual_seed(0)
+        assert equal(dict(sorted(load(tmp_path / "c").weights().items())), dict(sorted(Tied(5).state_dict().items())))
+
+    def test_planted_metadata_runs_nothing(self, tmp_path: Path) -> None:
+        # F-04
+        folder, mark = tmp_path / "dcp", tmp_path / "executed"
+        folder.mkdir()
+        for planted in (Planted(str(mark)), {"state_dict_metadata": {"w": Planted(str(mark))}}):
+            (folder / ".metadata").write_bytes(pickle.dumps(planted))
+            with pytest.raises(CheckpointError, match=r"its metadata names posix\.mkdir"):
+                convert(folder, tmp_path / "c")
+        assert sorted(os.listdir(tmp_path)) == ["dcp"]
+
+    def test_a_path_that_leads_out_is_refused(self, tmp_path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = "../secret"
+        (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(metadata))
+        (tmp_path / "secret").write_bytes(b"x" * 10**4)
+        with pytest.raises(CheckpointError, match=r"it points to '\.\./secret'"):
+            convert(tmp_path / "dcp", tmp_path / "c")
+
+    def test_a_file_that_is_missing(self, tmp_path: Path) -> None:
+        run_distributed(_save_dcp, 2, str(tmp_path / "dcp"))
+        (tmp_path / "dcp" / "__1_0.distcp").unlink()
+        with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
+            convert(tmp_path / "dcp", tmp_path / "c")
+
+    def test_a_folder_of_an_unknown_kind(self, tmp_path: Path) -> None:
+        assert not dist.is_initialized()
+        with pytest.raises(CheckpointError, match="a folder of an unknown kind"):
+            convert(tmp_path, tmp_path / "c")
+        assert verify(tmp_path / "c") != []
