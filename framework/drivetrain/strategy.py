@@ -270,6 +270,9 @@ class Strategy(ABC):
         """The same for one optimizer's values of their parameters' shapes, by parameter name."""
         return self.model_regions()
 
+    def save_beside(self, path: str) -> None:
+        """Write what the strategy's own tools read beside the checkpoint at ``path``. Collective."""
+
     # The end
 
     def restore_module(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
+from drivetrain.errors import CheckpointError
 from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
@@ -39,6 +41,9 @@ from drivetrain_strategies.placement import HomeDevice
 logger = logging.getLogger("drivetrain")
 
 GATHER_LIMIT = 8 * 2**30
+
+NATIVE = ".deepspeed"
+"""What the name of a checkpoint of DeepSpeed's own ends with."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
@@ -67,6 +72,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         activation_checkpointing: classes of modules that compute their activations again in backward.
         activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
         find_unused_parameters: at stage 2, exchange after backward, in order; None decides in the first window.
+        save_native: write DeepSpeed's own checkpoint too, beside each of ours, for its tools.
         gather_limit: bytes of parameters up to which the module is whole again after a run.
         meta: at stage 3, build what ``configure_model`` builds without storage, and initialise it part by part.
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
@@ -100,6 +106,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         activation_checkpointing: Sequence[type[nn.Module]] | None = None,
         activation_policy: Policy = "full",
         find_unused_parameters: bool | None = None,
+        save_native: bool = False,
         gather_limit: int = GATHER_LIMIT,
         meta: bool = True,
         process_group_backend: str | None = None,
@@ -125,9 +132,10 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._asked = Asked(stage, _given(zero), _given(top))
         self.stage = stage_of(self._config, self._asked)
         check_arguments(self.stage, self._config, self._asked)
-        self.leaf_modules = leaf_modules
+        self.leaf_modules = tuple(leaf_modules or ())
         self.activation_checkpointing = activation_checkpointing
         self.find_unused_parameters = find_unused_parameters
+        self.save_native = save_native
         self.gather_limit = gather_limit
         self.meta = meta
         self.resolved_config: dict[str, Any] | None = None
@@ -147,7 +155,6 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
-        self._told_skipped = False
 
     # Where we are
 
@@ -212,9 +219,17 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._deepspeed,
             module,
             config,
-            Setting(self.stage, self.device, self.precision, self.control),
+            Setting(
+                self.stage,
+                self.device,
+                self.precision,
+                self.control,
+                self.gather_limit,
+                self.leaf_modules,
+                self.find_unused_parameters,
+            ),
         )
-        self._run.start(optimizers, self._recording, self.leaf_modules, training=self.settings.stage == "fit")
+        self._run.start(optimizers, self._recording)
         self._recording = None
         self.schedulers = self._run.schedulers
         return super().setup_optimizers(self._run.optimizers)
@@ -255,6 +270,46 @@ class DeepSpeedStrategy(DistributedStrategy):
         assert self._run is not None
         return self._run
 
+    # Whole parameters, and DeepSpeed's own checkpoints
+
+    @contextmanager
+    def gathered(
+        self, parameters: nn.Parameter | Iterable[nn.Parameter] | None = None, write: bool = True
+    ) -> Iterator[None]:
+        """Within it parameters are whole, in float32 as their masters are; outside, at stage 3, they hold nothing.
+
+        What rank 0 wrote to them is what all ranks go on from, masters included. Collective: call it on every rank.
+
+        Args:
+            parameters: of the module; None for all.
+            write: keep what was written. False where they are only read.
+        """
+        if parameters is None:
+            assert self.module is not None
+            parameters = self.module.parameters()
+        wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+        with self._running.gathered(wanted, write):
+            yield
+
+    def save_beside(self, path: str) -> None:
+        if self.save_native and "://" not in path:
+            self._running.write_native(f"{path}{NATIVE}")
+
+    def load_native(self, path: str) -> None:
+        """Go on from a checkpoint that DeepSpeed wrote, at the same stage and number of ranks. Collective.
+
+        Call it once the run has begun: in ``on_fit_start``.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not os.path.isdir(path) or not self._running.read_native(path):
+            raise CheckpointError(
+                f"{path!r} holds no checkpoint of DeepSpeed's.",
+                "DeepSpeed would start afresh without a word.",
+                f"give the folder that it wrote: with save_native=True, the checkpoint's path and {NATIVE!r}.",
+            )
+
     # State
 
     def model_state(self) -> dict[str, Any]:
@@ -284,7 +339,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     def restore_module(self) -> None:
         if self.module is not None and self._run is not None:
             self.sync_buffers(self.module)
-            self._run.restore(self.gather_limit, tell=self.rank == 0)
+            self._run.restore()
 
     def teardown(self) -> None:
         if self._run is not None:

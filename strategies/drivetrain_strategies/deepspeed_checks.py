@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.run_settings import RunSettings
+from drivetrain_strategies.deepspeed_leaving import left_by_deepspeed
 from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
 from drivetrain_strategies.weights_left import refuse_weights_left
 
@@ -38,7 +39,8 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         ConfigurationError: names the submodule or the parameter.
     """
     refuse_device_map(module)
-    refuse_weights_left(module)
+    if not left_by_deepspeed(module):
+        refuse_weights_left(module)
     refuse_embedding_max_norm(module, world_size)
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:

@@ -44,7 +44,8 @@ class Partitioner:
         dist.broadcast(data, 0)
         shape, numel = tuple(data.shape), data.numel()
         parameter.data = data if self._half is None else data.to(self._half)
-        self._init._zero_init_param(parameter)
+        self._init._convert_to_deepspeed_param(parameter)
+        parameter.partition()  # type: ignore[attr-defined]
         partition = parameter.ds_tensor  # type: ignore[attr-defined]
         size = partition.ds_numel
         start = min(parameter.ds_zero_partition_rank * size, numel)  # type: ignore[attr-defined]

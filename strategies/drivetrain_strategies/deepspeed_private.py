@@ -8,6 +8,7 @@ optimizer steps, and of which it keeps its state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,19 @@ class Fragment:
     @property
     def master(self) -> torch.Tensor:
         return self.of(self.flat)
+
+
+@contextmanager
+def weights_shared_already() -> Iterator[None]:
+    """Within it a starting engine gives out no weights: they are alike, and single numbers it cannot give out."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    before = DeepSpeedEngine._broadcast_model
+    DeepSpeedEngine._broadcast_model = lambda self: None
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = before
 
 
 class Zero:
@@ -137,9 +151,35 @@ class Zero:
     def forward(self, call: Any) -> Any:
         return self.engine(call)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate, and at stages 2 and 3 exchange the gradients and add them up. Collective."""
-        self.engine.backward(loss)
+    def backward(self, loss: torch.Tensor, in_order: bool = False, within_forward: bool = False) -> None:
+        """Back-propagate, and at stages 2 and 3 exchange the gradients and add them up. Collective.
+
+        Args:
+            loss: of shape ().
+            in_order: at stage 2, exchange afterwards, in the parameters' order, zeros standing for what is missing.
+            within_forward: the engine's forward is still under way, and did not prepare for a backward.
+        """
+        if within_forward:
+            self.optimizer.clear_backward_seen_flag()
+            self.engine._backward_prologue()
+        if in_order and self.stage == 2:
+            self._backward_in_order(loss)
+        else:
+            self.engine.backward(loss)
+
+    def _backward_in_order(self, loss: torch.Tensor) -> None:
+        engine, optimizer = self.engine, self.optimizer
+        engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = True
+        try:
+            engine.backward(loss)
+        finally:
+            engine.inside_no_sync_ctxt = optimizer._coalesce_grad_reduction = False
+        optimizer.setup_buckets()
+        for number, group in enumerate(optimizer.bit16_groups):
+            for parameter in group:
+                _fill(parameter, optimizer)
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, number)
+        optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def reduce(self) -> None:
         """Exchange what the window has added up where that is still to do; once a window. Collective."""
@@ -197,6 +237,11 @@ class Zero:
             if self.offloads:
                 optimizer._offload_accumulated_param_ids = set()
         self._open_window()
+
+    @property
+    def gradients_seen(self) -> int:
+        """How many parameters got a gradient in the last backward."""
+        return int(getattr(self.optimizer, "_hooks_fired_this_backward", 0))
 
     @property
     def loss_scale(self) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,26 +19,44 @@ from drivetrain.control import ControlPlane
 from drivetrain.module import TrainModule, hold, release
 from drivetrain.shards import Shard
 from drivetrain_strategies.collectives import broadcast_together
+from drivetrain_strategies.deepspeed_faults import explained, start_explained
+from drivetrain_strategies.deepspeed_leaving import leave_parts, take_up_parts
 from drivetrain_strategies.deepspeed_library import prints_hidden
+from drivetrain_strategies.deepspeed_optimizers import TakenOptimizer
 from drivetrain_strategies.deepspeed_partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed_precision import DeepSpeedPrecision
-from drivetrain_strategies.deepspeed_private import Zero
+from drivetrain_strategies.deepspeed_private import Zero, weights_shared_already
 from drivetrain_strategies.deepspeed_root import Root, unboxed
 from drivetrain_strategies.deepspeed_state import Place, State
 from drivetrain_strategies.deepspeed_traces import ModuleTraces, forget_root
+from drivetrain_strategies.deepspeed_unused import UnusedParameters
 from drivetrain_strategies.materialize import Recording
+from drivetrain_strategies.unit_order import UnitOrder
 
 logger = logging.getLogger("drivetrain")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how exactly a run computes."""
+    """Where and how a run computes.
+
+    Attributes:
+        stage: of ZeRO.
+        device: of this rank.
+        precision: whose masters are DeepSpeed's.
+        control: the way to the other ranks.
+        gather_limit: bytes of parameters up to which the module is whole again.
+        leaf_modules: classes that stage 3 takes as one.
+        find_unused_parameters: see `UnusedParameters`.
+    """
 
     stage: int
     device: torch.device
     precision: DeepSpeedPrecision
     control: ControlPlane
+    gather_limit: int
+    leaf_modules: tuple[type[nn.Module], ...]
+    find_unused_parameters: bool | None
 
 
 class DeepSpeedRun:
@@ -55,15 +74,16 @@ class DeepSpeedRun:
         self._module = module
         self._config = config
         self._setting = setting
-        self._traces = ModuleTraces(module)
+        self._traces: ModuleTraces | None = None
         self._root: Root | None = None
         self._engine: Any = None
         self._zero: Zero | None = None
         self._exact: dict[int, Place] = {}
         self._state: State | None = None
-        self._given: list[tuple[Optimizer, list[list[nn.Parameter]]]] = []
-        self._collecting = False
-        self._told_skipped = False
+        self._taken: TakenOptimizer | None = None
+        self._unused: UnusedParameters | None = None
+        self._order: UnitOrder | None = None
+        self._inside = self._collecting = self._told_skipped = self._restored = False
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
 
@@ -79,31 +99,32 @@ class DeepSpeedRun:
 
     # Set-up
 
-    def start(
-        self,
-        optimizers: Sequence[Optimizer],
-        recording: Recording | None,
-        leaf_modules: Sequence[type[nn.Module]] | None,
-        training: bool,
-    ) -> None:
-        """Give all ranks rank 0's weights, spread them, and start the engine where there is something to run."""
+    def start(self, optimizers: Sequence[Optimizer], recording: Recording | None) -> None:
+        """Give all ranks rank 0's weights, spread them, and start the engine where there is something to run.
+
+        Collective.
+        """
         module, setting = self._module, self._setting
         if isinstance(module, TrainModule):
             release(module)
         try:
+            take_up_parts(module, setting.control.world_size)
+            self._taken = TakenOptimizer(module, optimizers[0]) if optimizers else None
+            self._traces = ModuleTraces(module)
             with prints_hidden():
                 if setting.stage == 3:
-                    self._partition(recording, leaf_modules)
+                    self._partition(recording)
                 else:
                     self._share()
-                wants_engine = bool(optimizers) or "optimizer" in self._config or setting.stage == 3
-                if wants_engine:
+                if optimizers or "optimizer" in self._config or setting.stage == 3:
                     self._initialize(optimizers)
         finally:
             if isinstance(module, TrainModule):
                 hold(module)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._places(), self._zero, self._publish)
+        if self._taken is not None:
+            self._taken.bring(self._state)
 
     def _share(self) -> None:
         """Stages 1 and 2: every rank holds the whole; masters want the weights as they were before any rounding."""
@@ -115,41 +136,45 @@ class DeepSpeedRun:
             if half is not None and parameter.dtype != half:
                 self._exact[id(parameter)] = Place(parameter.data, tuple(parameter.shape), None)
 
-    def _partition(self, recording: Recording | None, leaf_modules: Sequence[type[nn.Module]] | None) -> None:
+    def _partition(self, recording: Recording | None) -> None:
         module, setting = self._module, self._setting
         partitioner = Partitioner(self._config, setting.precision.half, setting.device)
+        self._exact = partitioner.exact
         materialize(module, recording, partitioner.cut, setting.device, setting.control)
         partitioner.cut_all(module)
         for child in module.modules():
             for name, buffer in child._buffers.items():
                 if buffer is not None:
                     child._buffers[name] = buffer.to(setting.device)
-        self._exact = partitioner.exact
-        if leaf_modules:
-            self._deepspeed.utils.set_z3_leaf_modules(module, list(leaf_modules))
+        leaves: list[nn.Module] = []
+        if setting.leaf_modules:
+            leaves = self._deepspeed.utils.set_z3_leaf_modules(module, list(setting.leaf_modules))
+        if setting.control.world_size > 1:
+            self._order = UnitOrder(_gathered_by_themselves(module, leaves), setting.control)
 
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._module
-        given = [[list(group["params"]) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._given = list(zip(optimizers, given, strict=True))
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        names = {one: name for name, one in module.named_parameters() if one.requires_grad}
         config = dict(self._config)
         zero = config["zero_optimization"] = dict(config["zero_optimization"])
-        numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in trained)
+        numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in names)
         zero.setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
-        engine, *_ = self._deepspeed.initialize(
-            model=self._root,
-            optimizer=optimizers[0] if optimizers else None,
-            model_parameters=trained,
-            config=config,
-        )
-        self._engine = engine
+        with start_explained(config), weights_shared_already():
+            self._engine, *_ = self._deepspeed.initialize(
+                model=self._root,
+                optimizer=optimizers[0] if optimizers else None,
+                model_parameters=list(names),
+                config=config,
+            )
+        assert self._traces is not None
         self._traces.note()
+        engine = self._engine
         if not optimizers and engine.optimizer_name() is None:
             return
         self._zero = Zero(engine)
-        self._setting.precision.loss_scaler = getattr(engine.optimizer, "loss_scaler", None)
+        if self._setting.precision.name == "16-mixed":
+            self._setting.precision.loss_scaler = engine.optimizer.loss_scaler
         optimizer = self._zero.base_optimizer
         # Its own would take from offloaded state the gradients that DeepSpeed keeps there.
         optimizer.__dict__["zero_grad"] = self._forget_if_any
@@ -157,6 +182,8 @@ class DeepSpeedRun:
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # stepped once a step, by the loop
+        asked = self._setting.find_unused_parameters if self._setting.stage == 2 else False
+        self._unused = UnusedParameters(names, self._setting.control, asked)
         self._restore_masters()
 
     @torch.no_grad()
@@ -183,22 +210,42 @@ class DeepSpeedRun:
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
-        return unboxed(self._engine(partial(step, *args)))
+        order, self._order = self._order, None  # in the first step only
+        self._inside = True
+        try:
+            if order is None:
+                return unboxed(self._engine(partial(step, *args)))
+            with explained(self), order.compared():
+                return unboxed(self._engine(partial(step, *args)))
+        finally:
+            self._inside = False
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._zero is None:
             loss.backward()  # type: ignore[no-untyped-call]
             return
+        assert self._unused is not None
         self._collecting = True
-        self._zero.backward(loss)
+        self._unused.before_backward(loss)
+        with explained(self):
+            self._zero.backward(loss, self._unused.in_order, within_forward=self._inside)
 
     def step(self, max_norm: float | None) -> bool:
         self._collecting = False
-        stepped = self.zero.step(max_norm)
+        with explained(self):
+            stepped = self.zero.step(max_norm)
+        assert self._unused is not None
+        self._unused.after_step()
         if not stepped and self._setting.precision.name != "16-mixed" and not self._told_skipped:
             self._told_skipped = True
             logger.warning("A gradient was infinite or NaN: DeepSpeed skipped the step on every rank. Said once.")
         return stepped
+
+    @property
+    def missed_gradients(self) -> bool:
+        """Whether the last backward left a parameter without a gradient on this rank."""
+        trained = sum(parameter.requires_grad for parameter in self._module.parameters())
+        return self._zero is not None and self._setting.stage > 1 and self._zero.gradients_seen < trained
 
     def forget(self) -> None:
         self._collecting = False
@@ -209,69 +256,136 @@ class DeepSpeedRun:
         if self._collecting:
             self.forget()
 
-    # The end
+    # Whole parameters within a run
+
+    @contextmanager
+    def gathered(self, parameters: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
+        """Within it parameters hold their masters, whole. Collective."""
+        places = self.state.places
+        held = {id(one): one for one in parameters if id(one) in places}
+        before = {key: one.data for key, one in held.items()}
+        with torch.no_grad():
+            for key, parameter in held.items():
+                value = places[key].read()
+                parameter.data = value.full_tensor() if isinstance(value, Shard) else value.clone()
+        try:
+            yield
+            if write:
+                with torch.no_grad():
+                    for key, parameter in held.items():
+                        dist.broadcast(parameter.data, 0)
+                        places[key].write(parameter.data)
+        finally:
+            for key, parameter in held.items():
+                parameter.data = before[key]
+        if write:
+            self._publish()
 
     @torch.no_grad()
     def _publish(self) -> None:
-        if self._zero is not None:
-            for parameter in self._module.parameters():
-                exact = self._exact.get(id(parameter))
-                if exact is not None:
-                    self._show(parameter, exact)
-            self._zero.publish()
-            return
-        for parameter in self._module.parameters():
+        """Let what computes hold what was written to its exact place. Collective."""
+        for one in self._module.parameters():
+            parameter: Any = one
             exact = self._exact.get(id(parameter))
-            if exact is not None:
-                self._show(parameter, exact)
+            if exact is None:
+                continue
+            if exact.span is None:
+                parameter.data.copy_(exact.local)
+            else:
+                parameter.ds_tensor[: exact.span.stop - exact.span.start].copy_(exact.local)
+        if self._zero is not None:
+            self._zero.publish()
 
-    def _show(self, parameter: Any, exact: Place) -> None:
-        """Let what computes hold what was written to its exact place."""
-        if exact.span is None:
-            parameter.data.copy_(exact.local)
-        else:
-            parameter.ds_tensor[: exact.span.stop - exact.span.start].copy_(exact.local)
+    # DeepSpeed's own checkpoints
+
+    def write_native(self, path: str) -> None:
+        self._engine.save_checkpoint(path)
+
+    def read_native(self, path: str) -> bool:
+        """Load; False where there is none, which DeepSpeed takes for a fresh start."""
+        found, _ = self._engine.load_checkpoint(path)
+        return found is not None
+
+    # The end
 
     @torch.no_grad()
-    def restore(self, limit: int, tell: bool) -> None:
-        """Make the module whole and plain, in the dtypes that it had. Collective."""
+    def restore(self) -> None:
+        """Make the module whole and plain, in the dtypes of its masters. Collective."""
         weights = self.state.weights()
-        nbytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in weights.values() if isinstance(one, Shard))
-        if nbytes > limit and self._setting.stage == 3:
+        parameters = dict(self._module.named_parameters())
+        spread = [weights[name] for name in parameters if isinstance(weights[name], Shard)]
+        nbytes = sum(math.prod(one.shape) * one.local.element_size() for one in spread)
+        if nbytes > self._setting.gather_limit and self._setting.stage == 3:
             logger.log(
-                logging.WARNING if tell else logging.DEBUG,
+                logging.WARNING if self._setting.control.rank == 0 else logging.DEBUG,
                 "The parameters take %.1f GiB, more than gather_limit. Raise DeepSpeedStrategy(gather_limit=...), or "
                 "save_checkpoint within the run, to have them whole.",
                 nbytes / 2**30,
             )
             return
-        parameters = dict(self._module.named_parameters())
         whole = {
             name: weights[name].full_tensor() if isinstance(weights[name], Shard) else weights[name].clone()
             for name in parameters
         }
+        if self._taken is not None:
+            self._taken.gather(self.state)
         self._undo()
+        self._restored = True
         for name, parameter in parameters.items():
             parameter.data = whole[name].to(parameter.device)
             parameter.grad = None
 
+    def end(self) -> None:
+        """Let go of everything, also after a failure. Talks to nobody."""
+        if self._traces is not None and not self._restored:
+            self._leave()
+        self._undo()
+        if self._taken is not None:
+            self._taken.give_back()
+        for optimizer in self.optimizers:
+            optimizer.__dict__.pop("zero_grad", None)
+        self._setting.precision.loss_scaler = None
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        """Leave what this rank has, where the others cannot be asked for theirs."""
+        module, setting = self._module, self._setting
+        places = self._exact if self._state is None else self._state.places
+        values = {name: places[id(one)].read() for name, one in module.named_parameters() if id(one) in places}
+        parts = {name: value for name, value in values.items() if isinstance(value, Shard)}
+        self._undo()
+        if setting.stage == 3:
+            leave_parts(module, parts, setting.gather_limit, setting.control.world_size, setting.control.rank == 0)
+            return
+        for name, parameter in module.named_parameters():
+            # Whole on every rank, if rounded where it trained; and no view of DeepSpeed's buffers any longer.
+            value = values.get(name)
+            if isinstance(value, torch.Tensor):
+                parameter.data = value
+            else:
+                dtype = parameter.dtype if value is None else value.dtype
+                parameter.data = parameter.data.to(dtype, copy=True)
+            parameter.grad = None
+
     def _undo(self) -> None:
         """Take everything off the module."""
+        if self._unused is not None:
+            self._unused.close()
         if self._engine is not None:
             with prints_hidden():
                 self._engine.destroy()
         if self._root is not None:
             forget_root(self._root)
-        self._traces.undo()
-        self._engine = self._root = self._zero = self._state = None
-        self._setting.precision.loss_scaler = None
+        if self._traces is not None:
+            self._traces.undo()
+        self._engine = self._root = self._zero = self._state = self._unused = self._order = None
 
-    def end(self) -> None:
-        """Let go of everything, also after a failure. Talks to nobody."""
-        self._undo()
-        for optimizer in self.optimizers:
-            optimizer.__dict__.pop("zero_grad", None)
-        for optimizer, groups in self._given:
-            for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = parameters
-            optimizer.state.clear()
+
+def _gathered_by_themselves(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The modules that stage 3 gathers one after the other: those with parameters of their own, leaves as wholes."""
+    within = {id(child) for leaf in leaves for child in leaf.modules() if child is not leaf}
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if name and id(child) not in within and (child in leaves or any(True for _ in child.parameters(recurse=False)))
+    }

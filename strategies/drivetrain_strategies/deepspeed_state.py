@@ -72,7 +72,7 @@ class State:
         self, module: nn.Module, places: Mapping[int, Place], zero: Zero | None, publish: Callable[[], None]
     ) -> None:
         self._module = module
-        self._places = places
+        self.places = places
         self._zero = zero
         self._publish = publish
         self._fragments = {} if zero is None else {id(one.parameter): one for one in zero.fragments()}
@@ -89,7 +89,7 @@ class State:
                 state[name] = value
                 continue
             if id(value) not in given:
-                place = self._places.get(id(value))
+                place = self.places.get(id(value))
                 given[id(value)] = value.detach() if place is None else place.read()
             state[name] = given[id(value)]
         return state
@@ -97,7 +97,7 @@ class State:
     def regions(self) -> dict[str, Region]:
         found: dict[str, Region] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            place = self._places.get(id(value))
+            place = self.places.get(id(value))
             if place is not None and place.span is not None:
                 found[name] = place.span
         return found
@@ -131,7 +131,7 @@ class State:
                 continue
             if not isinstance(value, torch.Tensor):
                 extra[name] = state[name]
-            elif (place := self._places.get(id(value))) is not None:
+            elif (place := self.places.get(id(value))) is not None:
                 place.write(state[name])
             else:
                 value.copy_(part_of(state[name], None))
@@ -140,7 +140,7 @@ class State:
         self._publish()
 
     def _shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        place = self._places.get(id(value))
+        place = self.places.get(id(value))
         return tuple(value.shape) if place is None else place.shape
 
     # The optimizer's state
@@ -154,7 +154,7 @@ class State:
         for key, fragment in self._fragments.items():
             values = optimizer.state.get(fragment.flat)
             if values:
-                shape = self._places[key].shape
+                shape = self.places[key].shape
                 state[self._names[key]] = {
                     name: sharded(fragment.of(value), shape, fragment.span) if _spread(value, fragment) else value
                     for name, value in values.items()
@@ -166,7 +166,8 @@ class State:
         return {"state": state, "param_groups": groups}
 
     def optimizer_regions(self) -> dict[str, Region]:
-        return {self._names[key]: fragment.span for key, fragment in self._fragments.items()}
+        # Single numbers are asked for whole: what counts steps has their shape, and no part of it would do.
+        return {self._names[key]: one.span for key, one in self._fragments.items() if self.places[key].shape}
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -190,7 +191,7 @@ class State:
             )
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
-        shapes = {self._names[key]: self._places[key].shape for key in self._fragments}
+        shapes = {self._names[key]: self.places[key].shape for key in self._fragments}
         for flat in zero.flats():
             held = {self._names[key]: one for key, one in self._fragments.items() if one.flat is flat}
             optimizer.state[flat] = _flattened(flat, held, shapes, saved["state"])
@@ -217,9 +218,10 @@ def _flattened(
     """Return one flat tensor's state, put together from its parameters'."""
     state: dict[str, Any] = {}
     told_by: dict[str, str] = {}
+    of_elements = _of_elements({name: shapes[name] for name in held}, saved)
     for name, fragment in held.items():
         for key, value in saved.get(name, {}).items():
-            if tuple(getattr(value, "shape", ())) == shapes[name] != ():
+            if key in of_elements:
                 if key not in state:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
                 fragment.of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
@@ -232,6 +234,21 @@ def _flattened(
                     "give them groups of their own, or load the weights alone.",
                 )
     return state
+
+
+def _of_elements(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> set[str]:
+    """The keys under which state has a value for each element, and not one for a parameter.
+
+    Those of a single number do not tell by their shape: its neighbours do, and among none but single numbers the name.
+    """
+    found: set[str] = set()
+    for name, shape in shapes.items():
+        for key, value in saved.get(name, {}).items():
+            if shape and tuple(getattr(value, "shape", ())) == shape:
+                found.add(key)
+    if not any(shapes.values()):
+        found = {key for name in shapes for key in saved.get(name, {}) if key != "step"}
+    return found
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -110,11 +110,13 @@ class ModuleTraces:
         self._children = [(child, set(child.__dict__), _hooks_of(child)) for child in module.modules()]
         self._parameters = [(parameter, set(parameter.__dict__)) for parameter in module.parameters()]
         self._stores = [(child, child._parameters) for child in module.modules()]
+        self._noted = False
         self._added: list[tuple[Any, list[str]]] = []
         self._added_hooks: list[tuple[nn.Module, str, Any]] = []
 
     def note(self) -> None:
         """Remember what came since: that, and not what the user sets later, is DeepSpeed's."""
+        self._noted = True
         for child, before, hooks in self._children:
             self._added.append((child, [name for name in child.__dict__ if name not in before]))
             for name, keys in hooks.items():
@@ -124,6 +126,8 @@ class ModuleTraces:
 
     def undo(self) -> None:
         """Make the module's attributes, hooks and dicts what they were."""
+        if not self._noted:
+            self.note()
         for child, store in self._stores:
             if child._parameters is not store:
                 # Raw: reading through theirs gathers.

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError
+from drivetrain.shards import Span
 from drivetrain_strategies.originals import Original
-from drivetrain_strategies.weights_left import Part, left, still_left
+from drivetrain_strategies.weights_left import Part, left, refuse_weights_left, still_left
 
 logger = logging.getLogger("drivetrain")
 
@@ -72,6 +73,8 @@ def take_up_shards(module: nn.Module, mesh: Any) -> None:
     sizes, parts = still_left(module)
     if not parts:
         return
+    if isinstance(parts[0].placements[0], Span):  # DeepSpeed's
+        refuse_weights_left(module)
     if sizes != tuple(mesh.shape):
         raise ConfigurationError(
             f"The weights of {type(module).__name__} were left as shards over {sizes} ranks, and there are "

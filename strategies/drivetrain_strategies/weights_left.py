@@ -39,8 +39,8 @@ def refuse_weights_left(module: nn.Module) -> None:
     if parts:
         raise ConfigurationError(
             f"The weights of {type(module).__name__} were left as shards over {sizes} ranks.",
-            "an earlier run under FSDP failed, or the parameters are above its gather_limit.",
-            "fit it under FSDP on as many ranks, or load weights (load_state_dict) before.",
+            "an earlier run under FSDP or DeepSpeed failed, or the parameters are above its gather_limit.",
+            "fit it under the same strategy on as many ranks, or load weights (load_state_dict) before.",
         )
 
 

@@ -149,6 +149,8 @@ class RunCheckpoints:
                 save(path, contents, LocalControl())
                 then()
             return
+        if not weights_only:
+            strategy.save_beside(path)
         control = strategy.control
         if not background:
             save(path, contents, control, checkpoint.shard_of)

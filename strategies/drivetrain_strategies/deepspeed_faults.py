@@ -1,0 +1,64 @@
+"""DeepSpeed's own errors, said so that one knows what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from drivetrain.errors import ConfigurationError, DistributedError
+
+_COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT load", "No such file")
+
+_DIFFERENT = (
+    "ZeRO exchanges parameters and gradients in one order on all ranks, and these ranks used different parameters.",
+    "at stage 3 name the block around them, DeepSpeedStrategy(leaf_modules=[Experts]); at stage 2 set "
+    "find_unused_parameters=True; stage 1 and FSDP do not mind.",
+)
+
+
+@contextmanager
+def start_explained(config: dict[str, Any]) -> Iterator[None]:
+    """Turn what fails within it into an error that names the cause.
+
+    Raises:
+        ConfigurationError: DeepSpeed could not start.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        if any(word in text for word in _COMPILING):
+            kind = config.get("optimizer", {}).get("type", "an operation")
+            raise ConfigurationError(
+                f"DeepSpeed could not build {kind}: {text}",
+                "its own optimizers and its way to NVMe drives are compiled for the machine at their first use.",
+                "install g++ and ninja (and libaio for NVMe), or take torch's: configure_optimizers, or "
+                "'torch_adam': true among the optimizer's params.",
+            ) from error
+        raise ConfigurationError(
+            f"DeepSpeed refused to start: {text}",
+            "every rank gave it the same configuration.",
+            "see strategy.resolved_config for what it got, and DeepSpeed's page of settings.",
+        ) from error
+
+
+@contextmanager
+def explained(run: Any) -> Iterator[None]:
+    """Turn the ways in which DeepSpeed says that ranks used different parameters into an error that says so.
+
+    Raises:
+        ConfigurationError: on the ranks that know of it.
+    """
+    try:
+        yield
+    except DistributedError as error:
+        if "the forward of" not in error.what:
+            raise
+        raise ConfigurationError(error.what, *_DIFFERENT) from error
+    except RuntimeError as error:
+        if "Detected a disagreement" in str(error) or run.missed_gradients:
+            raise ConfigurationError(f"DeepSpeed failed: {error}", *_DIFFERENT) from error
+        raise

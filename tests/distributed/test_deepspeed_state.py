@@ -1,0 +1,319 @@
+"""State under DeepSpeed, by plain names and in float32: rows E-08, E-11, F-01; whole parameters within a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_nets import DeepRegression, Tied
+from small_runs import failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+
+from drivetrain import Callback, Strategy
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.errors import CheckpointError
+from drivetrain.shards import Shard, Span, cut
+from drivetrain.testing import assert_close_states, run_distributed
+from drivetrain_strategies import DeepSpeedStrategy
+from drivetrain_strategies.deepspeed_library import import_library
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+ZERO = ("zero 1", "zero 2", "zero 3")
+OTHERS = ("ddp", "fsdp")
+
+
+def _strategy(name: str) -> str | Strategy:
+    if name == "zero 3":
+        return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)  # E-13
+    return DeepSpeedStrategy(stage=int(name[-1])) if name in ZERO else name
+
+
+class Saver(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def _save(folder: str, name: str, batch: int) -> None:
+    saver = Saver(f"{folder}/{name}")
+    quiet(strategy=_strategy(name), callbacks=saver).fit(DeepRegression(seeded(Tied)), loader(40, batch))
+
+
+def _resume(folder: str, source: str, target: str, batch: int) -> torch.Tensor:
+    module = DeepRegression(seeded(Tied))
+    quiet(strategy=_strategy(target), max_epochs=2).fit(module, loader(40, batch), ckpt_path=f"{folder}/{source}")
+    return weights(module)
+
+
+def _exchange(folder: str) -> dict[tuple[str, str], torch.Tensor]:
+    for name in (*ZERO, *OTHERS):
+        _save(folder, name, 4)
+    pairs = [(source, target) for source in ("single_device", *ZERO, *OTHERS) for target in ZERO]
+    pairs += [(source, target) for source in ZERO for target in OTHERS]
+    return {(source, target): _resume(folder, source, target, 4) for source, target in pairs}
+
+
+def test_a_run_moves_between_strategies(tmp_path: Path) -> None:
+    # E-08, F-01, B-07: weights and optimizer state go on as the reference does, whoever wrote them and whoever reads
+    _save(str(tmp_path), "single_device", 8)
+    found, _ = run_distributed(_exchange, 2, str(tmp_path), timeout=150)
+    for name in ZERO:
+        found[name, "single_device"] = _resume(str(tmp_path), name, "single_device", 8)
+    module = DeepRegression(seeded(Tied))
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    for _ in range(2):
+        train_by_hand(module, global_batches(40, 8))
+    for (source, target), actual in found.items():
+        torch.testing.assert_close(
+            actual, weights(module), **TIGHT, msg=lambda text, pair=(source, target): f"{pair}: {text}"
+        )  # type: ignore[misc]
+
+
+# What a rank gives and takes
+
+
+def _shapes(stage: int) -> Any:
+    module = DeepRegression(seeded(Tied))
+    report: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            # E-11: before the first step too
+            report["empty"] = trainer.strategy.optimizer_state()["state"]
+            report["before"] = {name: _whole(value) for name, value in trainer.strategy.model_state().items()}
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            strategy = trainer.strategy
+            state, optimizer = strategy.model_state(), strategy.optimizer_state()
+            assert state["net.blocks.0.up.weight"] is state["net.blocks.2.up.weight"]
+            regions, moments = strategy.model_regions(), strategy.optimizer_regions()
+            assert set(regions) == {name for name, value in state.items() if isinstance(value, Shard)}
+            # A single number's are wanted whole: it has the shape of what counts steps.
+            assert set(moments) == set(optimizer["state"]) - {"net.temperature"}
+            for name, value in state.items():
+                if isinstance(value, Shard):
+                    assert value.region == regions[name]
+                    assert isinstance(value.region, Span)
+                    assert torch.equal(cut(value.full_tensor(), value.region), value.local)
+            report["held"] = sum(value.local.numel() for value in state.values() if isinstance(value, Shard))
+            report["moments"] = sum(values["exp_avg"].local.numel() for values in optimizer["state"].values())
+            report["after"] = {name: _whole(value) for name, value in state.items()}
+            report["state"] = {
+                name: {key: _whole(value) for key, value in values.items()}
+                for name, values in optimizer["state"].items()
+            }
+            # Its own regions come back without a word between ranks, and change nothing.
+            strategy.load_model_state(state)
+            strategy.load_optimizer_state(optimizer)
+            assert_close_states(
+                {name: _whole(value) for name, value in strategy.model_state().items()}, report["after"], atol=0, rtol=0
+            )
+            wrong = {**state, "net.head.bias": torch.zeros(3)}
+            for given in (wrong, {key: value for key, value in state.items() if key != "net.head.bias"}):
+                with failing() as caught:
+                    strategy.load_model_state(given)
+                report.setdefault("texts", []).append(f"{caught['type']}: {caught['text']}")
+
+    options = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    quiet(strategy=DeepSpeedStrategy(stage=stage, **options), callbacks=Look()).fit(module, loader(40, 4))
+    report["module"] = {name: value.clone() for name, value in module.state_dict().items()}
+    return report
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, Shard) else value
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_by_plain_names(stage: int) -> None:
+    # E-08, E-11: full float32, each rank its part
+    reports = run_distributed(_shapes, 2, stage)
+    reference = DeepRegression(seeded(Tied))
+    before = {name: value.clone() for name, value in reference.state_dict().items()}
+    optimizer = reference.configure_optimizers()
+    reference.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
+    train_by_hand(reference, global_batches(40, 8))
+    numel = sum(parameter.numel() for parameter in reference.parameters())
+    names = {id(parameter): name for name, parameter in reference.named_parameters()}
+    moments = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
+    for report in reports:
+        assert report["empty"] == {}
+        assert_close_states(report["before"], before, atol=0, rtol=0)
+        assert_close_states(report["after"], dict(reference.state_dict()), **TIGHT)
+        assert_close_states(report["state"], moments, **TIGHT)
+        assert_close_states(report["module"], report["after"], atol=0, rtol=0)
+        assert "CheckpointError" in report["texts"][0]
+        assert "net.head.bias ((3,) instead of (1,))" in report["texts"][0]
+        assert "missing ['net.head.bias']" in report["texts"][1]
+    assert sum(report["moments"] for report in reports) == numel  # nothing twice
+    assert max(report["moments"] for report in reports) <= 0.6 * numel
+
+
+# Whole parameters within a run (E-11)
+
+
+class Average(Callback):
+    """An exponential average of the weights, swapped in for validation."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        with _gathered(trainer, write=False):
+            self.average = {name: value.detach().clone() for name, value in module.named_parameters()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with _gathered(trainer, write=False):
+            for name, value in module.named_parameters():
+                self.average[name].lerp_(value, 0.5)
+
+    @torch.no_grad()
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with _gathered(trainer):  # goes on from the average
+            for name, value in module.named_parameters():
+                value.copy_(self.average[name])
+
+
+def _gathered(trainer: Any, write: bool = True) -> Any:
+    strategy = trainer.strategy
+    return strategy.gathered(write=write) if isinstance(strategy, DeepSpeedStrategy) else torch.no_grad()
+
+
+def _averaged() -> dict[str, torch.Tensor]:
+    found = {}
+    for name in ("ddp", *ZERO):
+        module = DeepRegression()
+        quiet(strategy=_strategy(name), max_epochs=3, callbacks=Average()).fit(module, loader(40, 4))
+        found[name] = weights(module)
+    return found
+
+
+def test_what_is_written_to_gathered_parameters_lasts() -> None:
+    # E-11: raw DeepSpeed loses it at the next step, which goes on from masters that nobody wrote to
+    first, second = run_distributed(_averaged, 2)
+    for name in ZERO:
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], first["ddp"], **TIGHT)
+
+
+def _written_in_full() -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def write(trainer: Any, module: Any) -> None:
+        with _gathered(trainer):
+            for parameter in module.parameters():
+                parameter.add_(2.0**-20)  # less than bf16 can tell
+
+    found = {}
+    for name in ZERO:
+        module = DeepRegression()
+        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.0)
+        write_first = LambdaCallback(on_train_start=write)
+        quiet(strategy=_strategy(name), precision="bf16-mixed", callbacks=write_first).fit(module, loader(8, 4))
+        found[name] = weights(module)
+    return found
+
+
+def test_masters_keep_what_half_precision_cannot() -> None:
+    # E-11: as they were built, and as they were written, to the last bit
+    expected = weights(DeepRegression()) + 2.0**-20
+    for found in run_distributed(_written_in_full, 2):
+        for name in ZERO:
+            assert torch.equal(found[name], expected), name
+
+
+def _one_gathered() -> Any:
+    seen: list[Any] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        head = module.net.head.weight
+        seen.append(head.numel())
+        with trainer.strategy.gathered(head):
+            seen.append(tuple(head.shape))
+            with torch.no_grad():
+                head.fill_(1.0 + trainer.global_rank)  # rank 0's holds
+        with trainer.strategy.gathered([head], write=False):
+            seen.append(head.mean().item())
+            with torch.no_grad():
+                head.fill_(7.0)
+        seen.append(head.numel())
+
+    strategy = DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)
+    module = DeepRegression()
+    module.lr = 0.0
+    quiet(strategy=strategy, callbacks=LambdaCallback(on_train_start=look)).fit(module, loader(8, 4))
+    return seen, module.net.head.weight.detach().clone()
+
+
+def test_one_parameter_gathered() -> None:
+    for seen, head in run_distributed(_one_gathered, 2):
+        assert seen == [0, (1, 8), 1.0, 0]
+        assert torch.equal(head, torch.ones(1, 8))
+
+
+# DeepSpeed's own checkpoints
+
+
+def _native(folder: str, stage: int) -> Any:
+    saver = Saver(f"{folder}/half")
+    whole = DeepRegression()
+    strategy = DeepSpeedStrategy(stage=stage, save_native=True)
+    quiet(strategy=strategy, max_epochs=2, callbacks=saver).fit(whole, loader(40, 4))
+    again = DeepRegression()
+    load = LambdaCallback(on_fit_start=lambda trainer, module: trainer.strategy.load_native(f"{folder}/half.deepspeed"))
+    quiet(strategy=DeepSpeedStrategy(stage=stage), callbacks=load).fit(again, loader(40, 4))
+    missing = LambdaCallback(on_fit_start=lambda trainer, module: trainer.strategy.load_native(f"{folder}/nowhere"))
+    with failing() as caught:
+        quiet(strategy=DeepSpeedStrategy(stage=stage), callbacks=missing).fit(DeepRegression(), loader(40, 4))
+    return weights(whole), weights(again), f"{caught['type']}: {caught['text']}"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_own_checkpoints(tmp_path: Path, stage: int) -> None:
+    # E-09: load_checkpoint of a missing directory returns (None, None) and starts afresh: here it is refused
+    import_library()
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for whole, again, text in run_distributed(_native, 2, str(tmp_path), stage):
+        torch.testing.assert_close(again, whole, **TIGHT)
+        assert text.startswith(CheckpointError.__name__)
+        assert "holds no checkpoint of DeepSpeed's" in text
+    # and its tools find the names of the user's module
+    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "half.deepspeed"))
+    assert set(state) == set(dict(DeepRegression().named_parameters()))
+
+
+# An optimizer that the module keeps
+
+
+class Keeping(DeepRegression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = super().configure_optimizers()
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def _kept(stage: int) -> Any:
+    module = Keeping()
+    for _ in range(2):
+        quiet(strategy=DeepSpeedStrategy(stage=stage)).fit(module, loader(40, 4))
+        held = module.optimizer.param_groups[0]["params"]
+        assert all(one is other for one, other in zip(held, module.parameters(), strict=True))
+        assert all(module.optimizer.state[one]["exp_avg"].shape == one.shape for one in held)
+    return weights(module)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_outlives_the_run_goes_on(stage: int) -> None:
+    found = run_distributed(_kept, 2, stage)[0]
+    module = Keeping()
+    for _ in range(2):
+        train_by_hand(module, global_batches(40, 8))
+    torch.testing.assert_close(found, weights(module), **TIGHT)
