@@ -62,7 +62,7 @@ def _write(checkpoint: Checkpoint, sink: Any) -> None:
             row = row_size(spec.shape)
             for piece in pieces_of(spec, _PIECE):
                 writer.write(bytes_of(sources[spec.name].read(Span(piece.first * row, piece.last * row))))
-        writer.finish()
+        writer.record()
     finally:
         writer.close()
 

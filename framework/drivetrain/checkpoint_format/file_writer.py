@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from drivetrain.checkpoint_format.checksums import BlockSums
 from drivetrain.checkpoint_format.manifest import FileRecord
 
-_IN_FLIGHT = 2  # portions that may wait for the disk while the next is gathered
+_COPIES = 2  # pieces made for this file alone that may wait for the disk while the next is gathered
 
 
 class Sink(Protocol):
@@ -31,28 +32,61 @@ class FileWriter:
         self._sums = BlockSums()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._summer = ThreadPoolExecutor(1, "checkpoint-sum")
-        self._pending: deque[tuple[Future[None], Future[None]]] = deque()
+        self._written: Future[None] | None = None
+        self._summed: Future[None] | None = None
+        self._copies: deque[tuple[Future[None], Future[None]]] = deque()
+        self._error: Exception | None = None
 
-    def write(self, content: bytes | memoryview) -> None:
-        """Write the next bytes, which must stay as they are until `finish`, or be nobody else's."""
-        while len(self._pending) >= _IN_FLIGHT:
-            self._wait_for_one()
-        self._pending.append((self._writer.submit(self._put, content), self._summer.submit(self._sums.update, content)))
+    def write(self, content: bytes | memoryview, borrowed: bool = False) -> None:
+        """Write the next bytes.
 
-    def finish(self) -> FileRecord:
-        """Wait until everything is written and return what the file has become."""
-        while self._pending:
-            self._wait_for_one()
+        Args:
+            content: must stay as it is until `record` has returned.
+            borrowed: whether it is memory that is there anyway; of any other, only a few pieces may wait.
+
+        Raises:
+            Exception: what an earlier write raised.
+        """
+        while not borrowed and len(self._copies) >= _COPIES:
+            for future in self._copies.popleft():
+                future.result()
+        self._raise()
+        self._written = self._writer.submit(self._do, self._sink.write, content)
+        self._summed = self._summer.submit(self._do, self._sums.update, content)
+        if not borrowed:
+            self._copies.append((self._written, self._summed))
+
+    def flush(self) -> None:
+        """Wait until everything is written; the sums may still be on their way, while the disk is at it.
+
+        Raises:
+            Exception: what a write raised.
+        """
+        if self._written is not None:
+            self._written.result()
+        self._raise()
+
+    def record(self) -> FileRecord:
+        """Return what the file has become, once everything is written and summed."""
+        self.flush()
+        if self._summed is not None:
+            self._summed.result()
+        self._raise()
         return FileRecord(self._sums.size, self._sums.text())
 
     def close(self) -> None:
         """End the threads."""
+        self._error = self._error or RuntimeError("the file was closed")
         self._writer.shutdown()
         self._summer.shutdown()
 
-    def _put(self, content: bytes | memoryview) -> None:
-        self._sink.write(content)
+    def _do(self, work: Callable[[Any], Any], content: bytes | memoryview) -> None:
+        if self._error is None:
+            try:
+                work(content)
+            except Exception as error:
+                self._error = error
 
-    def _wait_for_one(self) -> None:
-        for future in self._pending.popleft():
-            future.result()
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error

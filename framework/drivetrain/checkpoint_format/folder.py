@@ -5,15 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.checkpoint_format.local_place import standing_in
 from drivetrain.checkpoint_format.place import filesystem_of
 from drivetrain.errors import CheckpointError
-
-_POPULATE_READ = 22  # MADV_POPULATE_READ of linux/mman.h, which mmap does not name
 
 
 class Source(Protocol):
@@ -99,9 +97,6 @@ class _MappedFile:
     def read(self, begin: int, end: int) -> memoryview | bytes:
         if self._map is None or begin >= end:
             return b""
-        start = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        with suppress(OSError, ValueError):  # one call for all pages, where the system knows it
-            self._map.madvise(_POPULATE_READ, start, end - start)
         return memoryview(self._map)[begin:end]
 
 

@@ -21,6 +21,9 @@ from drivetrain.shards import Region, Shard
 Regions = Mapping[str, Region | None]
 """What one rank brings to a checkpoint, by name; only what is sharded stands here."""
 
+_Whole = tuple[torch.Tensor, bool]
+"""A piece, and whether it is memory that is there anyway."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
@@ -110,13 +113,14 @@ class Gathering:
             total += 0 if part is None else part.numel * piece.spec.dtype.itemsize
         return total
 
-    def _assembled(self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _assembled(self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor]) -> Iterator[_Whole]:
         """Yield each piece whole and flat."""
         taken = dict.fromkeys(received, 0)
         for piece in pieces:
             held = self.held[piece.spec.name]
             if not isinstance(held, Shard):
-                yield rows_of(held, piece)
+                rows = rows_of(held, piece)
+                yield rows, rows.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
                 continue
             whole = torch.empty(piece.numel, dtype=piece.spec.dtype)
             for rank, regions in enumerate(self.regions):
@@ -131,7 +135,7 @@ class Gathering:
                     taken[rank] += part.numel * piece.spec.dtype.itemsize
                     values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
                 put(whole, piece, part, values)
-            yield whole
+            yield whole, False
 
 
 class _WriteFailedError(Exception):
@@ -157,22 +161,23 @@ class _Output:
         except Exception as error:
             self._fail(error)
 
-    def write(self, pieces: Iterator[torch.Tensor]) -> None:
-        for piece in pieces:
+    def write(self, pieces: Iterator[_Whole]) -> None:
+        for piece, borrowed in pieces:
             if self._writer is None:
                 return
             try:
-                self._writer.write(bytes_of(piece))
+                self._writer.write(bytes_of(piece), borrowed)
             except Exception as error:
                 self._fail(error)
 
     def finish(self) -> dict[str, FileRecord]:
         try:
             if self._writer is not None:
-                record = self._writer.finish()
+                self._writer.flush()
+                self._stack.close()
+                record = self._writer.record()
                 self._writer.close()
                 self._writer = None
-                self._stack.close()
                 return {self._name: record}
         except Exception as error:
             self._fail(error)

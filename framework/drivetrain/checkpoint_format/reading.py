@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 
+from drivetrain.checkpoint_format.checksums import crc32
 from drivetrain.checkpoint_format.folder import Folder, Source
 from drivetrain.checkpoint_format.manifest import FileRecord
 from drivetrain.checkpoint_format.pieces import as_rows, row_size
@@ -99,7 +99,7 @@ class CheckedFile:
 
     def _check(self, number: int, content: memoryview | bytes) -> None:
         expected = self._record.crc32[8 * number : 8 * number + 8]
-        if f"{zlib.crc32(content):08x}" != expected:
+        if f"{crc32(content):08x}" != expected:
             begin, end = self._bounds(number)
             raise damaged(self._path, f"{self.name} was altered between bytes {begin} and {end}")
         self._checked.add(number)

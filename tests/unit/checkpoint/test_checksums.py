@@ -1,0 +1,29 @@
+"""Checksums of blocks, and that the faster library for them gives the same."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+
+from drivetrain.checkpoint_format.checksums import BlockSums, block_count, crc32
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 95, 100])
+def test_portions_of_any_size_give_the_same(size: int) -> None:
+    content = random.Random(0).randbytes(size)
+    expected = "".join(f"{zlib.crc32(content[start : start + 10]):08x}" for start in range(0, size, 10))
+    for portion in (1, 3, 10, 25, 100):
+        sums = BlockSums(10)
+        for start in range(0, size, portion):
+            sums.update(content[start : start + portion])
+        assert sums.text() == expected
+        assert sums.size == size
+    assert len(expected) == 8 * block_count(size, 10)
+
+
+def test_they_are_those_of_zlib() -> None:
+    content = random.Random(1).randbytes(100_003)
+    assert crc32(content) == zlib.crc32(content)
+    assert crc32(content[500:], crc32(content[:500])) == zlib.crc32(content)
