@@ -71,7 +71,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         leaf_modules: classes whose parameters stage 3 gathers and exchanges as one: blocks of experts.
         activation_checkpointing: classes of modules that compute their activations again in backward.
         activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
-        find_unused_parameters: at stage 2, exchange after backward, in order; None decides in the first window.
+        find_unused_parameters: None refuses, after the first window, parameters that come into use or go out of it;
+            True allows it, for which stage 2 exchanges gradients after backward; False does not look.
         save_native: write DeepSpeed's own checkpoint too, beside each of ours, for its tools.
         gather_limit: bytes of parameters up to which the module is whole again after a run.
         meta: at stage 3, build what ``configure_model`` builds without storage, and initialise it part by part.

@@ -182,8 +182,7 @@ class DeepSpeedRun:
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # stepped once a step, by the loop
-        asked = self._setting.find_unused_parameters if self._setting.stage == 2 else False
-        self._unused = UnusedParameters(names, self._setting.control, asked)
+        self._unused = UnusedParameters(names, self._zero, self._setting.control, self._setting.find_unused_parameters)
         self._restore_masters()
 
     @torch.no_grad()
@@ -229,6 +228,7 @@ class DeepSpeedRun:
         self._unused.before_backward(loss)
         with explained(self):
             self._zero.backward(loss, self._unused.in_order, within_forward=self._inside)
+        self._unused.after_backward(loss)
 
     def step(self, max_norm: float | None) -> bool:
         self._collecting = False

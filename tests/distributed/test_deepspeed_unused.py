@@ -1,0 +1,223 @@
+"""Parameters that no rank uses, or only some do, under ZeRO: rows D-11, B-08, E-09."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from fsdp_nets import Block, DeepRegression, Experts
+from small_runs import FEATURES, data, failing, loader, quiet, seeded, weights
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DeepSpeedStrategy
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+SPREAD = {"stage3_param_persistence_threshold": 0}
+
+
+def _parted() -> TensorDataset:
+    """Rank 0's batches of 4 go to one expert, rank 1's to the other."""
+    x, y = data(32).tensors
+    order = x[:, 0].argsort()
+    half = torch.stack([order[:16].view(4, 4), order[16:].view(4, 4)], 1).flatten()
+    return TensorDataset(x[half], y[half])
+
+
+class Block2(nn.Module):
+    """The experts as one module, whose parameters stage 3 takes together."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(count))
+
+    def forward(self, hidden: torch.Tensor, route: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            chosen = route == number
+            if bool(chosen.any()):
+                out[chosen] = expert(hidden[chosen])
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, 8)
+        self.block = Block2(count)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.stem(x), (x[:, 0] > 0).long()))
+
+
+def _by_hand(net: Any) -> torch.Tensor:
+    """The reference, zeros standing for gradients that nobody has."""
+    module = DeepRegression(net)
+    optimizer = module.configure_optimizers()
+    x, y = _parted().tensors
+    for start in range(0, 32, 8):
+        optimizer.zero_grad()
+        module.loss((x[start : start + 8], y[start : start + 8])).backward()
+        for parameter in module.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return weights(module)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _experts(options: dict[str, Any], count: int) -> Any:
+    heard = Heard()
+    logging.getLogger("drivetrain").addHandler(heard)
+    module = DeepRegression(seeded(lambda: Mixture(count)))
+    quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
+    return weights(module), heard.texts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 2, "find_unused_parameters": True},
+        {"stage": 2, "offload_optimizer": "cpu"},
+        {"stage": 3, "leaf_modules": [Block2], **SPREAD},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("count", [2, 3])
+def test_experts_that_some_ranks_use(options: dict[str, Any], count: int) -> None:
+    # D-11: raw DeepSpeed crashes at stages 1 and 2, and hangs at stage 3; an expert that nobody uses is told of, once
+    (first, heard), (second, silent) = run_distributed(_experts, 2, options, count)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, _by_hand(seeded(lambda: Mixture(count))), **TIGHT)
+    told = [text for text in heard if "counts as zero" in text]
+    assert len(told) == (count == 3)
+    assert all("'net.block.experts.2.norm.weight'" in text and "6 parameter(s)" in text for text in told)
+    assert not [text for text in silent if "counts as zero" in text]
+
+
+def _different() -> Any:
+    with failing() as caught:
+        quiet(strategy=DeepSpeedStrategy(stage=3, **SPREAD)).fit(
+            DeepRegression(seeded(Experts)), DataLoader(_parted(), batch_size=4)
+        )
+    module = DeepRegression()
+    quiet(strategy="ddp").fit(module, loader(16, 4))  # and what comes after it trains
+    return caught, weights(module)
+
+
+def test_stage_3_refuses_what_would_hang() -> None:
+    # D-11: in the first step, by name; never a hang
+    (first, one), (second, other) = run_distributed(_different, 2)
+    for caught in (first, second):
+        assert caught["type"] == "ConfigurationError"
+        assert "the forward of 'net.experts.0" in caught["text"]
+        assert "the forward of 'net.experts.1" in caught["text"]
+        assert "leaf_modules" in caught["text"]
+    assert torch.equal(one, other)
+
+
+class Late(nn.Module):
+    """Ranks part only after the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Mixture()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.net.stem(x)
+        mixed = torch.arange(len(x)) % 2
+        route = mixed if self.calls == 1 else (x[:, 0] > 0).long()
+        return self.net.head(self.net.block(hidden, route))
+
+
+def _late(options: dict[str, Any]) -> Any:
+    module = DeepRegression(seeded(Late))
+    with failing() as caught:
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
+    return caught
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_part_later(stage: int) -> None:
+    # D-11: raw DeepSpeed adds up gradients of different experts without a word
+    for caught in run_distributed(_late, 2, {"stage": stage, **SPREAD}):
+        assert caught["type"] == "ConfigurationError"
+        assert "'net.net.block.experts." in caught["text"]
+        assert "find_unused_parameters=True" in caught["text"]
+
+
+def test_ranks_that_part_later_and_may() -> None:
+    # D-11
+    for options in ({"stage": 2, "find_unused_parameters": True}, {"stage": 3, "leaf_modules": [Block2], **SPREAD}):
+        for caught in run_distributed(_late, 2, options):
+            assert caught["type"] == "nothing was raised", caught["text"]
+
+
+# A parameter that is used now and then, by all ranks alike
+
+
+class Sometimes(DeepRegression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss if batch_idx % 2 else loss + self.net.blocks[1].up.bias.square().sum() * 10
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        x = self.net.stem(x)
+        return nn.functional.mse_loss(self.net.head(self.net.blocks[0](x)), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _sometimes() -> dict[str, torch.Tensor]:
+    found = {}
+    for name, options in {
+        "stage 1": {"stage": 1},
+        "stage 2": {"stage": 2},
+        "stage 2, not looked at": {"stage": 2, "find_unused_parameters": False},
+        "stage 3": {"stage": 3, **SPREAD},
+        "stage 1, offload": {"stage": 1, "offload_optimizer": "cpu"},
+        "stage 2, offload": {"stage": 2, "offload_optimizer": "cpu"},
+        "stage 3, offload": {"stage": 3, "offload_optimizer": "cpu", **SPREAD},
+    }.items():
+        module = Sometimes()
+        with torch.no_grad():
+            module.net.blocks[1].up.bias.fill_(1.0)
+        strategy = DeepSpeedStrategy(**{"find_unused_parameters": True, **options})
+        quiet(strategy=strategy).fit(module, loader(40, 4))
+        found[name] = weights(module)
+    return found
+
+
+def test_no_gradient_is_left_from_the_step_before() -> None:
+    # E-09: raw DeepSpeed steps again on the last gradient of a parameter that has none now, at stage 3 and offloaded
+    module = Sometimes()
+    with torch.no_grad():
+        module.net.blocks[1].up.bias.fill_(1.0)
+    optimizer = module.configure_optimizers()
+    x, y = data(40).tensors
+    for number, start in enumerate(range(0, 40, 8)):
+        optimizer.zero_grad()
+        module.training_step((x[start : start + 8], y[start : start + 8]), number).backward()
+        optimizer.step()
+    for found in run_distributed(_sometimes, 2):
+        for name, actual in found.items():
+            gap = (actual - weights(module)).abs().max().item()
+            assert gap < 1e-5, f"{name}: {gap}"
