@@ -74,9 +74,7 @@ class UnusedParameters:
         partly = self._single & (everywhere > 0) & (everywhere < self._control.world_size)
         if bool(partly.any()) and self._zero.stage == 2:
             self._learns, self.in_order = False, True
-            self._tell(
-                "%d parameter(s) get a gradient on some ranks only: %s. All are exchanged after backward.", partly
-            )
+            self._tell("%d parameter(s) get a gradient on some ranks only: %s. They wait for one another.", partly)
 
     def after_backward(self, loss: torch.Tensor) -> None:
         """Look whether the gradients came that came before. Talks to nobody.
@@ -94,10 +92,10 @@ class UnusedParameters:
         ]
         raise ConfigurationError(
             f"In this backward other parameters got a gradient than in the first window: {_listed(others)}.",
-            "ZeRO exchanges gradients in the order in which they arise: ranks that differ in it would add up what does "
-            "not belong together.",
-            "set DeepSpeedStrategy(find_unused_parameters=True), at stage 3 only where all ranks use the same ones; for "
-            "experts at stage 3 leaf_modules=[Experts].",
+            "ZeRO exchanges gradients in the order in which they arise: ranks that differ in it would add up what "
+            "does not belong together.",
+            "set DeepSpeedStrategy(find_unused_parameters=True), at stage 3 only where all ranks use the same ones; "
+            "for experts at stage 3 leaf_modules=[Experts].",
         )
 
     def after_step(self) -> None:
