@@ -66,12 +66,12 @@ def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
             "a run cannot go on without its optimizer's state and its progress.",
             "load the weights with load_from_checkpoint, or take a whole checkpoint.",
         )
-    saved = checkpoint.state()["data"]["given_seed"]
-    if seed is not None and saved is not None and seed != saved:
+    saved = checkpoint.state()["data"]["seed"]
+    if seed is not None and seed != saved:
         raise CheckpointError(
             f"Fit(seed={seed}), and the run of {checkpoint.path!r} had seed={saved}.",
             "the order of samples follows from it: what was seen would be seen again.",
-            f"leave seed out, or pass seed={saved}.",
+            "leave seed out: a run takes it from the checkpoint.",
         )
 
 

@@ -271,7 +271,7 @@ class Session:
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of how the data is dealt."""
         source = None if self.data is None else self.data.train
-        return {**self.cursor.state_dict(source), "seed": self.seed, "given_seed": self.trainer.seed}
+        return {**self.cursor.state_dict(source), "seed": self.seed}
 
     # Reads
 
