@@ -18,7 +18,7 @@ from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint_format import Contents, Facts, Sizes, agreed, commit, save, stage
 from drivetrain.shards import Box, Region, Shard, Span, cut
-from drivetrain.testing import run_distributed
+from drivetrain.testing import requires_linux, run_distributed
 from drivetrain_strategies.control_group import GroupControl
 
 SMALL = Sizes(small=2000, large=10**9, piece=500)
@@ -288,3 +288,34 @@ def test_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
     assert verify(tmp_path / "c") == []
     weights = load(tmp_path / "c").weights()
     assert all(torch.equal(weights[name], value) for name, value in truth().items())
+
+
+# Memory
+
+
+def _peak(path: str) -> int:
+    """Save a tensor of 192 MiB that lies on two ranks; return the bytes by which this one grew at most."""
+    rank = dist.get_rank()
+    talk = control()
+    half = torch.full((24, 2**20), float(rank))
+    contents = Contents({"w": Shard(half, (48, 2**20), Box((24 * rank, 0), (24, 2**20)))})
+    status = Path("/proc/self/status")
+
+    def field(name: str) -> int:
+        line = next(line for line in status.read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+
+    save(f"{path}-small", sharded("rows", rank, 2), talk)  # what is imported on the way is none of it
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = field("VmRSS")
+    save(path, contents, talk, sizes=Sizes(piece=4 * 2**20))
+    return field("VmHWM") - before
+
+
+@requires_linux()
+def test_a_save_holds_a_few_pieces_and_no_tensor(tmp_path: Path) -> None:
+    # F-13
+    for grown in run_distributed(_peak, 2, str(tmp_path / "c")):
+        assert grown < 64 * 2**20
+    weight = load(tmp_path / "c").weights()["w"]
+    assert [weight[row, -1].item() for row in (0, 23, 24, 47)] == [0, 0, 1, 1]

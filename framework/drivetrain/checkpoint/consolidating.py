@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.checkpoint_format import Checkpoint, load
+from drivetrain.checkpoint_format.eager_file import EagerFile
 from drivetrain.checkpoint_format.file_writer import FileWriter
 from drivetrain.checkpoint_format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint_format.place import filesystem_of
@@ -79,10 +80,8 @@ def _created(target: str) -> Iterator[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        with open(half, "xb") as stream:
+        with EagerFile(half) as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
         os.replace(half, path)
     finally:
         with suppress(OSError):

@@ -30,9 +30,15 @@ class Source(Protocol):
 
 
 class Folder(Protocol):
-    """The files of one checkpoint."""
+    """The files of one checkpoint.
+
+    Attributes:
+        path: as it was asked for.
+        readers: how many reads at once pay.
+    """
 
     path: str
+    readers: int
 
     def open(self, name: str) -> Source:
         """Raises:
@@ -71,6 +77,8 @@ def _nothing_at(path: str) -> CheckpointError:
 
 
 class _LocalFolder:
+    readers = 1  # the disk reads ahead by itself, and threads would take turns (measured, cold and warm)
+
     def __init__(self, path: str, root: Path) -> None:
         self.path = path
         self._root = root
@@ -128,6 +136,8 @@ def _as_os_errors() -> Iterator[None]:
 
 
 class _ObjectFolder:
+    readers = 8
+
     def __init__(self, path: str, filesystem: Any, root: str) -> None:
         self.path = path
         self._filesystem = filesystem

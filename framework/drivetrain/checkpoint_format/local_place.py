@@ -7,11 +7,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from drivetrain.checkpoint_format.eager_file import EagerFile
 from drivetrain.checkpoint_format.manifest import MANIFEST
 from drivetrain.checkpoint_format.place import Ticket, is_ours
 from drivetrain.checkpoint_format.swapping import exchange
@@ -72,12 +71,8 @@ class LocalPlace:
     def named(self, name: str) -> str:
         return name
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        with open(self._folder / name, "xb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+    def open(self, name: str) -> EagerFile:
+        return EagerFile(self._folder / name)
 
     def size(self, name: str) -> int:
         return (self._folder / name).stat().st_size

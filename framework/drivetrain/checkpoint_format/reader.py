@@ -16,8 +16,6 @@ from drivetrain.checkpoint_format.reading import CheckedFile, TensorSource, dama
 from drivetrain.errors import CheckpointError
 from drivetrain.shards import Region, Shard
 
-_READERS = 4  # threads at most: reading and summing leave the interpreter alone
-
 
 class Checkpoint:
     """A checkpoint, of which only the manifest has been read so far. `load` opens one.
@@ -29,6 +27,7 @@ class Checkpoint:
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
         self.path = folder.path
+        self.readers = folder.readers
         self.manifest = manifest
         self._folder = folder
         self._files: dict[str, CheckedFile] = {}
@@ -54,7 +53,7 @@ class Checkpoint:
         sources = self._sources(part)
         others = {} if part.document is None else self._document(part, sources)
         own = {name: source for name, source in sources.items() if name not in self._set_aside(part)}
-        return Weights({**own, **others}, self.manifest.aliases, self.path)
+        return Weights({**own, **others}, self.manifest.aliases, self.readers)
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
         """Return an optimizer's state in its named form.
@@ -84,7 +83,7 @@ class Checkpoint:
             for value in values.values():
                 if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
                     wanted[id(value)] = region
-        filled: dict[str, Any] = _filled(document, wanted)
+        filled: dict[str, Any] = _filled(document, wanted, self.readers)
         return filled
 
     def state(self) -> Any:
@@ -117,7 +116,7 @@ class Checkpoint:
 
     def _sources(self, part: Part) -> dict[str, TensorSource]:
         found: dict[str, TensorSource] = {}
-        for one in in_threads(lambda name: tensors_in(self.file(name)), part.tensors):
+        for one in side_by_side(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
             found.update(one)
         return found
 
@@ -127,7 +126,7 @@ class Checkpoint:
         return loads(bytes(file.read(0, file.size)), part.document)
 
     def _document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
-        return _filled(self._decoded(part, sources), {})
+        return _filled(self._decoded(part, sources), {}, self.readers)
 
     def _decoded(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
         try:
@@ -148,13 +147,13 @@ class Weights(Mapping[str, Any]):
     Args:
         values: what is stored.
         aliases: tied names and what they are tied to.
-        path: of the checkpoint, for errors.
+        readers: how many reads at once pay.
     """
 
-    def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], path: str) -> None:
+    def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
         self._values = dict(values)
         self._aliases = {tied: first for tied, first in aliases.items() if first in self._values}
-        self._path = path
+        self._readers = readers
 
     def __getitem__(self, name: str) -> Any:
         value = self._values[self._aliases.get(name, name)]
@@ -189,7 +188,7 @@ class Weights(Mapping[str, Any]):
             return value.read() if region is None else Shard(value.read(region), value.shape, region)
 
         stored = list(self._values)
-        found = dict(zip(stored, in_threads(read, stored), strict=True))
+        found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
         return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
 
     def _stored(self, name: str) -> Any:
@@ -219,7 +218,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(folder, unseal(content, folder.path))
 
 
-def _filled(value: Any, wanted: Mapping[int, Region]) -> Any:
+def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
     """Replace each `TensorSource` in a decoded document by its values, or by the wanted part of them."""
     found: dict[int, TensorSource] = {}
     _collect(value, found)
@@ -230,7 +229,8 @@ def _filled(value: Any, wanted: Mapping[int, Region]) -> Any:
         values = source.read(region).clone()
         return values if region is None else Shard(values, source.shape, region)
 
-    return _replaced(value, dict(zip(found, in_threads(read, list(found.values())), strict=True)))
+    values = side_by_side(read, found.values(), readers)
+    return _replaced(value, dict(zip(found, values, strict=True)))
 
 
 def _collect(value: Any, found: dict[int, TensorSource]) -> None:
@@ -254,11 +254,10 @@ def _replaced(value: Any, read: Mapping[int, Any]) -> Any:
     return value
 
 
-def in_threads(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Return ``[work(item) for item in items]``, a few at a time."""
+def side_by_side(work: Callable[[Any], Any], items: Iterable[Any], readers: int) -> list[Any]:
+    """Return ``[work(item) for item in items]``, ``readers`` at a time."""
     items = list(items)
-    threads = min(_READERS, os.cpu_count() or 1, len(items))
-    if threads < 2:
+    if min(readers, len(items)) < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+    with ThreadPoolExecutor(readers, "checkpoint-read") as pool:
         return list(pool.map(work, items))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from drivetrain.checkpoint_format.reader import Checkpoint, in_threads, load
+from drivetrain.checkpoint_format.reader import Checkpoint, load, side_by_side
 from drivetrain.checkpoint_format.reading import damaged
 from drivetrain.errors import CheckpointError
 
@@ -15,7 +15,8 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         checkpoint = load(path)
     except CheckpointError as error:
         return [error.what]
-    problems = [line for line in in_threads(lambda name: _problem(checkpoint, name), checkpoint.manifest.files) if line]
+    found = side_by_side(lambda name: _problem(checkpoint, name), checkpoint.manifest.files, checkpoint.readers)
+    problems = [line for line in found if line is not None]
     return problems or _contradictions(checkpoint)
 
 
