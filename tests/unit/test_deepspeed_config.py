@@ -1,0 +1,267 @@
+"""What DeepSpeed gets: the user's configuration, completed from `Fit`, contradictions refused (E-02, E-03, E-09)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.run_settings import RunSettings
+from drivetrain.strategy import known_strategies, strategy_by_name
+from drivetrain_strategies import DeepSpeedStrategy
+from drivetrain_strategies.deepspeed_config import TOP_LEVEL_KEYS, Asked, read_config, resolve
+from drivetrain_strategies.deepspeed_library import import_library
+
+RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
+
+
+def _resolved(config: Any, asked: Asked | None = None, run: RunSettings = RUN, precision: str = "32-true") -> Any:
+    return resolve(read_config(config), asked or Asked(), run, precision, ranks=2)
+
+
+def test_what_is_missing_comes_from_fit() -> None:
+    # E-03, E-09: clipping is always written, since DeepSpeed's default is 1.0; accumulation is fixed at one (E-01)
+    assert _resolved({}) == {
+        "train_micro_batch_size_per_gpu": 8,
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.5,
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 2},
+    }
+    assert _resolved({}, run=RunSettings())["gradient_clipping"] == 0.0
+    half = _resolved({}, precision="bf16-mixed")
+    assert half["bf16"] == {"enabled": True}
+    assert half["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert half["communication_data_type"] == "fp32"
+    assert _resolved({"fp16": {"loss_scale": 0, "initial_scale_power": 8}}, precision="16-mixed")["fp16"] == {
+        "loss_scale": 0,
+        "initial_scale_power": 8,
+        "enabled": True,
+    }
+
+
+def test_what_agrees_is_replaced_by_ours() -> None:
+    # E-03: compared with Fit's, and then replaced
+    config = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 3, "sub_group_size": 10},
+        "bf16": {"enabled": False},
+    }
+    before = copy.deepcopy(config)
+    resolved = _resolved(config, Asked(stage=3, zero={"sub_group_size": 10, "overlap_comm": False}))
+    assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 1)
+    assert resolved["zero_optimization"] == {"stage": 3, "sub_group_size": 10, "overlap_comm": False}
+    assert config == before  # E-03: never mutated
+    resolved["zero_optimization"]["stage"] = 1
+    assert config == before
+
+
+def test_auto_is_filled() -> None:
+    # E-03: as people write it for Hugging Face
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    }
+    resolved = _resolved(config, precision="bf16-mixed")
+    assert '"auto"' not in json.dumps(resolved)
+    assert resolved["zero_optimization"] == {"stage": 3}
+    assert (resolved["bf16"], resolved["fp16"]) == ({"enabled": True}, {"enabled": False})
+    with pytest.raises(ConfigurationError, match=r"optimizer\.params\.lr is 'auto'"):
+        _resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+
+
+def test_clipping_in_the_config_holds_where_fit_sets_none() -> None:
+    # E-03, and api.md
+    assert _resolved({"gradient_clipping": 2.0}, run=RunSettings(batch_size=8))["gradient_clipping"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "precision", "parts"),
+    [
+        ({"gradient_accumulation_steps": 2}, Asked(), "32-true", ("gradient_accumulation_steps=2", "batches=4")),
+        ({"train_micro_batch_size_per_gpu": 4}, Asked(), "32-true", ("gpu=4", "batch_size=8")),
+        ({"train_batch_size": 16}, Asked(), "32-true", ("train_batch_size=16", "x 2 ranks")),
+        ({"gradient_clipping": 1.0}, Asked(), "32-true", ("gradient_clipping=1.0", "gradient_clip_val=0.5")),
+        ({"bf16": {"enabled": True}}, Asked(), "32-true", ("bf16.enabled=True", "precision='32-true'")),
+        ({"fp16": {"enabled": True}}, Asked(), "bf16-mixed", ("fp16.enabled=True", "precision='bf16-mixed'")),
+        ({"bf16": {"enabled": False}}, Asked(), "bf16-mixed", ("bf16.enabled=False", "precision='bf16-mixed'")),
+        ({"torch_autocast": {"enabled": True}}, Asked(), "32-true", ("torch_autocast", "precision='32-true'")),
+        ({"zero_optimization": {"stage": 1}}, Asked(stage=2), "32-true", ("stage=1", "stage=2")),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            Asked(zero={"offload_optimizer": {"device": "cpu"}}),
+            "32-true",
+            ("zero_optimization.offload_optimizer.device='nvme'", "'cpu'"),
+        ),
+        ({"zero_optimisation": {"stage": 1}}, Asked(), "32-true", ("zero_optimisation", "'zero_optimization'")),
+    ],
+)
+def test_a_contradiction_names_both_sides(
+    config: dict[str, Any], asked: Asked, precision: str, parts: tuple[str, str]
+) -> None:
+    # E-03; E-09: unknown top-level keys, which DeepSpeed accepts in silence
+    with pytest.raises(ConfigurationError) as error:
+        _resolved(config, asked, precision=precision)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_a_config_from_a_file(tmp_path: Path) -> None:
+    # E-03
+    path = tmp_path / "zero.json"
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    assert DeepSpeedStrategy(config=path).stage == 3
+    assert DeepSpeedStrategy(config=str(path)).collective_forward
+    path.write_text("{")
+    with pytest.raises(ConfigurationError, match=r"zero\.json' cannot be read"):
+        DeepSpeedStrategy(config=path)
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        DeepSpeedStrategy(config=tmp_path / "nowhere.json")
+    path.write_text("[]")
+    with pytest.raises(ConfigurationError, match="holds a list"):
+        DeepSpeedStrategy(config=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"stage": 4}, "stage=4"),
+        ({"stage": 0}, "without any it is plain DDP"),
+        ({"offload_optimizer": "gpu"}, "offload_optimizer='gpu'"),
+        ({"offload_optimizer": "nvme", "stage": 3}, "without nvme_path"),
+        ({"offload_optimizer": "nvme", "nvme_path": "/tmp"}, "offload_optimizer='nvme' at stage 2"),
+        ({"offload_parameters": "cpu"}, "offload_parameters='cpu' at stage 2"),
+        ({"config": {"zero_optimization": {"round_robin_gradients": True}}}, "round_robin_gradients"),
+        ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
+    # G-06: as it is built
+    with pytest.raises(ConfigurationError) as error:
+        DeepSpeedStrategy(**options)
+    assert part in str(error.value)
+
+
+def test_the_keys_are_those_that_deepspeed_reads() -> None:
+    """The list is ours: here DeepSpeed itself says what it looks for."""
+    import_library()
+    from deepspeed.runtime import config as theirs
+
+    class Asking(dict[str, Any]):
+        asked: set[str]
+
+        def get(self, key: str, default: Any = None) -> Any:
+            asked.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key: str) -> Any:
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key: object) -> bool:
+            asked.add(str(key))
+            return super().__contains__(key)
+
+        def keys(self) -> Any:
+            return self
+
+        def __copy__(self) -> Asking:
+            return self
+
+    asked: set[str] = set()
+    theirs.DeepSpeedConfig(Asking(train_batch_size=1, train_micro_batch_size_per_gpu=1))
+    removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    assert asked - removed <= TOP_LEVEL_KEYS
+    assert TOP_LEVEL_KEYS - asked == {"data_parallel_size", "sequence_parallel_size"}  # which its initialize reads
+
+
+def test_every_stage_has_its_names() -> None:
+    stages = {"deepspeed": 2, "deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
+    names = known_strategies()
+    for name, stage in stages.items():
+        for offloads in (False, True):
+            full = f"{name}_offload" if offloads else name
+            assert full in names
+            strategy = strategy_by_name(full)
+            assert isinstance(strategy, DeepSpeedStrategy)
+            assert strategy.stage == stage
+            assert ("offload_optimizer" in strategy._asked.zero) == offloads
+            assert ("offload_param" in strategy._asked.zero) == (offloads and stage == 3)
+
+
+# The library itself
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_without_the_package() -> None:
+    # E-07
+    done = _run(
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "import importlib.util\n"
+        "from drivetrain_strategies import DeepSpeedStrategy\n"
+        "DeepSpeedStrategy()"
+    )
+    assert "the package deepspeed is not installed" in done.stderr
+    assert "pip install 'drivetrain[deepspeed]'" in done.stderr
+
+
+def test_an_old_one(tmp_path: Path) -> None:
+    # E-07: what another installation would say of itself
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("")
+    info = tmp_path / "deepspeed-0.16.4.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.16.4\n")
+    done = _run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from drivetrain_strategies import DeepSpeedStrategy\n"
+        "DeepSpeedStrategy()"
+    )
+    assert "deepspeed 0.16.4 is installed, and 0.19 or newer is needed" in done.stderr
+
+
+def test_settings_import_nothing() -> None:
+    # H-02, A-01
+    done = _run(
+        "import os, sys\n"
+        "before = dict(os.environ)\n"
+        "from drivetrain import Fit\n"
+        "from drivetrain_strategies import DeepSpeedStrategy\n"
+        "Fit(strategy=DeepSpeedStrategy(stage=3)); Fit(strategy='deepspeed')\n"
+        "assert 'deepspeed' not in sys.modules\n"
+        "assert dict(os.environ) == before"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_import_leaves_no_variable_and_no_text() -> None:
+    # E-12
+    done = _run(
+        "import os\n"
+        "before = dict(os.environ)\n"
+        "from drivetrain_strategies.deepspeed_library import import_library\n"
+        "import_library()\n"
+        "assert dict(os.environ) == before, set(os.environ) ^ set(before)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
