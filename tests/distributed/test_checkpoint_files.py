@@ -237,6 +237,21 @@ def test_a_disk_that_is_not_shared_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "0") == []
 
 
+def _in_memory() -> str:
+    try:
+        save("memory://c", sharded("rows", dist.get_rank(), dist.get_world_size()), control(), sizes=SMALL)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_lives_in_one_process_is_for_one_rank(tmp_path: Path) -> None:
+    # F-09
+    for error in run_distributed(_in_memory, 2):
+        assert "and rank 0 sees nothing" in error
+        assert "all ranks must write to the same place" in error
+
+
 def _damaged_for_one(path: str) -> str:
     talk, rank = control(), dist.get_rank()
     checkpoint = load(path)

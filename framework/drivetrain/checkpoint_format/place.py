@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from drivetrain.checkpoint_format.file_writer import Sink
+from drivetrain.errors import CheckpointError
 
 Ticket = dict[str, str]
 
@@ -14,6 +15,9 @@ _OURS = re.compile(
     r"manifest\.json|weights\.safetensors"  # the second one of format 0
     r"|(model|optimizer-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
 )
+
+
+_EATEN_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 
 
 class Place(Protocol):
@@ -50,12 +54,16 @@ def filesystem_of(path: str) -> tuple[Any, str]:
     Raises:
         CheckpointError: nobody knows the protocol, or what serves it is not installed.
     """
+    if _EATEN_SLASH.match(path):
+        raise CheckpointError(
+            f"{path!r} is neither a path nor a URL.",
+            "a URL has two slashes after its protocol; pathlib.Path leaves one of them out.",
+            "pass the URL as a str.",
+        )
     if "://" not in path and "::" not in path:
         return None, path
     # Imported here: a local path does not need it, and importing it costs time.
     import fsspec
-
-    from drivetrain.errors import CheckpointError
 
     try:
         filesystem, root = fsspec.core.url_to_fs(path)

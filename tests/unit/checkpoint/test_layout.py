@@ -464,6 +464,11 @@ class TestUrls:
         assert names_in(tmp_path / "c") == list(TestDamage.FILES)
         assert verify(tmp_path / "c") == verify(f"file://{tmp_path}/c") == []
 
+    @pytest.mark.parametrize("use", [load, written])
+    def test_a_url_through_pathlib_is_refused(self, use: Any) -> None:
+        with pytest.raises(CheckpointError, match=r"'s3:/bucket/c' is neither a path nor a URL(.|\n)*as a str"):
+            use(Path("s3://bucket/c"))
+
     def test_an_unknown_protocol(self) -> None:
         with pytest.raises(CheckpointError, match=r"'nowhere://x' cannot be reached(.|\n)*fsspec"):
             load("nowhere://x")

@@ -11,10 +11,10 @@ from checkpoint_case import STATE, contents, equal, token_free, written
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, save
+from drivetrain.checkpoint_format import Contents, Sizes, save
 from drivetrain.control import LocalControl
-from drivetrain.shards import Span
-from drivetrain.testing import requires_package
+from drivetrain.shards import Box, Shard, Span
+from drivetrain.testing import requires_package, run_distributed
 
 pytestmark = [requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
 
@@ -83,6 +83,32 @@ def test_large_tensors_come_by_the_part(bucket: Any) -> None:
     source = load("s3://bucket/runs/c").weights().sources()["w"]
     assert torch.equal(source.read(Span(3 * 2**20 - 5, 4 * 2**20 + 5)), value[3 * 2**20 - 5 : 4 * 2**20 + 5])
     assert torch.equal(source.read(), value)
+
+
+def _save_half(path: str) -> None:
+    import torch.distributed as dist
+
+    from drivetrain_strategies.control_group import GroupControl
+
+    rank = dist.get_rank()
+    control = GroupControl(dist.new_group(backend="gloo"), dist.distributed_c10d._get_default_store(), rank, 2)
+    for number in range(2):
+        half = torch.full((3, 500), float(rank + number))
+        contents = Contents(
+            {"w": Shard(half, (6, 500), Box((3 * rank, 0), (3, 500))), "v": torch.ones(2000)}, rank_state=rank
+        )
+        save(path, contents, control, sizes=Sizes(small=2000, piece=1000))
+
+
+def test_two_ranks_write_side_by_side(bucket: Any) -> None:
+    path = "s3://bucket/runs/c"
+    run_distributed(_save_half, 2, path, timeout=100)
+    assert verify(path) == []
+    checkpoint = load(path)
+    assert checkpoint.weights()["w"][:, 0].tolist() == [1, 1, 1, 2, 2, 2]
+    assert checkpoint.rank_state(1) == 1
+    assert len(names(bucket)) == len(checkpoint.manifest.files) + 1
+    assert len(checkpoint.manifest.weights.tensors) == 2
 
 
 def test_damage_is_named(bucket: Any) -> None:
