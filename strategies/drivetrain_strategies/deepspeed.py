@@ -29,6 +29,7 @@ from drivetrain_strategies.deepspeed_config import (
     resolve,
     stage_of,
 )
+from drivetrain_strategies.deepspeed_faults import check_by_deepspeed
 from drivetrain_strategies.deepspeed_library import Quiet, check_library, import_library
 from drivetrain_strategies.deepspeed_precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed_run import DeepSpeedRun, Setting
@@ -187,6 +188,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         if self.stage < 3:
             refuse_meta(module)
         self.resolved_config = resolve(self._config, self._asked, self.settings, self.precision.name, self.world_size)
+        check_by_deepspeed(self.resolved_config)
 
     @property
     def _half(self) -> torch.dtype | None:
@@ -215,7 +217,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         assert config is not None
         assert isinstance(self.precision, DeepSpeedPrecision)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        check_optimizers(optimizers, self._config, names, self.settings.automatic_optimization)
+        check_optimizers(optimizers, self._config, names, self.settings, self.stage)
         self._run = DeepSpeedRun(
             self._deepspeed,
             module,

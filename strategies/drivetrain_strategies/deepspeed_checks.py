@@ -76,7 +76,7 @@ def clipping_by_value() -> ConfigurationError:
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], config: dict[str, Any], names: dict[int, str], automatic: bool
+    optimizers: Sequence[Optimizer], config: dict[str, Any], names: dict[int, str], run: RunSettings, stage: int
 ) -> None:
     """Refuse optimizers that ZeRO cannot drive.
 
@@ -84,14 +84,21 @@ def check_optimizers(
         optimizers: what ``configure_optimizers`` returned.
         config: the user's.
         names: of the module's parameters, by id.
-        automatic: whether the engine of `Fit` steps them.
+        run: what `Fit` is going to do.
+        stage: of ZeRO.
 
     Raises:
         ConfigurationError: names them and the reason.
     """
+    if run.stage == "fit" and not optimizers and stage == 3 and "optimizer" not in config:
+        raise ConfigurationError(
+            "configure_optimizers returned None, at stage 3.",
+            "its parameters are in parts, and a backward needs the optimizer's gradients to go to.",
+            "return an optimizer, name one in the config, or use stage 2; validate and predict need none.",
+        )
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if len(optimizers) > 1:
-        how = "" if automatic else " that take turns (manual optimization)"
+        how = "" if run.automatic_optimization else " that take turns (manual optimization)"
         raise ConfigurationError(
             f"{len(optimizers)} optimizers ({kinds}){how} under DeepSpeed.",
             "its engine owns the backward and the step of one optimizer over all parameters.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,6 +44,18 @@ def start_explained(config: dict[str, Any]) -> Iterator[None]:
             "every rank gave it the same configuration.",
             "see strategy.resolved_config for what it got, and DeepSpeed's page of settings.",
         ) from error
+
+
+def check_by_deepspeed(config: dict[str, Any]) -> None:
+    """Let DeepSpeed read a configuration before anything is done with it.
+
+    Raises:
+        ConfigurationError: it would not take it.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    with start_explained(config):
+        DeepSpeedConfig(copy.deepcopy(config))
 
 
 @contextmanager

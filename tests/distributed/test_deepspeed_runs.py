@@ -1,0 +1,621 @@
+"""Whole runs under DeepSpeed: what is refused, what is left behind, optimizers of every origin: rows E-02 to E-12."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_nets import Deep, DeepRegression
+from small_runs import data, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback
+from drivetrain.callbacks import LambdaCallback
+from drivetrain.errors import ConfigurationError
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DeepSpeedStrategy
+from drivetrain_strategies.deepspeed_checks import check_module
+from drivetrain_strategies.deepspeed_library import import_library
+
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
+
+
+def _with(build: Callable[[Any], Any], **attributes: Any) -> DeepRegression:
+    """A module whose configure_optimizers is ``build``."""
+    module = DeepRegression()
+    module.configure_optimizers = lambda: build(module)  # type: ignore[method-assign]
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer of the user's."""
+
+
+# Refused before anything is wrapped
+
+
+def _two(module: Any) -> Any:
+    return [
+        torch.optim.AdamW(module.net.stem.parameters()),
+        torch.optim.AdamW([*module.net.blocks.parameters(), *module.net.head.parameters()]),
+    ]
+
+
+def _frozen_group(module: Any) -> Any:
+    module.net.head.requires_grad_(False)
+    return torch.optim.AdamW([{"params": module.net.blocks.parameters()}, {"params": module.net.head.parameters()}])
+
+
+def _scheduled(module: Any) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters())
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Sparse(DeepRegression):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, **options)
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-5, "weight_decay": 0.1, "torch_adam": True}}
+WARM_UP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
+    # E-04, B-13
+    ({}, {}, lambda: _with(_two), "2 optimizers (AdamW, AdamW) under DeepSpeed"),
+    ({}, {}, lambda: _with(_two, automatic_optimization=False), "that take turns (manual optimization)"),
+    # B-16, B-17
+    ({}, {}, lambda: _with(lambda one: torch.optim.LBFGS(one.parameters())), "LBFGS under DeepSpeed"),
+    ({}, {}, lambda: _with(lambda one: torch.optim.Adafactor(one.parameters())), "Adafactor under DeepSpeed"),
+    ({}, {}, lambda: _with(lambda one: torch.optim.Adagrad(one.parameters())), "Adagrad under DeepSpeed"),
+    ({}, {}, lambda: _with(lambda one: Own(one.parameters())), "test_deepspeed_runs.Own under DeepSpeed"),
+    # E-02
+    (
+        {"config": {"optimizer": ADAMW}},
+        {},
+        DeepRegression,
+        "optimizer='AdamW', and configure_optimizers returned AdamW",
+    ),
+    (
+        {"config": {"scheduler": WARM_UP}},
+        {},
+        lambda: _with(_scheduled),
+        "scheduler='WarmupLR', and configure_optimizers",
+    ),
+    # E-03
+    ({"config": {"gradient_clipping": 1.0}}, {"gradient_clip_val": 0.5}, DeepRegression, "Fit(gradient_clip_val=0.5)"),
+    ({"config": {"gradient_accumulation_steps": 4}}, {}, DeepRegression, "Fit(accumulate_grad_batches=1)"),
+    ({"config": {"train_micro_batch_size_per_gpu": 8}}, {}, DeepRegression, "the loader's batch_size=4"),
+    # E-09, B-05
+    (
+        {},
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+        DeepRegression,
+        "gradient_clip_algorithm='value' under DeepSpeed",
+    ),
+    # E-06, E-11, api.md
+    ({}, {"precision": "16-mixed"}, DeepRegression, "precision='16-mixed' under DeepSpeed on 'cpu'"),
+    ({}, {"precision": "64-true"}, DeepRegression, "precision='64-true' under DeepSpeed"),
+    ({}, {"precision": "bf16-true"}, DeepRegression, "precision='bf16-true' under DeepSpeed"),
+    ({}, {}, lambda: DeepRegression().bfloat16(), "precision='32-true' and parameters of other dtypes"),
+    ({}, {}, lambda: _with(_frozen_group), "Parameter group 1 of AdamW has nothing to train: ['net.head.weight'"),
+    # B-20
+    ({}, {}, lambda: Sparse(sparse=True), "'table' is an Embedding with sparse=True"),
+    ({}, {}, lambda: Sparse(max_norm=1.0), "'table' is an Embedding with max_norm"),
+    # what only DeepSpeed knows: its text is told
+    ({"config": {"zero_optimization": {"reduce_bukcet_size": 5}}}, {}, DeepRegression, "reduce_bukcet_size"),
+    ({"activation_checkpointing": [nn.Conv2d]}, {}, DeepRegression, "no module of class Conv2d"),
+]
+
+
+def _refusals(stage: int) -> list[str]:
+    texts = []
+    for options, settings, build, _ in REFUSED:
+        module = build()
+        before = copy.deepcopy(module.state_dict())
+        with failing() as caught:
+            quiet(strategy=DeepSpeedStrategy(stage=stage, **options), **settings).fit(module, loader(16, 4))
+        texts.append(f"{caught['type']}: {caught['text']}")
+        # Nothing was wrapped: the weights are where they were.
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        assert not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    quiet(strategy=DeepSpeedStrategy(stage=stage)).fit(DeepRegression(), loader(16, 4))  # G-07
+    return texts
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_cannot_be_trained_is_refused_by_name(stage: int) -> None:
+    # E-02, E-03, E-04, E-06, E-09, B-05, B-13, B-17, B-20
+    for texts in run_distributed(_refusals, 2, stage):
+        for text, (*_, part) in zip(texts, REFUSED, strict=True):
+            assert text.startswith("ConfigurationError"), text
+            assert part in text
+
+
+def test_an_optimizer_of_ones_own_may_pass() -> None:
+    # B-17
+    found = run_distributed(_own, 2)[0]
+    torch.testing.assert_close(found, _by_hand(DeepRegression()), **TIGHT)
+
+
+def _own() -> torch.Tensor:
+    module = _with(lambda one: Own(one.parameters(), lr=0.01, eps=1e-5, weight_decay=0.1))
+    quiet(strategy=DeepSpeedStrategy(config={"zero_allow_untested_optimizer": True})).fit(module, loader(40, 4))
+    return weights(module)
+
+
+def _by_hand(module: Any, window: int = 1) -> torch.Tensor:
+    return weights(train_by_hand(module, global_batches(40, 8), window=window))
+
+
+def test_a_module_on_several_devices_is_refused() -> None:
+    # C-06
+    module = DeepRegression()
+    module.net.hf_device_map = {"": 0}
+    from drivetrain.run_settings import RunSettings
+
+    with pytest.raises(ConfigurationError, match="loaded with a device_map"):
+        check_module(module, RunSettings(), 2, mixed=False)
+
+
+# Optimizer and scheduler from the config
+
+
+def _from_config(stage: int) -> Any:
+    module = _with(lambda one: None)
+    rates: list[float] = []
+    note = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+    )
+    strategy = DeepSpeedStrategy(stage=stage, config={"optimizer": ADAMW, "scheduler": WARM_UP})
+    quiet(strategy=strategy, callbacks=note, accumulate_grad_batches=2).fit(module, loader(48, 4))
+    return weights(module), rates, strategy.resolved_config
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_and_scheduler_from_the_config(stage: int) -> None:
+    # E-02, B-09: the scheduler steps once a step, and not once a micro-batch
+    import_library()
+    from deepspeed.runtime.lr_schedules import WarmupLR
+
+    module = DeepRegression()
+    optimizer = module.configure_optimizers()
+    scheduler = WarmupLR(optimizer, **WARM_UP["params"])
+    rates = []
+    for start in range(0, 48, 16):
+        x, y = data(48).tensors
+        optimizer.zero_grad()
+        module.loss((x[start : start + 16], y[start : start + 16])).backward()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    for found, seen, config in run_distributed(_from_config, 2, stage):
+        torch.testing.assert_close(found, weights(module), **TIGHT)
+        assert seen == pytest.approx(rates)
+        assert config["optimizer"] == ADAMW
+        assert config["gradient_accumulation_steps"] == 1
+
+
+def _clipped() -> Any:
+    found = {}
+    for stage in (1, 2, 3):
+        norms: list[float] = []
+        note = LambdaCallback(
+            on_train_batch_end=lambda trainer, *_, norms=norms: norms.append(float(trainer.gradient_norm))
+        )
+        module = DeepRegression()
+        strategy = DeepSpeedStrategy(stage=stage)
+        quiet(strategy=strategy, gradient_clip_val=0.1, callbacks=note).fit(module, loader(40, 4))
+        by_config = DeepRegression()
+        strategy = DeepSpeedStrategy(stage=stage, config={"gradient_clipping": 0.1})
+        quiet(strategy=strategy).fit(by_config, loader(40, 4))
+        found[stage] = weights(module), weights(by_config), norms
+    return found
+
+
+def test_clipping_by_its_engine() -> None:
+    # B-05, E-09: from Fit and from the config alike, with the norm before clipping
+    module = DeepRegression()
+    optimizer = module.configure_optimizers()
+    norms = []
+    for batch in global_batches(40, 8):
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
+        optimizer.step()
+    assert min(norms) > 0.1
+    for stage, (found, by_config, seen) in run_distributed(_clipped, 2)[0].items():
+        torch.testing.assert_close(found, weights(module), **TIGHT)
+        torch.testing.assert_close(by_config, weights(module), **TIGHT)
+        assert seen == pytest.approx(norms, rel=1e-5), stage
+
+
+# Ownership (A-02, A-03, E-12)
+
+
+def _traces() -> Any:
+    report: list[Any] = []
+    for options in ({"stage": 1}, {"stage": 2}, SPREAD, {**SPREAD, "offload_optimizer": "cpu"}):
+        for fails in (False, True):
+            module = DeepRegression(seeded(Deep))
+            module.net.note = "the user's"
+            parameters = list(module.parameters())
+            state = _seen(module)
+            linear, environment = nn.functional.linear, dict(os.environ)
+            groups = set(dist.distributed_c10d._world.pg_map)
+
+            def fail(trainer: Any, module: Any, *_: Any, fails: bool = fails) -> None:
+                module.mine = True
+                if fails:
+                    raise ValueError("on every rank")
+
+            with failing() as caught:
+                quiet(strategy=DeepSpeedStrategy(**options), callbacks=LambdaCallback(on_train_batch_end=fail)).fit(
+                    module, loader(16, 4)
+                )
+            assert caught["type"] == ("ValueError" if fails else "nothing was raised"), caught
+            assert module.mine  # the user's own attributes stay
+            del module.mine
+            assert _seen(module) == state
+            assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
+            assert nn.functional.linear is linear
+            assert dict(os.environ) == environment
+            assert set(dist.distributed_c10d._world.pg_map) == groups
+            assert dist.is_initialized()
+            assert dist.get_world_size() == 2
+            copy.deepcopy(module)
+            report.append(bool(torch.isfinite(weights(module)).all()))
+            # Whatever comes next in the process finds nothing of it: another strategy, and the same again.
+            if fails and options["stage"] == 3:
+                assert not report[-1]
+                quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(16, 4))  # goes on from the parts
+                assert torch.isfinite(weights(module)).all()
+            after = DeepRegression()
+            quiet(strategy="fsdp" if fails else "ddp").fit(after, loader(40, 4))
+            report.append(weights(after))
+    return report
+
+
+def _seen(module: nn.Module) -> Any:
+    """All that can be told of a module but its weights."""
+    hooks = [name for name in module.__dict__ if name.endswith(("_hooks", "_with_kwargs"))]
+    return [
+        (
+            type(child),
+            type(child._parameters),
+            sorted(set(child.__dict__) - {"_hyper_parameters"}),
+            [len(child.__dict__[name]) for name in hooks],
+            [sorted(parameter.__dict__) for parameter in child._parameters.values() if parameter is not None],
+            [tuple(parameter.shape) for parameter in child._parameters.values() if parameter is not None],
+        )
+        for child in module.modules()
+    ]
+
+
+def test_nothing_is_left_behind() -> None:
+    # E-12, A-02, A-03, G-07: after success and after failure, in a process group of the user's
+    expected = _by_hand(DeepRegression())
+    for report in run_distributed(_traces, 2, timeout=150):
+        for entry in report:
+            if isinstance(entry, torch.Tensor):
+                torch.testing.assert_close(entry, expected, **TIGHT)
+
+
+def _own_group() -> Any:
+    assert not dist.is_initialized()
+    module = DeepRegression()
+    for options in ({"stage": 2}, SPREAD):
+        quiet(strategy=DeepSpeedStrategy(**options), devices=2).fit(module, loader(16, 4))
+        assert not dist.is_initialized()
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    assert comm.cdb is None
+    assert groups._WORLD_GROUP is None
+    return weights(module)
+
+
+def test_a_group_of_ours_ends_with_the_run() -> None:
+    # A-02
+    first, second = run_distributed(_own_group, 2, process_group=None)
+    assert torch.equal(first, second)
+
+
+def _left_over() -> list[str]:
+    module = DeepRegression()
+    strategy = DeepSpeedStrategy(**SPREAD, gather_limit=10)
+    quiet(strategy=strategy).fit(module, loader(16, 4))
+    texts = [str(tuple(module.net.stem.weight.shape))]
+    with failing() as caught:
+        quiet(strategy="fsdp").fit(module, loader(16, 4))
+    texts.append(caught["text"])
+    quiet(strategy=DeepSpeedStrategy(stage=2)).fit(module, loader(16, 4))
+    return [*texts, weights(module)]  # type: ignore[list-item]
+
+
+def test_what_is_above_the_limit_stays_in_parts() -> None:
+    # api.md: above gather_limit it stays sharded, and one log line says how to gather
+    module = DeepRegression()
+    for _ in range(2):
+        train_by_hand(module, global_batches(16, 8))
+    for shape, text, found in run_distributed(_left_over, 2):
+        assert shape == "(8, 4)"
+        assert "were left as shards over (2,) ranks" in text
+        torch.testing.assert_close(found, weights(module), **TIGHT)
+
+
+# Quiet
+
+
+def _heard() -> Any:
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append((record.levelno, record.getMessage()))
+
+    kept: list[tuple[int, str]] = []
+    theirs = logging.getLogger("drivetrain.deepspeed")
+    theirs.setLevel(logging.DEBUG)
+    theirs.addHandler(Keep())
+    theirs.propagate = False
+    quiet(strategy=DeepSpeedStrategy(stage=1), precision="bf16-mixed").fit(DeepRegression(), loader(16, 4))
+    return kept
+
+
+def test_its_banner_is_there_for_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
+    # E-12: its bf16 optimizer prints a memory report whatever it was told
+    kept, _ = run_distributed(_heard, 2)
+    assert any("DeepSpeed info: version" in text for _, text in kept)
+    assert any("CPU Virtual Memory" in text for _, text in kept)
+    assert {level for level, _ in kept} == {logging.DEBUG}
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert "DeepSpeed info" not in said.err
+
+
+# Precision
+
+
+class Infinite(DeepRegression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+class Counting(Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.weights: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(trainer.global_step)
+        with trainer.strategy.gathered(write=False):
+            self.weights.append(weights(module).clone())
+
+
+def _infinite(stage: int, precision: str) -> Any:
+    counting = Counting()
+    heard: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logging.getLogger("drivetrain").addHandler(Keep(logging.WARNING))
+    quiet(strategy=DeepSpeedStrategy(stage=stage), precision=precision, callbacks=counting).fit(
+        Infinite(), loader(32, 4)
+    )
+    return counting.steps, counting.weights, heard
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_deepspeed_skips_is_told(stage: int, precision: str) -> None:
+    # E-06, E-11: skipped by DeepSpeed in silence, on every rank; here it is no step, and one line says so
+    for steps, seen, heard in run_distributed(_infinite, 2, stage, precision):
+        assert steps == [1, 1, 2, 3]
+        assert torch.equal(seen[0], seen[1])
+        assert all(torch.isfinite(one).all() for one in seen)
+        assert len([text for text in heard if "DeepSpeed skipped the step" in text]) == 1
+
+
+# Manual optimization with one optimizer
+
+
+class ByHand(DeepRegression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2)
+        self.manual_backward(self.loss(batch) / 2)
+        self.clip_gradients(optimizer, 1.0)
+        optimizer.step()
+        return {"loss": loss}
+
+
+def _manual() -> Any:
+    found = {}
+    for options in ({"stage": 1}, {"stage": 2}, SPREAD):
+        module = ByHand()
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
+        found[options["stage"]] = weights(module)
+    return found
+
+
+def test_manual_optimization_with_one_optimizer() -> None:
+    # E-04: several are refused
+    module = DeepRegression()
+    optimizer = module.configure_optimizers()
+    for batch in global_batches(40, 8):
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+    for found in run_distributed(_manual, 2):
+        for stage, actual in found.items():
+            gap = (actual - weights(module)).abs().max().item()
+            assert gap < 1e-5, f"stage {stage}: {gap}"
+
+
+# Models built for stage 3
+
+
+class Built(DeepRegression):
+    """Its layers come in configure_model, and are initialised once more by a loop over all parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            self.net = Deep()
+            for name, parameter in self.net.named_parameters():
+                if name.endswith("up.weight"):
+                    nn.init.orthogonal_(parameter)
+
+    def configure_optimizers(self) -> Any:
+        # By shape, as everybody does it: under zero.Init every parameter would be of one dimension.
+        matrices = [one for one in self.parameters() if one.ndim >= 2]
+        vectors = [one for one in self.parameters() if one.ndim < 2]
+        assert matrices
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-5)
+
+
+def _built(options: dict[str, Any], precision: str) -> Any:
+    numels: list[int] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            held = [one.untyped_storage().nbytes() // one.element_size() for one in module.parameters()]
+            numels.extend([sum(held), sum(one.ds_tensor.numel() for one in module.parameters())])
+
+    module = Built()
+    look = Look() if options["stage"] == 3 else None
+    torch.manual_seed(100 + dist.get_rank())
+    strategy = DeepSpeedStrategy(**options)
+    quiet(strategy=strategy, seed=7, callbacks=look, precision=precision).fit(module, loader(40, 4))
+    return weights(module), numels
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, SPREAD, {**SPREAD, "meta": False}], ids=str)
+def test_what_configure_model_builds(options: dict[str, Any]) -> None:
+    # E-05: initialised as the reference is, bit for bit, and no rank ever holds it whole
+    torch.manual_seed(7)
+    module = Built()
+    module.configure_model()
+    reference = _by_hand(module)
+    numel = sum(one.numel() for one in module.parameters())
+    for found, numels in run_distributed(_built, 2, options, "32-true"):
+        torch.testing.assert_close(found, reference, **TIGHT)
+        if numels:
+            whole, part = numels
+            assert whole == 0
+            assert part <= numel / 2 + len(list(module.parameters()))
+
+
+# One process; evaluation of its own
+
+
+def _alone(options: dict[str, Any]) -> torch.Tensor:
+    module = DeepRegression()
+    quiet(strategy=DeepSpeedStrategy(**options), devices=1, accumulate_grad_batches=2).fit(module, loader(40, 8))
+    return weights(module)
+
+
+@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, SPREAD], ids=str)
+def test_one_process(options: dict[str, Any]) -> None:
+    found = run_distributed(_alone, 1, options)[0]
+    torch.testing.assert_close(found, _by_hand(DeepRegression(), 2), **TIGHT)
+
+
+class Validated(DeepRegression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+
+def _validated(options: dict[str, Any]) -> Any:
+    values = []
+    for precision in ("32-true", "bf16-mixed"):
+        module = Validated()
+        fit = quiet(strategy=DeepSpeedStrategy(**options), precision=precision, max_epochs=1)
+        fit.fit(module, loader(40, 4), loader(19, 4))
+        within = float(fit.callback_metrics["val"])
+        (alone,) = quiet(strategy=DeepSpeedStrategy(**options), precision=precision).validate(
+            module, loader(19, 4), verbose=False
+        )
+        values.append((within, alone["val"]))
+    return values
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, SPREAD], ids=str)
+def test_evaluation_with_uneven_data(options: dict[str, Any]) -> None:
+    # B-04, E-05: within fit and on its own, which needs no optimizer
+    module = DeepRegression()
+    train_by_hand(module, global_batches(40, 8))
+    with torch.no_grad():
+        expected = float(module.loss(data(19).tensors))
+    for (within, alone), (half, half_alone) in run_distributed(_validated, 2, options):
+        assert within == pytest.approx(expected, rel=1e-5)
+        assert alone == pytest.approx(expected, rel=1e-5)
+        assert half == pytest.approx(expected, rel=2e-2)
+        assert half_alone == pytest.approx(expected, rel=2e-2)
+
+
+def _nothing_trains() -> str:
+    module = _with(lambda one: None)
+    with failing() as caught:
+        quiet(strategy=DeepSpeedStrategy(**SPREAD)).fit(module, loader(16, 4))
+    return caught["text"]
+
+
+def test_stage_3_without_an_optimizer_only_evaluates() -> None:
+    for text in run_distributed(_nothing_trains, 2):
+        assert "configure_optimizers returned None" in text
+
+
+class Unscripted(DeepRegression):
+    """Outputs of every kind: hooks that DeepSpeed sets on modules walk through what goes in and out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return {"loss": loss, "number": 3.0, "nothing": None, "batch": batch}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> float:
+        return 1.0
+
+
+class Odd(Callback):
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append((outputs["number"], outputs["nothing"], outputs["batch"][0] is batch[0]))
+
+
+def _odd() -> Any:
+    odd = Odd()
+    batches = DataLoader(TensorDataset(*data(16).tensors), batch_size=4)
+    quiet(strategy=DeepSpeedStrategy(**SPREAD), callbacks=odd).fit(Unscripted(), batches, loader(8, 4))
+    return odd.outputs
+
+
+def test_outputs_of_every_kind() -> None:
+    # C-05, for stage 3
+    for outputs in run_distributed(_odd, 2):
+        assert [one[:2] for one in outputs] == [(3.0, None)] * 2
