@@ -22,7 +22,7 @@ SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; in the midd
 
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDeviceStrategy),
-    "ddp 2": (2, DDPStrategy),
+    "ddp 2": (2, lambda: DDPStrategy(find_unused_parameters=True)),
     "fsdp 2": (2, FSDPStrategy),
     "fsdp 4": (4, FSDPStrategy),
     "hsdp 2x2": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2)),
@@ -39,13 +39,14 @@ def _net() -> Tied:
 
 
 class Model(Regression):
-    """Ties, a frozen layer, a buffer, two parameter groups; Adam, and a scheduler that is in the middle of its way."""
+    """Ties, a frozen layer, a parameter nobody uses, a buffer, two groups; a scheduler in the middle of its way."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = seeded(_net)
         self.net.stem.requires_grad_(False)
         self.register_buffer("steps", torch.zeros(()))
+        self.unused = nn.Parameter(torch.ones(3))  # without weight decay: where ZeRO counts it as zero nothing moves
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
@@ -139,6 +140,7 @@ def test_the_weights_open_without_us(name: str, written: Path) -> None:
     module, expected = nn.Module(), Model()
     module.net = _net()
     module.register_buffer("steps", torch.zeros(()))
+    module.unused = nn.Parameter(torch.empty(3))
     load_model(module, path / "model.safetensors")
     checkpoint = load(path)
     assert set(checkpoint.weights()) == set(expected.state_dict())
@@ -146,7 +148,7 @@ def test_the_weights_open_without_us(name: str, written: Path) -> None:
         assert torch.equal(value, checkpoint.weights()[key])
     state = checkpoint.optimizer_state()
     frozen = {"net.stem.weight", "net.stem.bias"}
-    assert set(state["state"]) == {key for key, _ in expected.named_parameters()} - frozen
+    assert set(state["state"]) - {"unused"} == {key for key, _ in expected.named_parameters()} - frozen - {"unused"}
     for key, values in state["state"].items():
         assert values["exp_avg"].shape == expected.get_parameter(key).shape
         assert float(values["step"]) == STOP
