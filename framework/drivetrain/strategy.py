@@ -152,6 +152,10 @@ class Strategy(ABC):
     def setup_module(self, module: torch.nn.Module) -> StepRunner:
         """Move, convert and wrap ``module``; return the callable that every step runs through."""
 
+    def optimizer_init_context(self) -> AbstractContextManager[Any]:
+        """The context under which ``configure_optimizers`` builds optimizers."""
+        return nullcontext()
+
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         """Give optimizers that were built before `setup_module` the parameters that took their parameters' places."""
 

@@ -29,7 +29,7 @@ from drivetrain_strategies.deepspeed_config import (
     resolve,
     stage_of,
 )
-from drivetrain_strategies.deepspeed_faults import check_by_deepspeed
+from drivetrain_strategies.deepspeed_faults import check_by_deepspeed, compiling_explained
 from drivetrain_strategies.deepspeed_library import Quiet, check_library, import_library
 from drivetrain_strategies.deepspeed_precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed_run import DeepSpeedRun, Setting
@@ -182,6 +182,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         with context, without_storage() as recording:
             yield
         self._recording = recording
+
+    def optimizer_init_context(self) -> AbstractContextManager[Any]:
+        return compiling_explained()
 
     def check(self, module: nn.Module) -> None:
         check_module(module, self.settings, self.world_size, mixed=self._half is not None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from drivetrain.errors import ConfigurationError, DistributedError
 
-_COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT load", "No such file")
+_COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT", "failed to build/load")
 
 _DIFFERENT = (
     "ZeRO exchanges parameters and gradients in one order on all ranks, and these ranks used different parameters.",
@@ -19,7 +19,7 @@ _DIFFERENT = (
 
 
 @contextmanager
-def start_explained(config: dict[str, Any]) -> Iterator[None]:
+def start_explained() -> Iterator[None]:
     """Turn what fails within it into an error that names the cause.
 
     Raises:
@@ -30,19 +30,36 @@ def start_explained(config: dict[str, Any]) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        if any(word in text for word in _COMPILING):
-            kind = config.get("optimizer", {}).get("type", "an operation")
-            raise ConfigurationError(
-                f"DeepSpeed could not build {kind}: {text}",
-                "its own optimizers and its way to NVMe drives are compiled for the machine at their first use.",
-                "install g++ and ninja (and libaio for NVMe), or take torch's: configure_optimizers, or "
-                "'torch_adam': true among the optimizer's params.",
-            ) from error
+        _explain_compiling(error)
         raise ConfigurationError(
-            f"DeepSpeed refused to start: {text}",
+            f"DeepSpeed refused to start: {type(error).__name__}: {error}",
             "every rank gave it the same configuration.",
             "see strategy.resolved_config for what it got, and DeepSpeed's page of settings.",
+        ) from error
+
+
+@contextmanager
+def compiling_explained() -> Iterator[None]:
+    """Let an operation of DeepSpeed's that cannot be compiled say what it takes.
+
+    Raises:
+        ConfigurationError: says what to install.
+    """
+    try:
+        yield
+    except Exception as error:
+        _explain_compiling(error)
+        raise
+
+
+def _explain_compiling(error: Exception) -> None:
+    text = f"{type(error).__name__}: {error}"
+    if any(word in text for word in _COMPILING):
+        raise ConfigurationError(
+            f"DeepSpeed could not build one of its operations. {text}",
+            "its own optimizers and its way to NVMe drives are compiled for the machine at their first use.",
+            "install g++ and ninja (and libaio for NVMe), or take torch's optimizers; in a config by "
+            "'torch_adam': true among the optimizer's params.",
         ) from error
 
 
@@ -54,7 +71,7 @@ def check_by_deepspeed(config: dict[str, Any]) -> None:
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    with start_explained(config):
+    with start_explained():
         DeepSpeedConfig(copy.deepcopy(config))
 
 

@@ -160,7 +160,7 @@ class DeepSpeedRun:
         numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in names)
         zero.setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
-        with start_explained(config), weights_shared_already():
+        with start_explained(), weights_shared_already():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
                 optimizer=optimizers[0] if optimizers else None,

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +240,46 @@ def test_clipping_by_its_engine() -> None:
         torch.testing.assert_close(found, weights(module), **TIGHT)
         torch.testing.assert_close(by_config, weights(module), **TIGHT)
         assert seen == pytest.approx(norms, rel=1e-5), stage
+
+
+# Without a compiler
+
+
+class Compiled(DeepRegression):
+    def configure_optimizers(self) -> Any:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(self.parameters(), lr=0.01)
+
+
+def _bare() -> Any:
+    found = {}
+    for options in ({"stage": 1}, {"stage": 2}, SPREAD, {"stage": 2, "offload_optimizer": "cpu"}):
+        module = DeepRegression()
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
+        found[str(options)] = weights(module)
+    texts = []
+    theirs = {"type": "AdamW", "params": {"lr": 0.01}}
+    for module, options in (
+        (Compiled(), {"offload_optimizer": "cpu"}),
+        (_with(lambda one: None), {"config": {"optimizer": theirs}}),
+        (_with(lambda one: None), {"offload_optimizer": "cpu", "config": {"optimizer": theirs}}),
+    ):
+        with failing() as caught:
+            quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
+        texts.append(f"{caught['type']}: {caught['text']}")
+    return found, texts
+
+
+def test_no_compiler_is_needed_where_only_torch_optimizers_are_used(tmp_path: Path) -> None:
+    # E-10; E-07: and where one is needed, it is said what to install
+    bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    for found, texts in run_distributed(_bare, 2, env=bare):
+        for actual in found.values():
+            torch.testing.assert_close(actual, _by_hand(DeepRegression()), **TIGHT)
+        for text in texts:
+            assert text.startswith("ConfigurationError: DeepSpeed could not build one of its operations"), text
+            assert "install g++ and ninja" in text
 
 
 # Ownership (A-02, A-03, E-12)

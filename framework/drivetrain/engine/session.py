@@ -258,7 +258,8 @@ class Session:
         )
 
     def _set_up_optimizers(self) -> None:
-        optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
+        with self.strategy.optimizer_init_context():
+            optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
         self.strategy.adopt_parameters(optimizers)
         check_optimizers(self.module, optimizers, self.schedulers, self.module.automatic_optimization)
         self.optimizers = self.strategy.setup_optimizers(optimizers)
