@@ -88,7 +88,7 @@ def without_storage() -> Iterator[Recording]:
         raise ConfigurationError(
             f"configure_model failed on the meta device: {error}",
             "what it builds has no storage yet, so that no rank ever holds the whole; nothing there can see values.",
-            "leave values alone in configure_model, or build with storage: FSDPStrategy(meta=False).",
+            "leave values alone in configure_model, or build with storage: the strategy's meta=False.",
         ) from error
     finally:
         torch.set_rng_state(recording.generator)
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
             raise ConfigurationError(
                 f"configure_model drew random numbers for a tensor that has storage ({func}).",
                 "what is built there has none and is initialised later: the generator would give other numbers.",
-                "draw them in __init__, or build with storage: FSDPStrategy(meta=False).",
+                "draw them in __init__, or build with storage: the strategy's meta=False.",
             )
         return result
 
