@@ -221,7 +221,10 @@ class Zero:
         finally:
             self.optimizer.clip_grad = self._clip
             self._open_window()
-        return bool(self.engine.was_step_applied())
+        stepped = bool(self.engine.was_step_applied())
+        if not stepped:
+            self.forget()  # offloaded, DeepSpeed keeps what it did not step on, and would add the next window to it
+        return stepped
 
     def forget(self) -> None:
         """Drop what the window has added up."""

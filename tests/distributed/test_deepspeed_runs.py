@@ -444,7 +444,7 @@ class Counting(Callback):
             self.weights.append(weights(module).clone())
 
 
-def _infinite(stage: int, precision: str) -> Any:
+def _infinite(options: dict[str, Any], precision: str) -> Any:
     counting = Counting()
     heard: list[str] = []
 
@@ -453,17 +453,17 @@ def _infinite(stage: int, precision: str) -> Any:
             heard.append(record.getMessage())
 
     logging.getLogger("drivetrain").addHandler(Keep(logging.WARNING))
-    quiet(strategy=DeepSpeedStrategy(stage=stage), precision=precision, callbacks=counting).fit(
-        Infinite(), loader(32, 4)
-    )
+    quiet(strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=counting).fit(Infinite(), loader(32, 4))
     return counting.steps, counting.weights, heard
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_that_deepspeed_skips_is_told(stage: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload_optimizer": "cpu"}], ids=str
+)
+def test_a_step_that_deepspeed_skips_is_told(options: dict[str, Any], precision: str) -> None:
     # E-06, E-11: skipped by DeepSpeed in silence, on every rank; here it is no step, and one line says so
-    for steps, seen, heard in run_distributed(_infinite, 2, stage, precision):
+    for steps, seen, heard in run_distributed(_infinite, 2, options, precision):
         assert steps == [1, 1, 2, 3]
         assert torch.equal(seen[0], seen[1])
         assert all(torch.isfinite(one).all() for one in seen)
