@@ -15,7 +15,7 @@ from benchmarks.traffic import a_step, in_words
 from drivetrain.testing import run_distributed
 
 RANKS = 2
-SHORT, LONG = 20, 120
+SHORT, LONG = 20, 220
 
 
 class Counts(NamedTuple):
