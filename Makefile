@@ -18,7 +18,7 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 DEMO ?= --strategy ddp --devices 2 --accelerator cpu
 
-.PHONY: help demo test lint format types bench docs parity clean distclean
+.PHONY: help demo test faults lint format types bench docs parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -28,6 +28,9 @@ demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about t
 
 test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it)
 	@$(BIN)/python -m pytest $(ARGS)
+
+faults: $(VENV)/.stamp-dev ## Kill saves and runs at random instants, 200 times each (FAULTS=20 make faults)
+	@FAULTS=$(or $(FAULTS),200) $(BIN)/python -m pytest -s --timeout 0 tests/faults $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## Check format and lint
 	@$(BIN)/ruff format --check .

@@ -25,7 +25,7 @@ from drivetrain.testing import requires_linux, run_distributed
 from drivetrain_strategies.control_group import GroupControl
 
 LOCAL = LocalControl()
-KILLS = int(os.environ.get("KILLS", "12"))
+KILLS = int(os.environ.get("FAULTS", "12"))
 
 
 def number_in(path: Path) -> int:

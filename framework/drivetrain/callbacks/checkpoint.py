@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.callback import Callback
 from drivetrain.callbacks.checkpoint_names import DEFAULT, check_template, checkpoint_name
 from drivetrain.callbacks.monitored import monitored_value
+from drivetrain.checkpoint.finding import older
 from drivetrain.checkpoint.folders import child, is_taken, point_to, remove
 from drivetrain.checkpoint.retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
@@ -97,6 +98,7 @@ class Checkpoint(Callback):
         self._asked_at = 0
         self._clock = time.monotonic()
         self._fitting = False
+        self._unfinished: tuple[list[str], float] = ([], 0.0)  # what an earlier run was about to remove, and when
 
     # What it has written
 
@@ -136,6 +138,7 @@ class Checkpoint(Callback):
             "best": self.best_model_path,
             "saved_at": self._saved_at,
             "asked_at": self._asked_at,
+            "moment": time.time(),
             **self._retention.state_dict(),
         }
 
@@ -144,6 +147,7 @@ class Checkpoint(Callback):
         self._saved_at, self._asked_at = state_dict["saved_at"], state_dict["asked_at"]
         if state_dict["dirpath"] == self.dirpath:
             self._retention.load_state_dict(state_dict)
+            self._unfinished = state_dict["going"], state_dict["moment"]
 
     # When
 
@@ -161,10 +165,14 @@ class Checkpoint(Callback):
         self._fitting = False
 
     def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
-        """Settle when to save."""
+        """Settle when to save, and remove what an earlier run was about to."""
         once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
         self._clock = time.monotonic()
+        if trainer.strategy.control.rank == 0:
+            # Killed at the wrong moment it did not come to it. Another run may have taken the name since.
+            for one in older(*self._unfinished):
+                remove(one)
 
     def _after_micro_batch(
         self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from drivetrain.checkpoint.folders import child, children
 from drivetrain.checkpoint_format import Checkpoint, load
@@ -15,12 +16,17 @@ def newest(folders: Iterable[str]) -> Checkpoint | None:
     What is torn or of another kind is passed over, and so are those that hold weights alone: no run can go on from
     them.
     """
-    found: list[Checkpoint] = []
-    for folder in dict.fromkeys(folders):
-        for name in children(folder):
-            try:
-                found.append(load(child(folder, name)))
-            except CheckpointError:
-                continue
-    whole = [one for one in found if not one.weights_only]
+    paths = [child(folder, name) for folder in dict.fromkeys(folders) for name in children(folder)]
+    whole = [one for one in _readable(paths) if not one.weights_only]
     return max(whole, key=lambda one: (one.manifest.written, one.path), default=None)
+
+
+def older(paths: Iterable[str], moment: float) -> list[str]:
+    """Return those of ``paths`` at which there is a checkpoint from before ``moment``, in seconds since 1970."""
+    return [one.path for one in _readable(paths) if one.manifest.written <= moment]
+
+
+def _readable(paths: Iterable[str]) -> Iterator[Checkpoint]:
+    for path in paths:
+        with suppress(CheckpointError):
+            yield load(path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 
+from drivetrain.checkpoint_format.local_place import discard
 from drivetrain.checkpoint_format.place import filesystem_of
 
 LATEST = "latest"
@@ -42,12 +42,10 @@ def is_taken(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint: its manifest first, so that what is left of it is none."""
+    """Remove a checkpoint: in one step, or its manifest first, so that what is left of it is none."""
     filesystem, root = filesystem_of(path)
     if filesystem is None:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(root, "manifest.json"))
-        shutil.rmtree(root, ignore_errors=True)
+        discard(root)
         return
     with contextlib.suppress(FileNotFoundError):
         filesystem.rm(f"{root}/manifest.json")

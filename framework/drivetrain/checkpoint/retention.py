@@ -37,6 +37,7 @@ class Retention:
         self._keep_last = keep_last
         self._sign = 1.0 if mode == "min" else -1.0
         self._count = 0
+        self._going: list[str] = []
         self.kept: list[Kept] = []
 
     def wants(self, score: float | None) -> bool:
@@ -45,11 +46,12 @@ class Retention:
         return coming in self._chosen([*self.kept, coming])
 
     def add(self, path: str, score: float | None) -> list[str]:
-        """Take note of a checkpoint that is whole; return the paths of those that go."""
+        """Take note of a checkpoint; return the paths of those that go once it is whole."""
         everything = [*(one for one in self.kept if one.path != path), Kept(path, score, self._count)]
         self._count += 1
         self.kept = self._chosen(everything)
-        return [one.path for one in everything if one not in self.kept]
+        self._going = [one.path for one in everything if one not in self.kept]
+        return self._going
 
     @property
     def best(self) -> Kept | None:
@@ -62,8 +64,8 @@ class Retention:
         return max(self.kept, key=lambda one: one.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
-        return {"count": self._count, "kept": [asdict(one) for one in self.kept]}
+        """Return what is kept, and what goes once this is saved: killed just then, a run has not removed it yet."""
+        return {"count": self._count, "kept": [asdict(one) for one in self.kept], "going": self._going}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""

@@ -129,6 +129,17 @@ def standing_in(path: str) -> str | None:
     return None
 
 
+def discard(path: str) -> None:
+    """Remove a checkpoint. Killed on the way, it leaves what the next save clears."""
+    target = Path(os.path.realpath(path))
+    if target.exists():
+        token = secrets.token_hex(8)
+        lock = _locked(_lock_file(target.parent, token), target.name)
+        with suppress(FileNotFoundError):
+            os.rename(target, target.parent / f".saving-{token}")
+        _clear(_lock_file(target.parent, token), lock)
+
+
 def clear_leftovers(folder: Path) -> None:
     """Remove what dead writers left in ``folder``. Those who live hold their locks, and keep theirs."""
     for path in _locks_in(folder):

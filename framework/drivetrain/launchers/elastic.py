@@ -97,7 +97,7 @@ class Processes:
         for rank, code in self.exit_codes().items():
             if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
                 continue
-            left = Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
+            left = self._left_by(rank)
             if left is not None:
                 self._failures[rank] = left if code is None else left.ended_with(code)
             elif code:
@@ -116,10 +116,19 @@ class Processes:
         if result.is_failed():
             # One has failed since the caller looked.
             failed = {self._first_rank + index for index in result.failures}
-            codes = self.exit_codes()
-            self._ended_by_us |= {rank for rank, code in codes.items() if code == -signal.SIGTERM} - failed
+            self._ended_by_us |= {
+                rank for rank, code in self.exit_codes().items() if self._was_told(rank, code)
+            } - failed
             return None
         return {self._first_rank + index: value for index, value in result.return_values.items()}
+
+    def _was_told(self, rank: int, code: int | None) -> bool:
+        """Whether a rank ended because of SIGTERM, for which elastic has a handler in functions' processes."""
+        left = self._left_by(rank)
+        return code == -signal.SIGTERM or (left is not None and (left.error_type or "").endswith("SignalException"))
+
+    def _left_by(self, rank: int) -> Failure | None:
+        return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
 
     def wait(self, seconds: float) -> bool:
         """Wait until all have ended, at most ``seconds``; tell whether they have."""

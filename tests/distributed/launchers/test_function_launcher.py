@@ -19,7 +19,9 @@ import torch.distributed as dist
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.failure import Failure, failure_file
 from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
+from drivetrain.launchers.elastic import Processes
 
 _ONE = Placement()
 _TWO = Placement(world_size=2, local_world_size=2)
@@ -168,6 +170,34 @@ def _raise_on_one_and_hang(pids: str) -> None:
         raise ValueError("from rank one")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
+
+
+def _killed_beside_one_that_reports(rank: int, ready: Path) -> None:
+    if rank == 0:
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ready.touch()
+        time.sleep(60)
+    except BaseException as error:
+        Failure.of_exception(rank, error).write(failure_file(os.environ["TORCHELASTIC_ERROR_FILE"]))
+        raise
+
+
+def test_whom_elastic_ends_has_not_failed(tmp_path: Path) -> None:  # G-02
+    # A rank dies just when elastic is asked for values, and elastic ends the other, which tells of a SIGTERM.
+    processes = Processes.of_function(
+        0, _killed_beside_one_that_reports, [(0, tmp_path / "ready"), (1, tmp_path / "ready")], "fork"
+    )
+    try:
+        while processes.exit_codes()[0] is None:
+            time.sleep(0.01)
+        assert processes.values() is None
+        [failure] = processes.failures()
+    finally:
+        processes.end(kill=True)
+    assert (failure.rank, failure.signal_name) == (0, "SIGKILL")
 
 
 def test_a_rank_that_does_not_come_out_is_killed(tmp_path: Path) -> None:  # G-01

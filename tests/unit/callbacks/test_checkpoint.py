@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -150,6 +151,23 @@ class TestWhatIsKept:
         fit(tmp_path, elsewhere, max_epochs=5).fit(Scored([0.0] * 5), loader(), ckpt_path="last")
         assert names(tmp_path) == ["epoch=2-step=18", "epoch=3-step=24"]  # not its own
         assert len(list((tmp_path / "elsewhere").glob("epoch=*"))) == 1
+
+    @pytest.mark.parametrize("another_run", [False, True])
+    def test_what_a_killed_run_was_about_to_remove(self, another_run: bool, tmp_path: Path) -> None:
+        # F-05, F-07: killed once the second was whole, and before the first was removed
+        first, aside = tmp_path / "checkpoints/epoch=0-step=6", tmp_path / "aside"
+        trainer = fit(tmp_path, Checkpoint(), max_epochs=1)
+        trainer.fit(Scored([0.0]), loader())
+        shutil.copytree(first, aside)
+        fit(tmp_path, Checkpoint(), max_epochs=2).fit(Scored([0.0] * 2), loader(), ckpt_path="auto")
+        assert names(tmp_path) == ["epoch=1-step=12"]
+        if another_run:
+            trainer.save_checkpoint(first)
+        else:
+            shutil.copytree(aside, first)
+        start = tmp_path / "checkpoints/epoch=1-step=12"
+        fit(tmp_path, Checkpoint(), max_epochs=2).fit(Scored([0.0] * 2), loader(), ckpt_path=start)
+        assert names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=1-step=12"]
 
     @pytest.mark.parametrize("mode", ["min", "max"])
     def test_a_value_that_is_no_number_is_the_worst(self, mode: str) -> None:

@@ -1,0 +1,97 @@
+"""A small run that draws wherever a run can, and tells how it goes: for tests that end it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+
+FEATURES = 4
+SAMPLES = 41  # which two ranks, batches of three and windows of two do not divide
+KEPT = 2
+
+STRATEGIES: dict[str, Any] = {
+    "single": SingleDeviceStrategy,
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+}
+
+
+class Augmented(Dataset[Any]):
+    """Draws as it is read; the first number of a sample says which it is."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([float(index)]), torch.rand(FEATURES) + random.random()])
+
+
+class Drawing(TrainModule):
+    """Dropout, an average and a metric under way, a rate that changes with every step."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+        self.mean = torchmetrics.MeanMetric()
+        self.tell = tell
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = (self.net(batch[:, 1:]) - 0.01 * batch[:, :1]).square().mean()
+        if not self.trainer.joining:
+            self.tell("loss", (self.current_epoch, batch_idx), loss.item())
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        self.tell("from", self.global_step, os.getpid())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.tell("step", self.global_step)
+
+
+def train(folder: Path, strategy: str, every: int, beside: bool, tell: Callable[..., None]) -> Any:
+    """Begin or go on, and return what the run comes to: all that has to be the same, whatever happened on the way."""
+    module = Drawing(tell)
+    trainer = Fit(
+        strategy=STRATEGIES[strategy](),
+        accelerator="cpu",
+        callbacks=Checkpoint(folder, every_n_train_steps=every, save_async=beside, keep_last=KEPT),
+        default_root_dir=folder,  # else "auto" looks elsewhere too
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        seed=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(Augmented(), batch_size=3, shuffle=True), ckpt_path="auto")
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "weights": weights.tolist(),
+        "metrics": metrics,
+        "steps": trainer.global_step,
+        "samples": trainer.samples_seen,
+    }

@@ -1,0 +1,88 @@
+"""Runs that are killed at random instants and started again, until they have come to their end."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drawing_run import KEPT
+from lives import Life, Run
+
+_IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed"}  # once, for all ranks
+
+
+@dataclass
+class Tally:
+    """What happened to the runs of one strategy."""
+
+    strategy: str
+    runs: int = 0
+    within_saves: int = 0
+    resumes: int = 0
+    lost: int = 0
+    longest_wait: float = 0.0
+    instants: list[float] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        return len(self.instants)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.strategy}: {self.kills} kills of {self.runs} runs, {min(self.instants):.2f} to "
+            f"{max(self.instants):.2f} s after a first step, {self.within_saves} of them within a save or a removal; "
+            f"{self.resumes} resumes and {self.kills - self.resumes} fresh starts, at most {self.lost} steps lost; "
+            f"all ranks had ended after {self.longest_wait:.1f} s at most"
+        )
+
+
+def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
+    """Kill runs of ``strategy`` so many times in all, each one to three times, and compare what they come to.
+
+    Raises:
+        AssertionError: a run came to something else, lost more than it had not saved, or left something behind.
+        RankFailedError: a rank failed that was not killed.
+    """
+    importlib.import_module(_IMPORTED.get(strategy, "torch"))
+    draw, tally = random.Random(f"{strategy} {seed}"), Tally(strategy)
+    undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live()
+    while tally.kills < kills:
+        run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), beside=draw.random() < 0.5)
+        tally.runs += 1
+        try:
+            _until_its_end(run, undisturbed, draw, tally)
+        except Exception as error:
+            error.add_note(f"{run}, seed {seed}, killed at {tally.instants}")
+            raise
+    return tally
+
+
+def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tally) -> None:
+    victims = [[rank] for rank in range(run.ranks)] + [list(range(run.ranks))]
+    left_to_kill = draw.randint(1, 3)
+    life = Life(run)
+    while not life.ended:
+        before, whole, leftovers = life, run.newest_step(), run.leftovers()
+        tally.resumes += whole > 0
+        remaining = undisturbed.seconds * (1 - whole / undisturbed.reached)
+        instant = draw.uniform(0, remaining)
+        chosen = draw.choice(victims) if left_to_kill else []
+        life = Life(run).live(instant, chosen)
+
+        assert life.began_at == whole, f"went on from step {life.began_at}, not {whole}"
+        assert life.losses.items() <= undisturbed.losses.items(), "other losses"
+        lost = before.reached - whole
+        assert lost <= run.every * (2 if run.beside else 1), f"{lost} steps were lost"
+        tally.lost = max(tally.lost, lost)
+        saved = run.newest_step() > whole
+        assert not (saved and leftovers & run.leftovers()), f"{leftovers} outlived a save"
+        if not life.ended:
+            left_to_kill -= 1
+            tally.instants.append(instant)
+            tally.within_saves += bool(run.leftovers())
+            tally.longest_wait = max(tally.longest_wait, life.waited)
+    assert life.results == undisturbed.results, "another end"
+    assert len(run.checkpoints()) <= KEPT, f"{run.checkpoints()} are left"
+    assert not (saved and run.leftovers()), f"{run.leftovers()} are left"

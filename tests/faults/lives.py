@@ -1,0 +1,157 @@
+"""A run's life: from a start until all its ranks have ended, of their own accord or not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from drawing_run import train
+
+from drivetrain.checkpoint import load, verify
+from drivetrain.environments import Placement
+from drivetrain.launchers import FunctionLauncher, RankFailedError
+
+_GRACE = 0.5  # seconds that the ranks left over get, which then wait for one that is gone: the launcher ends them
+
+
+@dataclass
+class Run:
+    """What stays from one life to the next: settings, and a folder."""
+
+    folder: Path
+    strategy: str
+    every: int
+    beside: bool
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.strategy == "single" else 2
+
+    def names(self) -> set[str]:
+        return set(os.listdir(self.folder)) if self.folder.exists() else set()
+
+    def leftovers(self) -> set[str]:
+        """What is there of saves that did not come to their end, and of removals."""
+        return {name for name in self.names() if name.startswith(".")}
+
+    def checkpoints(self) -> set[str]:
+        return {name for name in self.names() if name.startswith("epoch=")}
+
+    def newest_step(self) -> int:
+        """The optimizer step of the newest checkpoint. What goes by a checkpoint's name is whole."""
+        for name in self.checkpoints():
+            assert verify(self.folder / name) == [], f"{name} is torn"
+        return max((load(self.folder / name).progress["global_step"] for name in self.checkpoints()), default=0)
+
+
+@dataclass
+class Life:
+    """One start of a run, and what its ranks told."""
+
+    run: Run
+    began_at: int = 0
+    reached: int = 0
+    losses: dict[Any, float] = field(default_factory=dict)
+    results: dict[int, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    """From the first step to the end."""
+    waited: float = 0.0
+    """From the kill to the end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to its end, on all ranks."""
+        return len(self.results) == self.run.ranks
+
+    def live(self, kill_after: float = float("inf"), victims: list[int] | None = None) -> Life:
+        """Go on until all have ended, the victims by a kill so many seconds after the first step began."""
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(self.run.ranks)]
+        killer = _Killer(self, [ours for ours, _ in pipes], kill_after, victims or [])
+        killer.start()
+        try:
+            whole = Placement(0, self.run.ranks, 0, self.run.ranks)
+            FunctionLauncher("fork", grace=_GRACE).launch_all(whole, _live, self.run, [theirs for _, theirs in pipes])
+        except RankFailedError as error:
+            # G-02: who was killed is named, and not who ran into something because of it.
+            if killer.killed_at is None or error.failure.rank not in killer.victims or not error.failure.signal_name:
+                raise
+        finally:
+            over = time.monotonic()
+            for _, theirs in pipes:
+                theirs.close()
+            killer.join()
+        self.seconds = over - killer.began_at
+        self.waited = 0.0 if killer.killed_at is None else over - killer.killed_at
+        return self
+
+
+class _Killer(threading.Thread):
+    """Takes down what the ranks tell, and ends some of them at the given instant."""
+
+    def __init__(self, life: Life, pipes: list[Connection], instant: float, victims: list[int]) -> None:
+        super().__init__(daemon=True)
+        self.victims = victims
+        self.began_at = time.monotonic()
+        self.killed_at: float | None = None
+        self._life = life
+        self._pipes = pipes
+        self._instant = instant
+        self._processes: dict[int, int] = {}
+
+    def run(self) -> None:
+        pipes: list[Any] = list(self._pipes)
+        while pipes:
+            for pipe in wait(pipes, self._pause()):
+                try:
+                    self._take_down(self._pipes.index(pipe), *pipe.recv())
+                except (EOFError, OSError):
+                    pipes.remove(pipe)
+            if self._pause() == 0:
+                self._kill()
+
+    def _pause(self) -> float | None:
+        """How long it is until the kill; None where there is none to come."""
+        waiting = self.killed_at is None and self.victims and len(self._processes) == self._life.run.ranks
+        return max(0.0, self.began_at + self._instant - time.monotonic()) if waiting else None
+
+    def _kill(self) -> None:
+        for rank in self.victims:
+            with suppress(ProcessLookupError):
+                os.kill(self._processes[rank], signal.SIGKILL)
+        self.killed_at = time.monotonic()
+
+    def _take_down(self, rank: int, what: str, *values: Any) -> None:
+        life = self._life
+        if what == "from":
+            life.began_at, self._processes[rank] = values
+            self.began_at = time.monotonic()
+        elif what == "loss":
+            life.losses[rank, *values[0]] = values[1]
+        elif what == "step":
+            life.reached = max(life.reached, *values)
+        elif what == "end":
+            [life.results[rank]] = values
+            # Nobody is there to be killed any more.
+            self.victims = [one for one in self.victims if one != rank]
+
+
+def _live(run: Run, pipes: list[Connection]) -> None:
+    rank = int(os.environ["RANK"])
+
+    def tell(*words: Any) -> None:
+        pipes[rank].send(words)
+
+    torch.set_num_threads(1)
+    with open(f"{run.folder}.log", "a") as log:
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    tell("end", train(run.folder, run.strategy, run.every, run.beside, tell))
