@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from pathlib import Path
 from drawing_run import KEPT
 from lives import Life, Run
 
-_IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed"}  # once, for all ranks
+# Once, and not by every rank: the latter pulls in all of the compiler.
+_IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero.muon.muon_optimizer"}
 
 
 @dataclass
@@ -30,12 +32,19 @@ class Tally:
         return len(self.instants)
 
     def __str__(self) -> str:
-        return (
-            f"{self.strategy}: {self.kills} kills of {self.runs} runs, {min(self.instants):.2f} to "
-            f"{max(self.instants):.2f} s after a first step, {self.within_saves} of them within a save or a removal; "
-            f"{self.resumes} resumes and {self.kills - self.resumes} fresh starts, at most {self.lost} steps lost; "
-            f"all ranks had ended after {self.longest_wait:.1f} s at most"
-        )
+        """A row under a head."""
+        columns = {
+            "strategy": self.strategy,
+            "runs": self.runs,
+            "kills": self.kills,
+            "within a save": self.within_saves,
+            "seconds after a first step": f"{min(self.instants):.2f} to {max(self.instants):.2f}",
+            "resumes": self.resumes,
+            "steps lost at most": self.lost,
+            "longest wait": f"{self.longest_wait:.1f} s",
+        }
+        row = "  ".join(f"{value!s:>{len(name)}}" for name, value in columns.items())
+        return "  ".join(columns) + "\n" + row
 
 
 def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
@@ -46,29 +55,29 @@ def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
         RankFailedError: a rank failed that was not killed.
     """
     importlib.import_module(_IMPORTED.get(strategy, "torch"))
+    gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
     draw, tally = random.Random(f"{strategy} {seed}"), Tally(strategy)
     undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live()
     while tally.kills < kills:
         run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), beside=draw.random() < 0.5)
         tally.runs += 1
         try:
-            _until_its_end(run, undisturbed, draw, tally)
+            _until_its_end(run, undisturbed, draw, tally, min(draw.randint(1, 3), kills - tally.kills))
         except Exception as error:
             error.add_note(f"{run}, seed {seed}, killed at {tally.instants}")
             raise
     return tally
 
 
-def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tally) -> None:
+def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tally, kills: int) -> None:
     victims = [[rank] for rank in range(run.ranks)] + [list(range(run.ranks))]
-    left_to_kill = draw.randint(1, 3)
     life = Life(run)
     while not life.ended:
         before, whole, leftovers = life, run.newest_step(), run.leftovers()
         tally.resumes += whole > 0
         remaining = undisturbed.seconds * (1 - whole / undisturbed.reached)
         instant = draw.uniform(0, remaining)
-        chosen = draw.choice(victims) if left_to_kill else []
+        chosen = draw.choice(victims) if kills else []
         life = Life(run).live(instant, chosen)
 
         assert life.began_at == whole, f"went on from step {life.began_at}, not {whole}"
@@ -79,7 +88,7 @@ def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tall
         saved = run.newest_step() > whole
         assert not (saved and leftovers & run.leftovers()), f"{leftovers} outlived a save"
         if not life.ended:
-            left_to_kill -= 1
+            kills -= 1
             tally.instants.append(instant)
             tally.within_saves += bool(run.leftovers())
             tally.longest_wait = max(tally.longest_wait, life.waited)
