@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from drivetrain.callback import Callback
 from drivetrain.callbacks.checkpoint_names import DEFAULT, check_template, checkpoint_name
 from drivetrain.callbacks.monitored import monitored_value
 from drivetrain.checkpoint.finding import older
-from drivetrain.checkpoint.folders import child, is_taken, point_to, remove
+from drivetrain.checkpoint.folders import child, claim, point_to, remove
 from drivetrain.checkpoint.retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -98,6 +98,7 @@ class Checkpoint(Callback):
         self._asked_at = 0
         self._clock = time.monotonic()
         self._fitting = False
+        self._claims: dict[str, Callable[[], None]] = {}  # to paths that are being written to, and how to give them up
         self._unfinished: tuple[list[str], float] = ([], 0.0)  # what an earlier run was about to remove, and when
 
     # What it has written
@@ -163,6 +164,8 @@ class Checkpoint(Callback):
     def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
         """Evaluation outside of fit is none of our business."""
         self._fitting = False
+        for path in list(self._claims):
+            self._give_up(path)  # it could not be written
 
     def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
         """Settle when to save, and remove what an earlier run was about to."""
@@ -231,8 +234,7 @@ class Checkpoint(Callback):
         folder, control = self._folder(), trainer.strategy.control
         # Rank 0 chooses: a name of this run's own is written over, another's is not.
         leader = control.rank == 0
-        name = checkpoint_name(self.filename, values)
-        name = control.from_rank_0(self._free_name(folder, name) if leader else None)
+        name = control.from_rank_0(self._claim(folder, checkpoint_name(self.filename, values)) if leader else None)
         path = child(folder, name)
         going = self._retention.add(path, score)
 
@@ -241,16 +243,19 @@ class Checkpoint(Callback):
                 point_to(folder, name)
                 for one in going:
                     remove(one)
+                self._give_up(path)
 
         trainer.write_checkpoint(path, self.save_weights_only, background=self.save_async, then=whole)
 
-    def _free_name(self, folder: str, name: str) -> str:
-        ours = {one.path for one in self._retention.kept}
-        candidate, number = name, 0
-        while child(folder, candidate) not in ours and is_taken(child(folder, candidate)):
-            number += 1
-            candidate = f"{name}-v{number}"
-        return candidate
+    def _claim(self, folder: str, name: str) -> str:
+        name, give_up = claim(folder, name, self.best_k_models)
+        self._claims[child(folder, name)] = give_up
+        return name
+
+    def _give_up(self, path: str) -> None:
+        give_up = self._claims.pop(path, None)
+        if give_up is not None:
+            give_up()
 
     def _folder(self) -> str:
         assert self.dirpath is not None

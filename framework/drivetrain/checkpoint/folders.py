@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+from collections.abc import Callable, Container
 
-from drivetrain.checkpoint_format.local_place import discard
+from drivetrain.checkpoint_format import local_place
 from drivetrain.checkpoint_format.place import filesystem_of
 
 LATEST = "latest"
@@ -41,11 +43,29 @@ def is_taken(path: str) -> bool:
     return os.path.lexists(root) if filesystem is None else bool(filesystem.exists(root))
 
 
+def claim(folder: str, name: str, ours: Container[str]) -> tuple[str, Callable[[], None]]:
+    """Choose a name that is free, or one of our own: ``name``, or ``name-v1``, ``name-v2``, ...
+
+    On a local disk other runs keep off it, until what is returned beside the name is called.
+    """
+
+    def free(claimed: Container[str]) -> str:
+        versions = itertools.chain([name], (f"{name}-v{number}" for number in itertools.count(1)))
+        paths = ((one, child(folder, one)) for one in versions)
+        return next(one for one, path in paths if path in ours or not (one in claimed or is_taken(path)))
+
+    filesystem, root = filesystem_of(folder)
+    if filesystem is None:
+        with contextlib.suppress(OSError):  # which saving there tells, on all ranks
+            return local_place.claim(root, free)
+    return free(()), lambda: None
+
+
 def remove(path: str) -> None:
     """Remove a checkpoint: in one step, or its manifest first, so that what is left of it is none."""
     filesystem, root = filesystem_of(path)
     if filesystem is None:
-        discard(root)
+        local_place.discard(root)
         return
     with contextlib.suppress(FileNotFoundError):
         filesystem.rm(f"{root}/manifest.json")
@@ -59,7 +79,4 @@ def point_to(folder: str, name: str) -> None:
     if filesystem is not None:
         filesystem.pipe_file(f"{root}/{LATEST}", name.encode())
         return
-    path = os.path.join(root, LATEST)
-    with open(f"{path}.new", "w", encoding="utf-8") as stream:
-        stream.write(name)
-    os.replace(f"{path}.new", path)
+    local_place.write_name(os.path.join(root, LATEST), name)

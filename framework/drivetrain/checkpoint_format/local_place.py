@@ -8,7 +8,8 @@ import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drivetrain.checkpoint_format.eager_file import EagerFile
@@ -129,15 +130,70 @@ def standing_in(path: str) -> str | None:
     return None
 
 
+# What else is done in a folder of checkpoints. Killed on the way, each leaves what the next save clears.
+
+
 def discard(path: str) -> None:
-    """Remove a checkpoint. Killed on the way, it leaves what the next save clears."""
+    """Remove a checkpoint, in one step."""
     target = Path(os.path.realpath(path))
     if target.exists():
         token = secrets.token_hex(8)
-        lock = _locked(_lock_file(target.parent, token), target.name)
+        lock = _locked(_lock_file(target.parent, token), "")
         with suppress(FileNotFoundError):
             os.rename(target, target.parent / f".saving-{token}")
         _clear(_lock_file(target.parent, token), lock)
+
+
+def write_name(path: str, name: str) -> None:
+    """Write a small file that holds a name, in one step, whoever else does so too."""
+    target = Path(os.path.realpath(path))
+    lock_file = _lock_file(target.parent, secrets.token_hex(8))
+    lock = _locked(lock_file, name)
+    try:
+        os.replace(lock_file, target)
+    finally:
+        os.close(lock)
+
+
+def claim(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
+    """Choose a name for a checkpoint, and keep it from other runs.
+
+    Args:
+        folder: where it is to be.
+        free: chooses, from the names that others have claimed and not written yet.
+
+    Returns:
+        the name, and what gives up the claim.
+    """
+    parent = Path(os.path.realpath(folder))
+    parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(parent):
+        clear_leftovers(parent)
+        name = free(_names_held_in(parent))
+        lock_file = _lock_file(parent, secrets.token_hex(8))
+        lock = _locked(lock_file, name)
+    return name, lambda: _clear(lock_file, lock)
+
+
+def _names_held_in(folder: Path) -> set[str]:
+    names = set()
+    for lock in _locks_in(folder):
+        with suppress(FileNotFoundError):  # it is whole by now
+            names.add(lock.read_text())
+    return names
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a disk that knows no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -80,6 +80,8 @@ class Processes:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        if isinstance(context, MultiprocessContext):
+            context._worker_finished_event = _Wake(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
         return cls(first_rank, context, folder)
 
     def exit_codes(self) -> dict[int, int | None]:
@@ -140,6 +142,22 @@ class Processes:
         with _quiet():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _Wake:
+    """Sets the event that functions' processes wait for at their end, without waiting for them to wake up.
+
+    One that was killed there never does, and `Event.set` would wait for ever.
+    """
+
+    def __init__(self, event: Any, waiting: int) -> None:
+        self._event = event
+        self._waiting = waiting
+
+    def set(self) -> None:
+        self._event._flag.release()
+        for _ in range(self._waiting):
+            self._event._cond._wait_semaphore.release()
 
 
 def polls(seconds: float) -> Iterator[None]:

@@ -200,6 +200,31 @@ def test_whom_elastic_ends_has_not_failed(tmp_path: Path) -> None:  # G-02
     assert (failure.rank, failure.signal_name) == (0, "SIGKILL")
 
 
+def _tell_process(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+
+
+def test_a_rank_killed_after_its_function_has_returned(tmp_path: Path) -> None:  # G-02
+    paths = [tmp_path / "0", tmp_path / "1"]
+    processes = Processes.of_function(0, _tell_process, [(path,) for path in paths], "fork")
+    try:
+        while not all(path.exists() and path.read_text() for path in paths):
+            time.sleep(0.01)
+        time.sleep(0.5)  # by now they wait to be let go
+        one = int(paths[1].read_text())
+        os.kill(one, signal.SIGSTOP)
+        asking = threading.Thread(target=processes.values, daemon=True)
+        asking.start()
+        time.sleep(0.5)
+        os.kill(one, signal.SIGKILL)
+        asking.join(30)
+        assert not asking.is_alive()
+        [failure] = processes.failures()
+    finally:
+        processes.end(kill=True)
+    assert (failure.rank, failure.signal_name) == (1, "SIGKILL")
+
+
 def test_a_rank_that_does_not_come_out_is_killed(tmp_path: Path) -> None:  # G-01
     with pytest.raises(DistributedError, match="Rank 1 failed with ValueError: from rank one"):
         FunctionLauncher("fork", grace=0.5).launch(_TWO, _raise_on_one_and_hang, str(tmp_path))
