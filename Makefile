@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv, from nothing: Python 3.11 or newer, a C compiler and make are enough.
+# Every target sets up what it needs in .venv, bench in .venv-bench, from nothing: Python 3.11 or newer, a C compiler and
+# make are enough.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -9,7 +10,8 @@ PYTHON ?= $(shell for candidate in python3 python3.11 python3.12 python3.13 pyth
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+BENCH := .venv-bench
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
 
 # Build isolation reads the pins from here; the name it reads depends on pip's version.
@@ -43,8 +45,8 @@ format: $(VENV)/.stamp-dev ## Put the code into shape
 types: $(VENV)/.stamp-dev ## Type-check both packages, strictly
 	@$(BIN)/mypy
 
-bench: $(VENV)/.stamp-dev ## Time a step against hand-written PyTorch, as ratios
-	@$(BIN)/python -m benchmarks $(ARGS)
+bench: $(BENCH)/.stamp ## Time steps and checkpoints against PyTorch by hand, the disk, and others
+	@$(BENCH)/bin/python -m benchmarks $(ARGS)
 
 parity: $(VENV)/.stamp-dev ## Print the matrix of strategies and parity cases
 	@$(BIN)/python -m tests.parity $(ARGS)
@@ -57,24 +59,29 @@ clean: ## Remove what builds, tests and runs left behind
 	rm -rf site dist runs drivetrain_logs checkpoints .mypy_cache .ruff_cache .pytest_cache
 	find framework strategies tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## The same, and the virtual environment
-	rm -rf $(VENV)
+distclean: clean ## The same, and the virtual environments
+	rm -rf $(VENV) $(BENCH)
 
-$(BIN)/python:
+%/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or say 'make PYTHON=/path/to/python'." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $*
 
 $(VENV)/.stamp-demo: $(SETUP) | $(BIN)/python
 	@echo "Setting up $(VENV) with the extra 'rich' (once, and after a change of pins) ..."
-	@$(INSTALL) -e '.[rich]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[rich]'
 	@touch $@
 
 $(VENV)/.stamp-dev: $(SETUP) | $(BIN)/python
 	@echo "Setting up $(VENV) with the extra 'dev' (once, and after a change of pins) ..."
-	@$(INSTALL) -e '.[dev]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.stamp-docs: $(SETUP) | $(BIN)/python
 	@echo "Setting up $(VENV) with the extra 'docs' (once, and after a change of pins) ..."
-	@$(INSTALL) -e '.[docs]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
+	@touch $@
+
+$(BENCH)/.stamp: $(SETUP) | $(BENCH)/bin/python
+	@echo "Setting up $(BENCH) with the extra 'bench' (once, and after a change of pins) ..."
+	@$(BENCH)/bin/python $(PIP_INSTALL) -e '.[bench]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Measure us against hand-written PyTorch: `make bench`.
+"""Measure us against hand-written PyTorch, against the disk and beside others: `make bench`.
 
 Rounds are interleaved, and the slope between two numbers of steps is what counts, so that start-up drops out. All
 loops of a table do the same work: a checksum of the trained weights says so.
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import memory, step, strategies
+from benchmarks import checkpoint, memory, step, strategies
 
 ROUNDS = 7
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES: dict[str, tuple[Callable[[int], list[str]], Path]] = {
     "step": (step.table, DOCS / "benchmarks.md"),
     "strategies": (strategies.table, DOCS / "benchmarks.md"),
+    "checkpoint": (checkpoint.table, DOCS / "benchmarks.md"),
     "memory": (lambda rounds: memory.table(), DOCS / "strategies.md"),
 }
 """What prints each table, given how many rounds to run, and the page where it stands."""

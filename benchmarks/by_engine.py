@@ -12,17 +12,18 @@ from drivetrain import Fit, Strategy, TrainModule
 
 
 class Trained(TrainModule):
-    """The GPT with AdamW."""
+    """The GPT, or another, with AdamW."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: GPT | None = None) -> None:
         super().__init__()
-        self.net = GPT()
+        self.net = GPT() if net is None else net
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         return self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return self.optimizer
 
 
 def train_by_engine(strategy: str | Strategy, steps: int, module: Trained | None = None) -> float:

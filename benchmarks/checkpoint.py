@@ -1,168 +1,118 @@
-"""Saving and loading against what the disk gives: safetensors' own files of the same tensors, in the same run.
-
-    python -m benchmarks.checkpoint [--rounds 7] [--folder /tmp]
-
-`save_file` is followed by fsync, as every file of ours is. `load_file` only maps a file, so each byte is touched
-afterwards, as a checksum does. Rounds are interleaved and what counts is the median of their ratios.
-"""
+"""Saving and loading a GPT of 100 million parameters with AdamW: against the disk, and beside others."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
-import statistics
 import tempfile
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
+from benchmarks.by_engine import Trained, train_by_engine
+from benchmarks.checkpoint_rounds import COPY, Found, compare
+from benchmarks.checkpoint_ways import Disk, Ours, Slower
+from benchmarks.nets import GPT
+from benchmarks.slopes import spread
+from benchmarks.system_memory import growth
+from drivetrain.testing import run_distributed
 
-from drivetrain.checkpoint import load
-from drivetrain.checkpoint_format import Contents, save, stage
-from drivetrain.control import LocalControl
-
-LAYERS, WIDTH, VOCABULARY = 12, 768, 32_000
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def gpt() -> dict[str, torch.Tensor]:
-    """The parameters of a GPT of about 110 million."""
-    shapes = {"embedding.weight": (VOCABULARY, WIDTH)}
-    for layer in range(LAYERS):
-        for name, shape in {
-            "attention.in.weight": (3 * WIDTH, WIDTH),
-            "attention.out.weight": (WIDTH, WIDTH),
-            "mlp.in.weight": (4 * WIDTH, WIDTH),
-            "mlp.out.weight": (WIDTH, 4 * WIDTH),
-            "norm.weight": (WIDTH,),
-            "norm.bias": (WIDTH,),
-        }.items():
-            shapes[f"blocks.{layer}.{name}"] = shape
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
+TARGETS = [
+    ("save", "save", Disk.name, Ours, "0.75"),
+    ("save, without `fast`", "save", Disk.name, Slower, ""),
+    ("read", "read", Disk.name, Ours, "0.8"),
+    ("read, without `fast`", "read", Disk.name, Slower, ""),
+    ("read, nothing cached", "read from the disk", Disk.name, Ours, ""),
+    ("read, nothing cached, without `fast`", "read from the disk", Disk.name, Slower, ""),
+    ("load into net and optimizer", "load", Disk.name, Ours, ""),
+    ("stall of an asynchronous save", "stall", COPY, Ours, "0.83"),
+]
+"""What the row is called, what it times, against whom, which of ours, and the rate to reach."""
 
 
-def save_with_library(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    descriptor = os.open(folder / "model.safetensors", os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def gpt() -> GPT:
+    """A GPT of 100 million parameters."""
+    return GPT(width=768, depth=12, heads=12, vocabulary=10_000)
 
 
-def save_with_us(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    save(str(folder), Contents(tensors), LocalControl())
+class Big(Trained):
+    """A GPT that is measured once it has taken a step, and its optimizer has moments."""
+
+    def __init__(self, measure: Callable[[Trained], Any]) -> None:
+        super().__init__(gpt())
+        self.measure = measure
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.zero_grad()
+        self.found = self.measure(self)
 
 
-def load_with_library(folder: Path) -> None:
-    for tensor in load_file(folder / "model.safetensors").values():
-        tensor.sum()
+def measured(strategy: str, measure: Callable[[Trained], Any]) -> Any:
+    """On one rank: what ``measure`` finds."""
+    module = Big(measure)
+    train_by_engine(strategy, 1, module)
+    return module.found
 
 
-def load_with_us(folder: Path) -> None:
-    load(folder).weights().staged()
+def peak_of_a_save(module: Trained) -> int:
+    """On one of several ranks: by how many bytes this process grows in a save."""
+    trainer, grown = module.trainer, 0
+    folder = Path(trainer.strategy.control.from_rank_0(tempfile.mkdtemp()))
+    for name in ("first", "second"):  # what is imported on the way is none of it
+        grown = growth(partial(trainer.save_checkpoint, folder / name))
+    shutil.rmtree(folder, ignore_errors=True)
+    return grown
 
 
-def copy(tensors: dict[str, torch.Tensor]) -> None:
-    held = [tensor.clone() for tensor in tensors.values()]
-    assert len(held) == len(tensors)
-
-
-def snapshot(tensors: dict[str, torch.Tensor]) -> None:
-    staged = stage(Contents(tensors), 0, 1, snapshot=True)
-    assert staged.problem is None
-
-
-def seconds(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def peak_of(work: Callable[[], None]) -> int:
-    """Return by how many bytes this process grows at most while ``work`` runs, pages of mapped files left out."""
-    done = threading.Event()
-    peaks = [0]
-
-    def anonymous() -> int:
-        resident, shared = (int(field) for field in Path("/proc/self/statm").read_text().split()[1:3])
-        return (resident - shared) * _PAGE
-
-    before = anonymous()
-
-    def watch() -> None:
-        while not done.wait(0.002):
-            peaks[0] = max(peaks[0], anonymous() - before)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        work()
-    finally:
-        done.set()
-        watching.join()
-    return peaks[0]
-
-
-def table(rounds: int, folder: Path) -> list[str]:
-    """Return the lines of the table."""
-    tensors = gpt()
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
-    place = Path(tempfile.mkdtemp(dir=folder))
-    pairs: dict[str, tuple[list[float], list[float]]] = {"save": ([], []), "load": ([], []), "snapshot": ([], [])}
-    try:
-        for number in range(rounds):
-            theirs, ours = place / f"theirs{number}", place / f"ours{number}"
-            # Taking turns, since who comes second finds the disk busy with the first.
-            both = [
-                (0, partial(save_with_library, tensors, theirs)),
-                (1, partial(save_with_us, tensors, ours)),
-            ]
-            for side, work in both if number % 2 else reversed(both):
-                os.sync()
-                pairs["save"][side].append(seconds(work))
-            load_with_library(theirs)  # both find the file in the disk's cache
-            pairs["load"][0].append(seconds(partial(load_with_library, theirs)))
-            pairs["load"][1].append(seconds(partial(load_with_us, ours)))
-            pairs["snapshot"][0].append(seconds(partial(copy, tensors)))
-            pairs["snapshot"][1].append(seconds(partial(snapshot, tensors)))
-            shutil.rmtree(theirs)
-            shutil.rmtree(ours)
-        peak = peak_of(lambda: save_with_us(tensors, place / "peak"))
-    finally:
-        shutil.rmtree(place)
-    names = {
-        "save": "`save_file` and fsync",
-        "load": "`load_file`, every byte touched",
-        "snapshot": "a copy in memory",
-    }
-    lines = [
-        f"{sum(tensor.numel() for tensor in tensors.values()) / 1e6:.0f} M parameters, {nbytes / 1e6:.0f} MB.",
+def table(rounds: int) -> list[str]:
+    """The tables' lines; processes of one thread each."""
+    found = run_distributed(measured, 1, "single_device", partial(compare, rounds), timeout=7200.0)[0]
+    spread_out = max(run_distributed(measured, 2, "fsdp", peak_of_a_save, timeout=600.0))
+    net = gpt()
+    block = sum(parameter.nbytes for parameter in net.blocks[0].parameters())
+    root = sum(parameter.nbytes for parameter in net.parameters()) - len(net.blocks) * block
+    return [
+        f"{_mb(found.nbytes)} MB of weights and moments; {rounds} rounds, median (minimum to maximum).",
         "",
-        "| | against | theirs, GB/s | ours, GB/s | ours / theirs |",
-        "|---|---|---|---|---|",
+        *_against_the_disk(found),
+        "",
+        f"A save takes {_mb(found.savers[Ours.name].peak)} MB of memory besides, and under FSDP on two processes "
+        f"{_mb(spread_out)} MB on the one that takes more. Of FSDP's units a block has {_mb(block)} MB, the root with "
+        f"embedding and head {_mb(root)} MB.",
+        "",
+        *_beside_others(found),
     ]
-    for name, (theirs_seconds, ours_seconds) in pairs.items():
-        rates = [nbytes / 1e9 / statistics.median(taken) for taken in (theirs_seconds, ours_seconds)]
-        ratio = statistics.median(one / other for one, other in zip(theirs_seconds, ours_seconds, strict=True))
-        lines.append(f"| {name} | {names[name]} | {rates[0]:.2f} | {rates[1]:.2f} | {ratio:.2f} |")
-    largest = max(tensor.nbytes for tensor in tensors.values())
-    lines += ["", f"A save takes {peak / 1e6:.0f} MB of memory besides; the largest tensor has {largest / 1e6:.0f} MB."]
+
+
+def _against_the_disk(found: Found) -> list[str]:
+    lines = ["| | theirs, ms | ours, ms | ours as a rate of theirs | at least |", "|---|---|---|---|---|"]
+    for label, what, against, ours, target in TARGETS:
+        theirs, mine = found.times[what][against], found.times[what][ours.name]
+        rates = [one / other for one, other in zip(theirs, mine, strict=True)]
+        lines.append(_row(label, _ms(theirs), _ms(mine), spread(rates, 2), target))
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    print("\n".join(table(options.rounds, options.folder)))
+def _beside_others(found: Found) -> list[str]:
+    titles = ["", "save, ms", "load, ms", "stall, ms", "memory of a save, MB", "syncs", "checks"]
+    lines = [_row(*titles), "|---" * len(titles) + "|"]
+    for name, saver in found.savers.items():
+        times = [_ms(found.times[what].get(name, [])) for what in ("save", "load", "stall")]
+        lines.append(_row(name, *times, _mb(saver.peak), _yes(saver.syncs), _yes(saver.checks)))
+    return [*lines, *(_row(name, "not installed", *[""] * (len(titles) - 2)) for name in found.missing)]
 
 
-if __name__ == "__main__":
-    main()
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    return spread([1e3 * value for value in seconds], 0) if seconds else "none"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.0f}"
+
+
+def _yes(true: bool) -> str:
+    return "yes" if true else "no"

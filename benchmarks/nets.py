@@ -13,14 +13,14 @@ BATCH = 4  # texts of one rank
 class GPT(nn.Module):
     """A small GPT: tokens of shape (batch, time) to the mean loss of the next one."""
 
-    def __init__(self, width: int = 128, depth: int = 2, heads: int = 4) -> None:
+    def __init__(self, width: int = 128, depth: int = 2, heads: int = 4, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
             for _ in range(depth)
         )
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(width, vocabulary)
 
     def forward(self, text: Tensor) -> Tensor:
         hidden = self.tokens(text[:, :-1]) + self.places.weight

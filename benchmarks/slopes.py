@@ -69,12 +69,13 @@ def cells(slopes: Slopes, base: Slopes, unit: float, digits: int) -> list[str]:
     """
     row = []
     for values, others in ((slopes.wall, base.wall), (slopes.busy, base.busy)):
-        row.append(_spread([value / unit for value in values], digits))
+        row.append(spread([value / unit for value in values], digits))
         ratios = [value / other for value, other in zip(values, others, strict=True)]
-        row.append("" if slopes is base else _spread(ratios, 3))
+        row.append("" if slopes is base else spread(ratios, 3))
     return row
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], digits: int) -> str:
+    """``median (minimum to maximum)``."""
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"
