@@ -90,7 +90,7 @@ def _until_its_end(run: Run, undisturbed: Life, draw: random.Random, tally: Tall
         if not life.ended:
             kills -= 1
             tally.instants.append(instant)
-            tally.within_saves += bool(run.leftovers())
+            tally.within_saves += bool(run.leftovers() - leftovers)
             tally.longest_wait = max(tally.longest_wait, life.waited)
     assert life.results == undisturbed.results, "another end"
     assert len(run.checkpoints()) <= KEPT, f"{run.checkpoints()} are left"
