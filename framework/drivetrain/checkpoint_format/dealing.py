@@ -20,7 +20,7 @@ class Sizes:
 
     small: int = 64 * 2**20
     large: int = 8 * 2**30
-    piece: int = 16 * 2**20
+    piece: int = 2 * 2**20
 
 
 USUAL = Sizes()

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from drivetrain.checkpoint_format.checksums import BlockSums
 from drivetrain.checkpoint_format.manifest import FileRecord
 
-_COPIES = 2  # pieces made for this file alone that may wait for the disk while the next is gathered
+COPIES = 2
+"""Pieces made for a file alone that may wait for the disk while the next is gathered."""
 
 
 class Sink(Protocol):
@@ -47,7 +48,7 @@ class FileWriter:
         Raises:
             Exception: what an earlier write raised.
         """
-        while not borrowed and len(self._copies) >= _COPIES:
+        while not borrowed and len(self._copies) >= COPIES:
             for future in self._copies.popleft():
                 future.result()
         self._raise()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from drivetrain.checkpoint_format.dealing import PlannedFile
-from drivetrain.checkpoint_format.file_writer import FileWriter
+from drivetrain.checkpoint_format.file_writer import COPIES, FileWriter
 from drivetrain.checkpoint_format.manifest import FileRecord
 from drivetrain.checkpoint_format.pieces import Piece, bytes_of, overlap, put, rounds_of, rows_of, take
 from drivetrain.checkpoint_format.place import Place
@@ -23,6 +25,8 @@ Regions = Mapping[str, Region | None]
 
 _Whole = tuple[torch.Tensor, bool]
 """A piece, and whether it is memory that is there anyway."""
+
+_ALIGNED = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +69,35 @@ class Gathering:
         sharded = frozenset(self.regions[0])
         own = next((file for file in wave if file.owner == self.control.rank), None)
         output = None if own is None else _Output(own, self.place)
+        incoming, pieces_of_own = _Buffers(1), _Buffers(COPIES + 1)
         rounds = [(file.owner, iter(list(rounds_of(file.specs, sharded, self.piece)))) for file in wave]
         try:
             while True:
                 now = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
                 if not now:
                     break
-                received = self._exchange(now)
+                received = self._exchange(now, incoming)
                 for owner, pieces in now:
                     if owner == self.control.rank and output is not None:
-                        output.write(self._assembled(pieces, received))
+                        output.write(self._assembled(pieces, received, pieces_of_own))
             return {} if output is None else output.finish()
         finally:
             if output is not None:
                 output.close()
 
-    def _exchange(self, now: Sequence[tuple[int, list[Piece]]]) -> dict[int, torch.Tensor]:
+    def _exchange(self, now: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
         """Send this rank's parts of the pieces to their owners; return the bytes that came, by the rank they are of."""
-        control, sends, receives = self.control, {}, {}
+        control, sends = self.control, {}
+        receives: dict[int, torch.Tensor] = {}
         for owner, pieces in now:
             if owner != control.rank:
                 parts = [part.view(torch.uint8) for part in self._parts(pieces)]
                 if parts:
                     sends[owner] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
                 continue
-            for rank in range(control.world_size):
-                nbytes = 0 if rank == control.rank else self._nbytes_from(rank, pieces)
-                if nbytes:
-                    receives[rank] = torch.empty(nbytes, dtype=torch.uint8)
+            others = [rank for rank in range(control.world_size) if rank != control.rank]
+            nbytes = {rank: count for rank in others if (count := self._nbytes_from(rank, pieces))}
+            receives = dict(zip(nbytes, incoming.cut(list(nbytes.values())), strict=True))
         if control.world_size > 1:
             control.exchange(sends, receives)
         return receives
@@ -113,7 +118,9 @@ class Gathering:
             total += 0 if part is None else part.numel * piece.spec.dtype.itemsize
         return total
 
-    def _assembled(self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor]) -> Iterator[_Whole]:
+    def _assembled(
+        self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
+    ) -> Iterator[_Whole]:
         """Yield each piece whole and flat."""
         taken = dict.fromkeys(received, 0)
         for piece in pieces:
@@ -122,7 +129,8 @@ class Gathering:
                 rows = rows_of(held, piece)
                 yield rows, rows.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
                 continue
-            whole = torch.empty(piece.numel, dtype=piece.spec.dtype)
+            (memory,) = buffers.cut([piece.nbytes])
+            whole = memory.view(piece.spec.dtype)
             for rank, regions in enumerate(self.regions):
                 region = regions.get(piece.spec.name)
                 part = None if region is None else overlap(region, piece)
@@ -136,6 +144,27 @@ class Gathering:
                     values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
                 put(whole, piece, part, values)
             yield whole, False
+
+
+class _Buffers:
+    """Memory that is used in turn, since of what comes and goes an allocator keeps several times as much.
+
+    Args:
+        count: after so many calls the memory of the first one is used again.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * count)
+
+    def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return a tensor of each size in bytes, aligned for every type."""
+        places = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        buffer = self._buffers.popleft()
+        if buffer.numel() < places[-1]:
+            del buffer  # before there is another
+            buffer = torch.empty(places[-1], dtype=torch.uint8)
+        self._buffers.append(buffer)
+        return [buffer[begin : begin + size] for begin, size in zip(places, sizes, strict=False)]
 
 
 class _WriteFailedError(Exception):

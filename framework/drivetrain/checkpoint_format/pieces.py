@@ -11,6 +11,8 @@ import torch
 from drivetrain.checkpoint_format.tensor_file import Spec
 from drivetrain.shards import Region, Span
 
+_WHOLE = 16 * 2**20  # bytes of a piece that does not travel: on the CPU it is memory that is there anyway
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -55,7 +57,7 @@ def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Ite
     gathered: list[Piece] = []
     filled = 0
     for spec in specs:
-        for piece in pieces_of(spec, limit):
+        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _WHOLE)):
             nbytes = piece.nbytes if spec.name in sharded else 0
             if filled and filled + nbytes > limit:
                 yield gathered
