@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from drivetrain.data.sharding import Share
+from drivetrain.generators import generator_states, set_generators
 
 Pairs = Iterator[tuple[Any, Share]]
 
@@ -20,13 +23,11 @@ class ReadAhead:
     they are put where they stood at the save.
 
     Args:
-        states: says where the generators stand.
-        put: puts them there.
+        device: whose generator counts besides the host's.
     """
 
-    def __init__(self, states: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        self._states = states
-        self._put = put
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._before: deque[tuple[int, Any]] = deque()
         self._read = 0
         self._final: Any = None
@@ -50,11 +51,11 @@ class ReadAhead:
     def state(self, trained: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
         ahead = [states for number, states in self._before if trained <= number < self._read]
-        return {"ahead": ahead, "now": self._states() if self._final is None else self._final}
+        return {"ahead": ahead, "now": generator_states(self.device) if self._final is None else self._final}
 
     def end(self) -> None:
         """The run is over: what the generators do from here on is none of its business."""
-        self._final = self._states()
+        self._final = generator_states(self.device)
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave as soon as the epoch's reading begins."""
@@ -63,7 +64,7 @@ class ReadAhead:
     def settle(self) -> None:
         """Put the generators where they stood at the save, where nothing is to be read before that."""
         if self._again:
-            self._put(self._again.pop())
+            set_generators(self._again.pop(), self.device)
             self._again.clear()
 
     def before_reading(self, run: Callable[[], object]) -> None:
@@ -71,9 +72,9 @@ class ReadAhead:
         if not self._again:
             run()
             return
-        self._put(self._again.pop())
+        set_generators(self._again.pop(), self.device)
         run()
-        self._again.append(self._states())
+        self._again.append(generator_states(self.device))
 
     def _noted(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
         self._go_back()
@@ -81,7 +82,7 @@ class ReadAhead:
             done = trained()
             while self._before and self._before[0][0] < done:
                 self._before.popleft()
-            self._before.append((self._read, self._states()))
+            self._before.append((self._read, generator_states(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return
@@ -97,4 +98,4 @@ class ReadAhead:
 
     def _go_back(self) -> None:
         if self._again:
-            self._put(self._again.popleft())
+            set_generators(self._again.popleft(), self.device)

@@ -28,7 +28,6 @@ from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
 from drivetrain.failure import Failure
-from drivetrain.generators import generator_states, set_generators
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
 from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
@@ -81,9 +80,7 @@ class Session:
         self.place = place
         self.progress = Progress()
         self.cursor = Cursor()
-        self.draws = ReadAhead(
-            lambda: generator_states(strategy.device), lambda states: set_generators(states, strategy.device)
-        )
+        self.draws = ReadAhead(strategy.device)
         self.saves = SaveRequests()
         self.seed = 0
         """Of the order of samples, the same on every rank."""
@@ -137,6 +134,7 @@ class Session:
         if trainer.seed is not None:
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
+        self.draws.device = strategy.device
         self.metrics.control = strategy.control
         self.metrics.speaks, self.metrics.group = strategy.speaks_for_data, strategy.data_group
         attach(self.module, trainer)

@@ -36,7 +36,7 @@ class Run:
     """A training loop that draws a mask for each batch, and can be saved after any of them."""
 
     def __init__(self) -> None:
-        self.ahead = ReadAhead(lambda: generator_states(CPU), lambda states: set_generators(states, CPU))
+        self.ahead = ReadAhead(CPU)
         self.trained = 0
         self.seen: list[Any] = []
 
