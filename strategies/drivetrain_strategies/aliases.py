@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain_strategies.ddp import DDPStrategy
+from drivetrain_strategies.ddp.strategy import DDPStrategy
 from drivetrain_strategies.single_device import SingleDeviceStrategy
 
 

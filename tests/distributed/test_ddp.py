@@ -20,8 +20,8 @@ from drivetrain.callbacks import ReplicaCheck
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy
-from drivetrain_strategies import ddp as ddp_module
-from drivetrain_strategies.sync_batchnorm import SyncBatchNormSwap
+from drivetrain_strategies.ddp import strategy as ddp_module
+from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
 
 TIGHT = {"atol": 1e-6, "rtol": 1e-5}
 

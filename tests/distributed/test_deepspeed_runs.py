@@ -22,8 +22,8 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed_checks import check_module
-from drivetrain_strategies.deepspeed_library import import_library
+from drivetrain_strategies.deepspeed.checks import check_module
+from drivetrain_strategies.deepspeed.library import import_library
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
@@ -252,7 +252,7 @@ class Compiled(DeepRegression):
         return DeepSpeedCPUAdam(self.parameters(), lr=0.01)
 
 
-def _bare() -> Any:
+def _bare(drive: str) -> Any:
     found = {}
     for options in ({"stage": 1}, {"stage": 2}, SPREAD, {"stage": 2, "offload_optimizer": "cpu"}):
         module = DeepRegression()
@@ -264,6 +264,8 @@ def _bare() -> Any:
         (Compiled(), {"offload_optimizer": "cpu"}),
         (_with(lambda one: None), {"config": {"optimizer": theirs}}),
         (_with(lambda one: None), {"offload_optimizer": "cpu", "config": {"optimizer": theirs}}),
+        (DeepRegression(), {**SPREAD, "offload_optimizer": "nvme", "nvme_path": drive}),
+        (DeepRegression(), {**SPREAD, "offload_parameters": "nvme", "nvme_path": drive}),
     ):
         with failing() as caught:
             quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
@@ -274,7 +276,7 @@ def _bare() -> Any:
 def test_no_compiler_is_needed_where_only_torch_optimizers_are_used(tmp_path: Path) -> None:
     # E-10; E-07: and where one is needed, it is said what to install
     bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    for found, texts in run_distributed(_bare, 2, env=bare):
+    for found, texts in run_distributed(_bare, 2, str(tmp_path), env=bare):
         for actual in found.values():
             torch.testing.assert_close(actual, _by_hand(DeepRegression()), **TIGHT)
         for text in texts:

@@ -16,7 +16,7 @@ from drivetrain.errors import CheckpointError
 from drivetrain.shards import Shard, Span, cut
 from drivetrain.testing import assert_close_states, run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed_library import import_library
+from drivetrain_strategies.deepspeed.library import import_library
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 ZERO = ("zero 1", "zero 2", "zero 3")

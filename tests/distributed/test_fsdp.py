@@ -32,7 +32,7 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp_plan import make_plan
+from drivetrain_strategies.fsdp.plan import make_plan
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 CASES: dict[str, dict[str, Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ class Watch(Callback):
         self.found: dict[str, int] = {}
 
     def _note(self, point: str) -> None:
+        gc.collect()  # what only waits for it is not held
         self.found.setdefault(point, self.live.now())
         self.found.setdefault(f"peak {point}", self.live.peak)
         self.live.restart()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from drivetrain.environments import Placement
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.device_mesh import find_layout
+from drivetrain_strategies.fsdp.device_mesh import find_layout
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, modules_of
-from drivetrain_strategies.device_mesh import Mesh
-from drivetrain_strategies.fsdp_plan import Plan, Unit
-from drivetrain_strategies.fsdp_private import forget_original
-from drivetrain_strategies.fsdp_start import start_alike
-from drivetrain_strategies.originals import Original
+from drivetrain_strategies.fsdp.device_mesh import Mesh
+from drivetrain_strategies.fsdp.originals import Original
+from drivetrain_strategies.fsdp.plan import Plan, Unit
+from drivetrain_strategies.fsdp.private import forget_original
+from drivetrain_strategies.fsdp.start import start_alike
 from drivetrain_strategies.step_module import StepModule
 
 

@@ -18,24 +18,24 @@ from drivetrain.optimizer_state import load_named_optimizer_state, named_optimiz
 from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
-from drivetrain_strategies import fsdp_lbfgs, fsdp_whole_step
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
-from drivetrain_strategies.device_mesh import Layout, Mesh, find_layout, require_mesh
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.fsdp_checks import check_arguments, check_module, check_optimizer, check_reshard_size
-from drivetrain_strategies.fsdp_gradients import Gradients
-from drivetrain_strategies.fsdp_meta import BareModule
-from drivetrain_strategies.fsdp_optimizers import Adoptions
-from drivetrain_strategies.fsdp_plan import Plan, Wrap, make_plan
-from drivetrain_strategies.fsdp_precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp_private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
-from drivetrain_strategies.fsdp_sharding import Sharding, change_forwards, gather_ahead, shard
-from drivetrain_strategies.fsdp_start import start_alike
-from drivetrain_strategies.fsdp_state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
-from drivetrain_strategies.fsdp_unused import UnusedParameters
+from drivetrain_strategies.fsdp import lbfgs, whole_step
+from drivetrain_strategies.fsdp.checks import check_arguments, check_module, check_optimizer, check_reshard_size
+from drivetrain_strategies.fsdp.device_mesh import Layout, Mesh, find_layout, require_mesh
+from drivetrain_strategies.fsdp.gradients import Gradients
+from drivetrain_strategies.fsdp.meta import BareModule
+from drivetrain_strategies.fsdp.optimizers import Adoptions
+from drivetrain_strategies.fsdp.originals import Original, originals_of
+from drivetrain_strategies.fsdp.plan import Plan, Wrap, make_plan
+from drivetrain_strategies.fsdp.precision import mixed_precision_policy, offload_policy
+from drivetrain_strategies.fsdp.private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
+from drivetrain_strategies.fsdp.sharding import Sharding, change_forwards, gather_ahead, shard
+from drivetrain_strategies.fsdp.shards_left import gather_back, leave_shards, take_up_shards
+from drivetrain_strategies.fsdp.start import start_alike
+from drivetrain_strategies.fsdp.state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
+from drivetrain_strategies.fsdp.unused import UnusedParameters
 from drivetrain_strategies.materialize import Recording, without_storage
-from drivetrain_strategies.originals import Original, originals_of
-from drivetrain_strategies.shards_left import gather_back, leave_shards, take_up_shards
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
 
@@ -136,7 +136,7 @@ class FSDPStrategy(DistributedStrategy):
         self._gradients: Gradients | None = None
         self._order: UnitOrder | None = None
         self._adoptions: Adoptions | None = None
-        self._whole_steps: list[fsdp_whole_step.WholeStep] = []
+        self._whole_steps: list[whole_step.WholeStep] = []
         self._manual = False
         self._inside = False
 
@@ -242,9 +242,9 @@ class FSDPStrategy(DistributedStrategy):
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            fsdp_lbfgs.take(optimizer)
-            if isinstance(optimizer, fsdp_whole_step.KINDS):
-                self._whole_steps.append(fsdp_whole_step.WholeStep(optimizer))
+            lbfgs.take(optimizer)
+            if isinstance(optimizer, whole_step.KINDS):
+                self._whole_steps.append(whole_step.WholeStep(optimizer))
         return super().setup_optimizers(optimizers)
 
     # In the loop
@@ -388,7 +388,7 @@ class FSDPStrategy(DistributedStrategy):
         if self.module is not None and self._originals:
             leave_shards(self.module, self._originals, self.gather_limit, tell=self.rank == 0)
         for optimizer in self.optimizers:
-            fsdp_lbfgs.give_back(optimizer)
+            lbfgs.give_back(optimizer)
         for step in self._whole_steps:
             step.undo()
         self.precision.found_inf_reducer = None

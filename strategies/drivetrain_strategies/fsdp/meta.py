@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from drivetrain.control import ControlPlane
-from drivetrain_strategies.fsdp_plan import Plan
-from drivetrain_strategies.fsdp_private import Sharded
-from drivetrain_strategies.fsdp_state import like
+from drivetrain_strategies.fsdp.originals import Original
+from drivetrain_strategies.fsdp.plan import Plan
+from drivetrain_strategies.fsdp.private import Sharded
+from drivetrain_strategies.fsdp.state import like
 from drivetrain_strategies.materialize import Bare, Recording, bare_tensors, replay
-from drivetrain_strategies.originals import Original
 
 
 class BareModule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain_strategies.fsdp import FSDPStrategy
+from drivetrain_strategies.fsdp.strategy import FSDPStrategy
 
 
 def fsdp() -> FSDPStrategy:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,17 +20,17 @@ from drivetrain.control import ControlPlane
 from drivetrain.module import TrainModule, hold, release
 from drivetrain.shards import Shard
 from drivetrain_strategies.collectives import broadcast_together
-from drivetrain_strategies.deepspeed_faults import explained, start_explained
-from drivetrain_strategies.deepspeed_leaving import leave_parts, take_up_parts
-from drivetrain_strategies.deepspeed_library import prints_hidden
-from drivetrain_strategies.deepspeed_optimizers import TakenOptimizer
-from drivetrain_strategies.deepspeed_partition import Partitioner, materialize
-from drivetrain_strategies.deepspeed_precision import DeepSpeedPrecision
-from drivetrain_strategies.deepspeed_private import Zero, weights_shared_already
-from drivetrain_strategies.deepspeed_root import Root, unboxed
-from drivetrain_strategies.deepspeed_state import Place, State
-from drivetrain_strategies.deepspeed_traces import ModuleTraces, forget_root
-from drivetrain_strategies.deepspeed_unused import UnusedParameters
+from drivetrain_strategies.deepspeed.faults import explained, start_explained
+from drivetrain_strategies.deepspeed.leaving import leave_parts, take_up_parts
+from drivetrain_strategies.deepspeed.library import prints_hidden
+from drivetrain_strategies.deepspeed.optimizers import TakenOptimizer
+from drivetrain_strategies.deepspeed.partition import Partitioner, materialize
+from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision
+from drivetrain_strategies.deepspeed.private import Zero, weights_shared_already, write_part
+from drivetrain_strategies.deepspeed.root import Root, unboxed
+from drivetrain_strategies.deepspeed.state import Place, State
+from drivetrain_strategies.deepspeed.traces import ModuleTraces, forget_root
+from drivetrain_strategies.deepspeed.unused import UnusedParameters
 from drivetrain_strategies.materialize import Recording
 from drivetrain_strategies.unit_order import UnitOrder
 
@@ -65,7 +66,7 @@ class DeepSpeedRun:
     Args:
         deepspeed: the package.
         module: the user's.
-        config: what DeepSpeed gets.
+        config: what DeepSpeed gets; the size of its bucket is written to it.
         setting: where and how.
     """
 
@@ -122,7 +123,7 @@ class DeepSpeedRun:
             if isinstance(module, TrainModule):
                 hold(module)
         broadcast_together(list(module.buffers()))
-        self._state = State(module, self._places(), self._zero, self._publish)
+        self._state = State(module, self._exact, self._zero, self._publish)
         if self._taken is not None:
             self._taken.bring(self._state)
 
@@ -138,7 +139,8 @@ class DeepSpeedRun:
 
     def _partition(self, recording: Recording | None) -> None:
         module, setting = self._module, self._setting
-        partitioner = Partitioner(self._config, setting.precision.half, setting.device)
+        with start_explained():
+            partitioner = Partitioner(self._config, setting.precision.half, setting.device)
         self._exact = partitioner.exact
         materialize(module, recording, partitioner.cut, setting.device, setting.control)
         partitioner.cut_all(module)
@@ -155,17 +157,16 @@ class DeepSpeedRun:
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._module
         names = {one: name for name, one in module.named_parameters() if one.requires_grad}
-        config = dict(self._config)
-        zero = config["zero_optimization"] = dict(config["zero_optimization"])
+        # DeepSpeed sets a bucket aside in whole, however small the model is.
         numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in names)
-        zero.setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
+        self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
         with start_explained(), weights_shared_already():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
                 optimizer=optimizers[0] if optimizers else None,
                 model_parameters=list(names),
-                config=config,
+                config=copy.deepcopy(self._config),
             )
         assert self._traces is not None
         self._traces.note()
@@ -188,21 +189,16 @@ class DeepSpeedRun:
     @torch.no_grad()
     def _restore_masters(self) -> None:
         """Write the weights as they were over masters that were made of rounded ones (E-11)."""
-        for fragment in self.zero.fragments():
-            exact = self._exact.pop(id(fragment.parameter), None)
-            if exact is None or self._setting.precision.half is None:
+        for number, held in groupby(self.zero.fragments(), lambda one: one.number):
+            exact = [(one, self._exact.pop(id(one.parameter), None)) for one in held]
+            if self._setting.precision.half is None:
                 continue
-            whole = exact.local if exact.span is not None else exact.local.reshape(-1)[fragment.span.start :]
-            fragment.master.copy_(whole[: fragment.span.stop - fragment.span.start])
-
-    def _places(self) -> dict[int, Place]:
-        places = dict(self._exact)
-        if self._zero is not None:
-            for fragment in self._zero.fragments():
-                parameter: Any = fragment.parameter
-                shape = tuple(parameter.ds_shape if self._setting.stage == 3 else parameter.shape)
-                places[id(parameter)] = Place(fragment.master, shape, fragment.span)
-        return places
+            with self.zero.at_hand(number, write=True):
+                for fragment, place in exact:
+                    if place is not None:
+                        span = fragment.span
+                        whole = place.local if place.span is not None else place.local.reshape(-1)[span.start :]
+                        fragment.master.copy_(whole[: span.stop - span.start])
 
     # In the loop
 
@@ -261,22 +257,21 @@ class DeepSpeedRun:
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
         """Within it parameters hold their masters, whole. Collective."""
-        places = self.state.places
-        held = {id(one): one for one in parameters if id(one) in places}
-        before = {key: one.data for key, one in held.items()}
+        wanted = {id(one): one for one in parameters}
+        before = {key: one.data for key, one in wanted.items()}
         with torch.no_grad():
-            for key, parameter in held.items():
-                value = places[key].read()
-                parameter.data = value.full_tensor() if isinstance(value, Shard) else value.clone()
+            for key, place in self.state.places(wanted):
+                value = place.read()
+                wanted[key].data = value.full_tensor() if isinstance(value, Shard) else value.clone()
         try:
             yield
             if write:
                 with torch.no_grad():
-                    for key, parameter in held.items():
-                        dist.broadcast(parameter.data, 0)
-                        places[key].write(parameter.data)
+                    for key, place in self.state.places(wanted, write=True):
+                        dist.broadcast(wanted[key].data, 0)
+                        place.write(wanted[key].data)
         finally:
-            for key, parameter in held.items():
+            for key, parameter in wanted.items():
                 parameter.data = before[key]
         if write:
             self._publish()
@@ -292,7 +287,7 @@ class DeepSpeedRun:
             if exact.span is None:
                 parameter.data.copy_(exact.local)
             else:
-                parameter.ds_tensor[: exact.span.stop - exact.span.start].copy_(exact.local)
+                write_part(parameter, exact.local, exact.span)
         if self._zero is not None:
             self._zero.publish()
 
@@ -311,10 +306,7 @@ class DeepSpeedRun:
     @torch.no_grad()
     def restore(self) -> None:
         """Make the module whole and plain, in the dtypes of its masters. Collective."""
-        weights = self.state.weights()
-        parameters = dict(self._module.named_parameters())
-        spread = [weights[name] for name in parameters if isinstance(weights[name], Shard)]
-        nbytes = sum(math.prod(one.shape) * one.local.element_size() for one in spread)
+        nbytes = self.state.nbytes_spread()
         if nbytes > self._setting.gather_limit and self._setting.stage == 3:
             logger.log(
                 logging.WARNING if self._setting.control.rank == 0 else logging.DEBUG,
@@ -323,6 +315,8 @@ class DeepSpeedRun:
                 nbytes / 2**30,
             )
             return
+        weights = self.state.weights()
+        parameters = dict(self._module.named_parameters())
         whole = {
             name: weights[name].full_tensor() if isinstance(weights[name], Shard) else weights[name].clone()
             for name in parameters
@@ -350,8 +344,9 @@ class DeepSpeedRun:
     def _leave(self) -> None:
         """Leave what this rank has, where the others cannot be asked for theirs."""
         module, setting = self._module, self._setting
-        places = self._exact if self._state is None else self._state.places
-        values = {name: places[id(one)].read() for name, one in module.named_parameters() if id(one) in places}
+        places = self._exact.items() if self._state is None else self._state.places()
+        held = {key: place.read() for key, place in places}
+        values = {name: held[id(one)] for name, one in module.named_parameters() if id(one) in held}
         parts = {name: value for name, value in values.items() if isinstance(value, Shard)}
         self._undo()
         if setting.stage == 3:

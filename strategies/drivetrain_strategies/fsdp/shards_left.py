@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.shards import Span
-from drivetrain_strategies.originals import Original
+from drivetrain_strategies.fsdp.originals import Original
 from drivetrain_strategies.weights_left import Part, left, refuse_weights_left, still_left
 
 logger = logging.getLogger("drivetrain")

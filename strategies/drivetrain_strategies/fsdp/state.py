@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.errors import CheckpointError
 from drivetrain.shards import Box, Region, Shard
-from drivetrain_strategies.fsdp_private import local_region
+from drivetrain_strategies.fsdp.private import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from drivetrain_strategies.deepspeed import DeepSpeedStrategy
+from drivetrain_strategies.deepspeed.strategy import DeepSpeedStrategy
 
 
 def stage_1() -> DeepSpeedStrategy:

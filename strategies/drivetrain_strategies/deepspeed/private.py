@@ -24,12 +24,14 @@ class Fragment:
 
     Attributes:
         parameter: whose.
-        flat: the tensor that the optimizer steps.
+        number: of the tensor that the optimizer steps.
+        flat: that tensor. Empty while it is on a drive: see `Zero.at_hand`.
         offset: where in it the master begins.
         span: which elements of the parameter these are.
     """
 
     parameter: nn.Parameter
+    number: int
     flat: torch.Tensor
     offset: int
     span: Span
@@ -41,6 +43,26 @@ class Fragment:
     @property
     def master(self) -> torch.Tensor:
         return self.of(self.flat)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape))
+
+
+def on_drive(parameter: Any) -> bool:
+    """Whether stage 3 keeps this rank's part of a parameter on a drive."""
+    return bool(parameter.ds_tensor.final_location == "nvme")
+
+
+def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
+    """Write this rank's part of a parameter to where stage 3 keeps it. Collective."""
+    if not on_drive(parameter):
+        parameter.ds_tensor[: span.stop - span.start].copy_(part)
+        return
+    parameter.all_gather()
+    parameter.data.view(-1)[span.start : span.stop].copy_(part)
+    parameter.partition(has_been_updated=True)
 
 
 @contextmanager
@@ -107,21 +129,46 @@ class Zero:
                     number, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
                     start = min(parameter.ds_zero_partition_rank * size, parameter.ds_numel)
                     stop = min(start + size, parameter.ds_numel)
-                    yield Fragment(parameter, flats[number], offset, Span(start, stop))
+                    yield Fragment(parameter, number, flats[number], offset, Span(start, stop))
             return
-        for flat, group in zip(flats, self._whole_groups(), strict=True):
+        for number, group in enumerate(self._whole_groups()):
             for parameter in group:
-                mapping = parameter._hp_mapping
+                mapping, flat = parameter._hp_mapping, flats[number]
                 if mapping is None:
-                    yield Fragment(parameter, flat, 0, Span(0, 0))
+                    yield Fragment(parameter, number, flat, 0, Span(0, 0))
                     continue
                 start = mapping.lp_fragment_address.start
                 span = Span(start, start + mapping.lp_fragment_address.numel)
-                yield Fragment(parameter, flat, mapping.hp_fragment_address.start, span)
+                yield Fragment(parameter, number, flat, mapping.hp_fragment_address.start, span)
 
     def _whole_groups(self) -> Sequence[Sequence[Any]]:
         groups: Sequence[Sequence[Any]] = self.optimizer.bf16_groups if self._bf16 else self.optimizer.bit16_groups
         return groups
+
+    def lent(self, number: int) -> bool:
+        """Whether a flat is in memory only while it is asked for: between steps it is on a drive."""
+        return self.stage == 3 and bool(self.optimizer._swappable_optimizer_subgroup(number))
+
+    @contextmanager
+    def at_hand(self, number: int, write: bool = False) -> Iterator[None]:
+        """Within it a flat and its state are in memory; one at a time, as buffers are few.
+
+        Args:
+            number: of the flat.
+            write: what is written to them stays.
+        """
+        optimizer = self.optimizer
+        if not self.lent(number) or self.flats()[number].numel():
+            yield
+            return
+        optimizer._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        finally:
+            if write:
+                optimizer._optimizer_states_and_gradient_swap_out(number)
+            else:
+                optimizer._release_swap_buffers(number)
 
     def publish(self) -> None:
         """Give all ranks the parameters anew, from the masters. Collective."""
@@ -131,7 +178,8 @@ class Zero:
             return
         optimizer._partition_all_parameters()
         for number in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+            with self.at_hand(number):
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
         self.gather_small()
 
     def gather_small(self) -> None:
@@ -187,6 +235,11 @@ class Zero:
             return
         self._reduced = True
         engine, optimizer = self.engine, self.optimizer
+        if self.stage == 3 and optimizer.swap_optimizer:
+            # What got no gradient goes to the drive as zeros: nothing else is there to be read.
+            optimizer._offload_boundary_param_ids.update(
+                parameter.ds_id for group in optimizer.fp16_groups for parameter in group
+            )
         if self.stage > 1:
             self._finalize()
             return
@@ -260,6 +313,8 @@ class Zero:
             self._allreduce = engine.allreduce_gradients
             engine.allreduce_gradients = lambda *_: None
         if self.stage == 3:
+            if optimizer.swap_optimizer:
+                _keep_unaligned(optimizer.optimizer_swapper)
             norms = optimizer._get_norm_groups
             optimizer._get_norm_groups = lambda: norms() if self._norm is None else [self._norm]
         elif not self._bf16:
@@ -290,6 +345,21 @@ class Zero:
             for flat in self.flats():
                 if flat.grad is not None:
                     flat.grad.zero_()
+
+
+def _keep_unaligned(swapper: Any) -> None:
+    """Keep gradients in memory that do not begin at a block's border: reading them from a drive fails in silence."""
+    swap_out = swapper.swap_out_gradients
+
+    def keep(parameter: torch.Tensor, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
+        gradients = list(zip(gradient_offsets, gradient_tensors, strict=True))
+        aligned = [one for one in gradients if one[0] % swapper.numel_alignment == 0]
+        info = swapper._get_param_swap_info(parameter)
+        if info is not None:
+            info.unswapped_gradients.update(one for one in gradients if one[0] % swapper.numel_alignment)
+        swap_out(parameter, [offset for offset, _ in aligned], [tensor for _, tensor in aligned])
+
+    swapper.swap_out_gradients = keep
 
 
 def _fill(parameter: nn.Parameter, optimizer: Any) -> None:

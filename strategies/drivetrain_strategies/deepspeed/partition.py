@@ -11,7 +11,8 @@ from torch import nn
 
 from drivetrain.control import ControlPlane
 from drivetrain.shards import Span
-from drivetrain_strategies.deepspeed_state import Place
+from drivetrain_strategies.deepspeed.private import on_drive
+from drivetrain_strategies.deepspeed.state import Place
 from drivetrain_strategies.materialize import Recording, bare_tensors, replay
 
 
@@ -29,7 +30,7 @@ class Partitioner:
     def __init__(self, config: dict[str, Any], half: torch.dtype | None, device: torch.device) -> None:
         from deepspeed.runtime.zero.partition_parameters import Init
 
-        self._init = Init(config_dict_or_path=config, dtype=half or torch.float32)
+        self._init = Init(config_dict_or_path=config)  # a dtype that is given is lost where there is no fp16
         if config["zero_optimization"].get("memory_efficient_linear", True):
             self._init._enable_mem_efficient_linear()
         self._half = half
@@ -50,7 +51,7 @@ class Partitioner:
         size = partition.ds_numel
         start = min(parameter.ds_zero_partition_rank * size, numel)  # type: ignore[attr-defined]
         span = Span(start, min(start + size, numel))
-        if self._half is None or data.dtype == self._half:
+        if data.dtype == parameter.dtype and not on_drive(parameter):
             local = partition.detach()[: span.stop - span.start]
         else:
             local = data.reshape(-1)[span.start : span.stop].clone()

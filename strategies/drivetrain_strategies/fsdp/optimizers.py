@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies.fsdp_state import like
-from drivetrain_strategies.originals import Original
+from drivetrain_strategies.fsdp.originals import Original
+from drivetrain_strategies.fsdp.state import like
 
 
 class Adoptions:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from drivetrain_strategies.fsdp_state import like
+from drivetrain_strategies.fsdp.state import like
 
 
 class _WholeLBFGS(LBFGS):

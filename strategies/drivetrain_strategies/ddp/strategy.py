@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategy import StepRunner
-from drivetrain_strategies import ddp_reducer
-from drivetrain_strategies.comm_hooks import CommHook, register_comm_hook
+from drivetrain_strategies.ddp import reducer
+from drivetrain_strategies.ddp.comm_hooks import CommHook, register_comm_hook
+from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.module_checks import (
     refuse_device_map,
@@ -25,7 +26,6 @@ from drivetrain_strategies.module_checks import (
 )
 from drivetrain_strategies.placement import HomeDevice
 from drivetrain_strategies.step_module import StepModule, whole_output
-from drivetrain_strategies.sync_batchnorm import SyncBatchNormSwap
 from drivetrain_strategies.weights_left import refuse_weights_left
 
 
@@ -140,7 +140,7 @@ class DDPStrategy(DistributedStrategy):
             try:
                 output = ddp(step, *args)
             except RuntimeError as error:
-                ddp_reducer.explain(error, ddp)
+                reducer.explain(error, ddp)
                 raise
             return whole_output(output)
 
@@ -158,20 +158,20 @@ class DDPStrategy(DistributedStrategy):
             self.precision.backward(loss)
             return
         if self._manual:
-            ddp_reducer.expect_backward(ddp, loss)
+            reducer.expect_backward(ddp, loss)
         try:
             self.precision.backward(loss)
         except RuntimeError as error:
-            ddp_reducer.explain(error, ddp)
+            reducer.explain(error, ddp)
             raise
         if self._unverified and ddp.require_backward_grad_sync:
             self._unverified = False
             self._refuse_unused(ddp)
 
     def _refuse_unused(self, ddp: DistributedDataParallel) -> None:
-        names = ddp_reducer.awaited_parameters(ddp)
+        names = reducer.awaited_parameters(ddp)
         if names:
-            raise ddp_reducer.unused_error(names)
+            raise reducer.unused_error(names)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         self._first_window = False
@@ -189,7 +189,7 @@ class DDPStrategy(DistributedStrategy):
         if self._home is not None:
             self._home.restore()
         if self._ddp is not None:
-            ddp_reducer.let_go(self._ddp)
+            reducer.let_go(self._ddp)
         self._ddp = None
         self._home = None
         self._swap = None

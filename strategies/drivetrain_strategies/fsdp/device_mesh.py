@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies.fsdp_private import let_go
+from drivetrain_strategies.fsdp.private import let_go
 
 
 @dataclass(frozen=True, slots=True)

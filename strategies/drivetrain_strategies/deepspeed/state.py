@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 
 from drivetrain.errors import CheckpointError
 from drivetrain.shards import Region, Shard, Span, cut
-from drivetrain_strategies.deepspeed_private import Fragment, Zero
+from drivetrain_strategies.deepspeed.private import Fragment, Zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,17 @@ class Place:
         local: the part, of shape (n,), or the whole in its own shape.
         shape: of the parameter.
         span: which elements; None for all.
+        lent: it will not stay in memory; what is read of it is a copy.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...]
     span: Span | None
+    lent: bool = False
 
     def read(self) -> torch.Tensor | Shard:
-        return self.local.detach() if self.span is None else sharded(self.local, self.shape, self.span)
+        local = self.local.detach().clone() if self.lent else self.local.detach()
+        return local if self.span is None else sharded(local, self.shape, self.span)
 
     @torch.no_grad()
     def write(self, value: Any) -> None:
@@ -63,43 +68,71 @@ class State:
 
     Args:
         module: with its own names.
-        places: of its parameters, by id.
+        exact: the places of parameters that have no master, by id.
         zero: DeepSpeed's engine; None where nothing is trained.
         publish: gives all ranks the parameters anew after their places were written.
     """
 
     def __init__(
-        self, module: nn.Module, places: Mapping[int, Place], zero: Zero | None, publish: Callable[[], None]
+        self, module: nn.Module, exact: Mapping[int, Place], zero: Zero | None, publish: Callable[[], None]
     ) -> None:
         self._module = module
-        self.places = places
+        self._exact = exact
         self._zero = zero
         self._publish = publish
         self._fragments = {} if zero is None else {id(one.parameter): one for one in zero.fragments()}
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
+    def places(self, wanted: Container[int] | None = None, write: bool = False) -> Iterator[tuple[int, Place]]:
+        """Where parameters are kept, by their ids: one after the other, at hand only until the next is asked for.
+
+        Args:
+            wanted: ids; None for all.
+            write: what is written there stays.
+        """
+        for key, place in self._exact.items():
+            if wanted is None or key in wanted:
+                yield key, place
+        for number, fragments in self._flats():
+            held = [one for one in fragments if wanted is None or id(one.parameter) in wanted]
+            if held:
+                with self._begun.at_hand(number, write):
+                    for one in held:
+                        yield id(one.parameter), Place(one.master, one.shape, one.span, self._begun.lent(number))
+
+    def nbytes_spread(self) -> int:
+        """The bytes of all parameters that ranks have parts of."""
+        exact = [(one.shape, one.local) for one in self._exact.values() if one.span is not None]
+        masters = [(one.shape, one.flat) for one in self._fragments.values()]
+        return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*exact, *masters))
+
+    @property
+    def _begun(self) -> Zero:
+        assert self._zero is not None
+        return self._zero
+
+    def _flats(self) -> Iterator[tuple[int, list[Fragment]]]:
+        """The optimizer's tensors by number, with the parameters that they are of."""
+        for number, fragments in groupby(self._fragments.values(), lambda one: one.number):
+            yield number, list(fragments)
+
     # Weights
 
     def weights(self) -> dict[str, Any]:
         """Parameters and persistent buffers by name; tied names give one object."""
-        given: dict[int, Any] = {}
+        given: dict[int, Any] = {key: place.read() for key, place in self.places()}
         state: dict[str, Any] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.Tensor):
-                state[name] = value
-                continue
-            if id(value) not in given:
-                place = self.places.get(id(value))
-                given[id(value)] = value.detach() if place is None else place.read()
-            state[name] = given[id(value)]
+            tensor = isinstance(value, torch.Tensor)
+            state[name] = given.setdefault(id(value), value.detach()) if tensor else value
         return state
 
     def regions(self) -> dict[str, Region]:
         found: dict[str, Region] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            place = self.places.get(id(value))
-            if place is not None and place.span is not None:
-                found[name] = place.span
+            held = self._fragments.get(id(value)) or self._exact.get(id(value))
+            if held is not None and held.span is not None:
+                found[name] = held.span
         return found
 
     @torch.no_grad()
@@ -125,40 +158,43 @@ class State:
                 "weights are matched by name.",
                 "build the module as it was trained, or load with strict=False.",
             )
-        extra = {}
+        extra, wanted = {}, {}
         for name, value in own.items():
             if name not in state:
                 continue
             if not isinstance(value, torch.Tensor):
                 extra[name] = state[name]
-            elif (place := self.places.get(id(value))) is not None:
-                place.write(state[name])
+            elif id(value) in self._fragments or id(value) in self._exact:
+                wanted[id(value)] = state[name]
             else:
                 value.copy_(part_of(state[name], None))
+        for key, place in self.places(wanted, write=True):
+            place.write(wanted[key])
         if extra:
             self._module.load_state_dict(extra, strict=False)
         self._publish()
 
     def _shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        place = self.places.get(id(value))
-        return tuple(value.shape) if place is None else place.shape
+        held = self._fragments.get(id(value)) or self._exact.get(id(value))
+        return tuple(value.shape) if held is None else held.shape
 
     # The optimizer's state
 
     def optimizer(self) -> dict[str, Any]:
         """State and groups by parameter names; state that was never begun is not there."""
-        zero = self._zero
-        assert zero is not None
-        optimizer = zero.base_optimizer
+        optimizer = self._begun.base_optimizer
         state: dict[str, Any] = {}
-        for key, fragment in self._fragments.items():
-            values = optimizer.state.get(fragment.flat)
-            if values:
-                shape = self.places[key].shape
-                state[self._names[key]] = {
-                    name: sharded(fragment.of(value), shape, fragment.span) if _spread(value, fragment) else value
-                    for name, value in values.items()
-                }
+        for number, fragments in self._flats():
+            lent = self._begun.lent(number)
+            with self._begun.at_hand(number):
+                for one in fragments:
+                    if values := optimizer.state.get(one.flat):
+                        state[self._names[id(one.parameter)]] = {
+                            name: Place(one.of(value), one.shape, one.span, lent).read()
+                            if _spread(value, one)
+                            else value
+                            for name, value in values.items()
+                        }
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": names}
             for group, names in zip(optimizer.param_groups, self._groups(), strict=True)
@@ -167,7 +203,7 @@ class State:
 
     def optimizer_regions(self) -> dict[str, Region]:
         # Single numbers are asked for whole: what counts steps has their shape, and no part of it would do.
-        return {self._names[key]: one.span for key, one in self._fragments.items() if self.places[key].shape}
+        return {self._names[key]: one.span for key, one in self._fragments.items() if one.shape}
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -178,9 +214,7 @@ class State:
         Raises:
             CheckpointError: it is for other parameters or groups, or cannot live in one flat tensor a group.
         """
-        zero = self._zero
-        assert zero is not None
-        optimizer, groups = zero.base_optimizer, self._groups()
+        zero, optimizer, groups = self._begun, self._begun.base_optimizer, self._groups()
         missing = sorted(set(saved["state"]) - {name for group in groups for name in group})
         if missing or len(saved["param_groups"]) != len(groups):
             raise CheckpointError(
@@ -191,20 +225,19 @@ class State:
             )
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
-        shapes = {self._names[key]: self.places[key].shape for key in self._fragments}
-        for flat in zero.flats():
-            held = {self._names[key]: one for key, one in self._fragments.items() if one.flat is flat}
-            optimizer.state[flat] = _flattened(flat, held, shapes, saved["state"])
+        for number, fragments in self._flats():
+            flat, held = fragments[0].flat, {self._names[id(one.parameter)]: one for one in fragments}
+            with zero.at_hand(number, write=True):
+                # Where DeepSpeed writes tensors to a drive, it knows them by what they are.
+                before = optimizer.state.get(flat, {}) if zero.lent(number) else {}
+                optimizer.state[flat] = _flattened(flat, held, before, saved["state"])
         zero.relink_state()
 
     def _groups(self) -> list[list[str]]:
         """The names of each group's parameters, in the module's order."""
-        zero = self._zero
-        assert zero is not None
-        number_of = {id(flat): zero.group_of_flat(number) for number, flat in enumerate(zero.flats())}
-        groups: list[list[str]] = [[] for _ in zero.base_optimizer.param_groups]
+        groups: list[list[str]] = [[] for _ in self._begun.base_optimizer.param_groups]
         for key, fragment in self._fragments.items():
-            groups[number_of[id(fragment.flat)]].append(self._names[key])
+            groups[self._begun.group_of_flat(fragment.number)].append(self._names[key])
         return groups
 
 
@@ -213,17 +246,17 @@ def _spread(value: Any, fragment: Fragment) -> bool:
 
 
 def _flattened(
-    flat: torch.Tensor, held: Mapping[str, Fragment], shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]
+    flat: torch.Tensor, held: Mapping[str, Fragment], before: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return one flat tensor's state, put together from its parameters'."""
+    """Return one flat tensor's state, put together from its parameters', in tensors of ``before`` where it has any."""
     state: dict[str, Any] = {}
     told_by: dict[str, str] = {}
-    of_elements = _of_elements({name: shapes[name] for name in held}, saved)
+    of_elements = _of_elements({name: fragment.shape for name, fragment in held.items()}, saved)
     for name, fragment in held.items():
         for key, value in saved.get(name, {}).items():
             if key in of_elements:
                 if key not in state:
-                    state[key] = torch.zeros_like(flat, requires_grad=False)
+                    state[key] = before[key].zero_() if key in before else torch.zeros_like(flat, requires_grad=False)
                 fragment.of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
             elif key not in state:
                 state[key], told_by[key] = value.clone() if isinstance(value, torch.Tensor) else value, name

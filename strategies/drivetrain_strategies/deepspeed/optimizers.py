@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.shards import Shard
-from drivetrain_strategies.deepspeed_state import State
+from drivetrain_strategies.deepspeed.state import State
 
 
 class TakenOptimizer:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon, Optimizer
 
-from drivetrain_strategies.fsdp_state import like
+from drivetrain_strategies.fsdp.state import like
 
 KINDS = (Muon, Adafactor)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain.control import ControlPlane
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies.deepspeed_private import Zero
+from drivetrain_strategies.deepspeed.private import Zero
 
 logger = logging.getLogger("drivetrain")
 

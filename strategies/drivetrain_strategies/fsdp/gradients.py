@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain_strategies.fsdp_private import Sharded
-from drivetrain_strategies.fsdp_unused import UnusedParameters
-from drivetrain_strategies.whole_parameters import WholeParameters
+from drivetrain_strategies.fsdp.private import Sharded
+from drivetrain_strategies.fsdp.unused import UnusedParameters
+from drivetrain_strategies.fsdp.whole_parameters import WholeParameters
 
 
 class Gradients:

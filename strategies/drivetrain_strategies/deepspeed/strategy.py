@@ -19,8 +19,8 @@ from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing, modules_of
-from drivetrain_strategies.deepspeed_checks import check_module, check_optimizers, clipping_by_value
-from drivetrain_strategies.deepspeed_config import (
+from drivetrain_strategies.deepspeed.checks import check_module, check_optimizers, clipping_by_value
+from drivetrain_strategies.deepspeed.config import (
     Asked,
     Config,
     check_arguments,
@@ -29,11 +29,11 @@ from drivetrain_strategies.deepspeed_config import (
     resolve,
     stage_of,
 )
-from drivetrain_strategies.deepspeed_faults import check_by_deepspeed, compiling_explained
-from drivetrain_strategies.deepspeed_library import Quiet, check_library, import_library
-from drivetrain_strategies.deepspeed_precision import DeepSpeedPrecision, check_fp16
-from drivetrain_strategies.deepspeed_run import DeepSpeedRun, Setting
-from drivetrain_strategies.deepspeed_traces import World
+from drivetrain_strategies.deepspeed.faults import check_by_deepspeed, compiling_explained
+from drivetrain_strategies.deepspeed.library import Quiet, check_library, import_library
+from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision, check_fp16
+from drivetrain_strategies.deepspeed.run import DeepSpeedRun, Setting
+from drivetrain_strategies.deepspeed.traces import World
 from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.materialize import Recording, without_storage
 from drivetrain_strategies.module_checks import refuse_meta
