@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint.dcp import is_dcp, read_dcp
-from drivetrain.checkpoint.untrusted import load_safely
+from drivetrain.checkpoint.untrusted import Record, load_safely
 from drivetrain.checkpoint.zero import is_zero, read_zero
 from drivetrain.checkpoint_format import Contents, Facts, save
 from drivetrain.checkpoint_format.documents import encode
@@ -71,11 +71,18 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         from safetensors.torch import load_file
 
         return load_file(path), {}
-    document = load_safely(path)
+    document = load_safely(path, known=lambda name: True)  # whose objects nobody asks for may be of any class
     state = document.get("state_dict", document)
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.", "", "check the path."
+        )
+    unknown = [str(name) for name, value in state.items() if isinstance(value, Record)]
+    if unknown:
+        raise CheckpointError(
+            f"{str(path)!r} holds weights of classes that are not torch's own: {', '.join(unknown)}.",
+            "what would make tensors of them is code, and none is run.",
+            "load it where the classes are known, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
     return tensors, _kept(document.get("hyper_parameters"))

@@ -12,7 +12,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from drivetrain.errors import CheckpointError
 
 
-class _Record:
+class Record:
     """Stands for an object of a class that is not imported: does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -35,7 +35,7 @@ def load_safely(path: Path, known: Callable[[str], bool] = lambda name: False) -
     """
     try:
         names = [name for name in get_unsafe_globals_in_checkpoint(path) if known(name)]
-        with safe_globals([(_Record, name) for name in names]):
+        with safe_globals([(Record, name) for name in names]):
             document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         first = str(error).partition("\n")[0]

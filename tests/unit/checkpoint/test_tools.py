@@ -148,6 +148,13 @@ class Planted:
         return os.mkdir, (self.mark,)
 
 
+class OrderedOnly:
+    """Of a class that no reader knows."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 def lightning(path: Path, **more: Any) -> dict[str, torch.Tensor]:
     """What Lightning's Trainer writes."""
     module = Tied(4)
@@ -177,6 +184,27 @@ class TestLightning:
         checkpoint = load(tmp_path / "c")
         assert checkpoint.weights_only
         assert checkpoint.manifest.aliases == {"last.weight": "first.weight"}
+
+    def test_what_lightning_itself_wrote(self, tmp_path: Path) -> None:
+        # By Lightning 2.6.6: two epochs of two batches, StepLR, ModelCheckpoint; a hyper-parameter is nn.ReLU.
+        with pytest.warns(UserWarning, match="'activation' is no JSON and is left out"):
+            convert(Path(__file__).parent / "lightning-2.6.6.ckpt", tmp_path / "c")
+        checkpoint = load(tmp_path / "c")
+        assert checkpoint.hyper_parameters == {"width": 3, "name": "lit"}
+        weights = dict(checkpoint.weights())
+        assert {name: tuple(value.shape) for name, value in weights.items()} == {
+            "seen": (),
+            "net.0.weight": (3, 2),
+            "net.0.bias": (3,),
+            "net.2.weight": (1, 3),
+            "net.2.bias": (1,),
+        }
+        torch.testing.assert_close(weights["net.0.bias"], torch.tensor([-0.1240502, 0.5156178, -0.135562]))
+
+    def test_weights_of_unknown_classes_are_named(self, tmp_path: Path) -> None:
+        lightning(tmp_path / "a.ckpt", state_dict={"w": torch.ones(2), "odd": OrderedOnly(3)})
+        with pytest.raises(CheckpointError, match=r"not torch's own: odd\."):
+            convert(tmp_path / "a.ckpt", tmp_path / "c")
 
     def test_hyper_parameters_that_are_no_json_are_named(self, tmp_path: Path) -> None:
         lightning(tmp_path / "a.ckpt", hyper_parameters={"width": 4, "dtype": torch.float32})
