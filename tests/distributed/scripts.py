@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,15 +44,18 @@ class Run:
     said: list[str] = field(default_factory=list)
 
 
-def run_script(folder: Path, body: str, *command: str, limit: float = 90) -> Run:
-    """Run ``body`` under Python, or ``python *command``, in ``folder``; what it says comes back sorted."""
+def run_script(folder: Path, body: str, *command: str, starter: Sequence[str] = (), limit: float = 90) -> Run:
+    """Run ``body`` under Python, or ``python *command``, in ``folder``; what it says comes back sorted.
+
+    A ``starter``, such as mpirun with its options, stands before ``python``.
+    """
     script, said = folder / "script.py", folder / "said"
     script.write_text(HEAD + textwrap.dedent(body))
     said.write_text("")
     began = time.monotonic()
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     ended = subprocess.run(
-        [sys.executable, *command, str(script)],
+        [*starter, sys.executable, *command, str(script)],
         capture_output=True,
         text=True,
         timeout=limit,
