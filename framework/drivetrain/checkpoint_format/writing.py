@@ -247,7 +247,7 @@ def _conclude(
         if control.rank != 0:
             return
         for name, record in written.items():
-            _check_size(place, name, record.size)
+            _check_size(path, place, name, record.size, alone=control.world_size == 1)
         of_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "state": [], "rank": []}
         for role, part in parts:
             of_role[role].append(part)
@@ -268,14 +268,19 @@ def _conclude(
     agreed(control, f"The checkpoint {path!r} could not be written", conclude)
 
 
-def _check_size(place: Place, name: str, size: int) -> None:
+def _check_size(path: str, place: Place, name: str, size: int, alone: bool) -> None:
     try:
         seen = place.size(name)
     except FileNotFoundError:
         seen = None
-    if seen != size:
-        raise CheckpointError(
-            f"{name} was written with {size} bytes by one rank, and rank 0 sees {'nothing' if seen is None else seen}.",
-            "all ranks must write to the same place.",
-            f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
-        )
+    if seen == size:
+        return
+    there = "nothing" if seen is None else seen
+    what = f"{path!r} could not be written: {name} had {size} bytes, and rank 0 sees {there}."
+    if alone:
+        raise CheckpointError(what, "something else removed or changed it.", "save where nothing else clears up.")
+    raise CheckpointError(
+        what,
+        "all ranks must write to the same place.",
+        f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
+    )

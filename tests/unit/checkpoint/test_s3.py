@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_case import STATE, contents, equal, token_free, written
 
-from drivetrain import CheckpointError
+from drivetrain import Callback, CheckpointError, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint_format import Contents, Sizes, save
 from drivetrain.control import LocalControl
@@ -149,3 +152,48 @@ def test_a_server_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, bucket: 
     with pytest.raises(CheckpointError):
         load("s3://bucket/runs/c")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+class Small(TrainModule):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Vanishing(Callback):
+    """Takes the bucket away after a step."""
+
+    def __init__(self, bucket: Any, step: int) -> None:
+        self.bucket, self.step = bucket, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            while self.bucket.exists("bucket"):
+                with suppress(OSError):  # a save in the background may just write to it
+                    self.bucket.rm("bucket", recursive=True)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_run_into_a_bucket(bucket: Any, in_background: bool, tmp_path: Path) -> None:
+    # F-09: it is saved, goes on from there, and fails by name once the bucket is gone
+    def run(max_steps: int, *more: Callback) -> Fit:
+        saves = Checkpoint("s3://bucket/runs", every_n_train_steps=2, save_top_k=-1, save_async=in_background)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        return Fit(default_root_dir=tmp_path, max_steps=max_steps, callbacks=[saves, *more], **quiet)  # type: ignore[arg-type]
+
+    batches = [torch.randn(2, 4) for _ in range(12)]
+    run(4).fit(Small(), batches)
+    found = sorted(bucket.ls("bucket/runs", detail=False, refresh=True))
+    assert [path.rpartition("step=")[2] for path in found if "step=" in path] == ["2", "4"]
+    resumed = run(12, Vanishing(bucket, 7))
+    with pytest.raises(CheckpointError, match=r"'s3://bucket/runs/.*step=[68]' could not be written"):
+        resumed.fit(Small(), batches, ckpt_path="auto")
+    assert resumed.global_step >= 7
