@@ -66,8 +66,8 @@ def peak_of_a_save(module: Trained) -> int:
 
 def table(rounds: int) -> list[str]:
     """The tables' lines; processes of one thread each."""
-    found = run_distributed(measured, 1, "single_device", partial(compare, rounds), timeout=7200.0)[0]
     spread_out = max(run_distributed(measured, 2, "fsdp", peak_of_a_save, timeout=600.0))
+    found = run_distributed(measured, 1, "single_device", partial(compare, rounds), timeout=7200.0)[0]
     net = gpt()
     block = sum(parameter.nbytes for parameter in net.blocks[0].parameters())
     root = sum(parameter.nbytes for parameter in net.parameters()) - len(net.blocks) * block
