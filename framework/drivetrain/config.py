@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +188,8 @@ def _from_file(
             f"{type(error).__name__}: {error}",
             f"Let {CONFIG_VARIABLE} name a TOML file, or unset it." if named is not None else "Repair it or remove it.",
         ) from error
+    import tomllib
+
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import collections.abc
 import inspect
-import tomllib
 import types
 import typing
 from collections.abc import Mapping
@@ -149,6 +148,8 @@ class _Names(dict[str, Any]):
 
 
 def _toml_value(text: str) -> Any:
+    import tomllib
+
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -275,12 +275,22 @@ def test_the_public_classes_bring_nothing_heavy() -> None:
     # H-02, for what a script really writes.
     names, _ = imported_after("from drivetrain import Callback, DataModule, Fit, Strategy, TrainModule")
     assert not heavy(names)
+    others = {name for name in names if not is_ours(name)}
+    assert len(others) <= 8, sorted(others)  # fsspec, elastic and tomllib wait until somebody needs them
+    assert len(names) <= 180  # a third of a millisecond each
 
 
 @pytest.mark.parametrize("name", drivetrain.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(drivetrain, name) is not None
     assert name in dir(drivetrain)
+
+
+def test_the_checkpoint_tools_are_imported_one_by_one() -> None:
+    # H-02
+    names, _ = imported_after("from drivetrain.checkpoint import load")
+    assert "drivetrain.checkpoint_format.reader" in names
+    assert not {f"drivetrain.checkpoint.{tool}" for tool in ("consolidating", "converting", "showing")} & set(names)
 
 
 def test_an_unknown_name_is_a_plain_attribute_error() -> None:

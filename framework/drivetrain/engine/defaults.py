@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks.checkpoint import Checkpoint
-from drivetrain.callbacks.model_summary import ModelSummary
-from drivetrain.callbacks.progress_bar import ProgressBar
-from drivetrain.callbacks.progress_default import default_progress_bar
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
-from drivetrain.loggers.default import default_logger
 
 
 def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
@@ -21,12 +16,23 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
         ConfigurationError: something given is no `Callback`.
     """
     callbacks = checked_callbacks(given, "callbacks holds")
-    if progress_bar and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-        callbacks.append(default_progress_bar())
-    if model_summary and not any(isinstance(callback, ModelSummary) for callback in callbacks):
-        callbacks.append(ModelSummary())
-    if checkpointing and not any(isinstance(callback, Checkpoint) for callback in callbacks):
-        callbacks.append(Checkpoint())
+    # Imported where they are wanted: a run without them starts the sooner.
+    if progress_bar:
+        from drivetrain.callbacks.progress_bar import ProgressBar
+        from drivetrain.callbacks.progress_default import default_progress_bar
+
+        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(default_progress_bar())
+    if model_summary:
+        from drivetrain.callbacks.model_summary import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.append(ModelSummary())
+    if checkpointing:
+        from drivetrain.callbacks.checkpoint import Checkpoint
+
+        if not any(isinstance(callback, Checkpoint) for callback in callbacks):
+            callbacks.append(Checkpoint())
     return callbacks
 
 
@@ -39,6 +45,8 @@ def default_loggers(given: Any, root: str) -> list[Logger]:
     if given is False:
         return []
     if given is None or given is True:
+        from drivetrain.loggers.default import default_logger
+
         return [default_logger(root)]
     loggers = list(given) if isinstance(given, list | tuple) else [given]
     for one in loggers:

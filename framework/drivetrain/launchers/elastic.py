@@ -9,18 +9,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    MultiprocessContext,
-    PContext,
-    SubprocessContext,
-    start_processes,
-)
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.failure import Failure, failure_file
 from drivetrain.process_state import ProcessState
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
 
 _POLL = 0.02  # seconds between two looks at the processes
 _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
@@ -65,6 +60,9 @@ class Processes:
         variables: list[dict[str, str]],
         method: str,
     ) -> Processes:
+        # Only a run that starts processes pays for these imports.
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
+
         folder = tempfile.mkdtemp(prefix="drivetrain-")
         try:
             # Starting them replaces this process's handlers of four signals, for good.
@@ -86,6 +84,8 @@ class Processes:
 
     def exit_codes(self) -> dict[int, int | None]:
         """Return each rank's exit code: None while it runs, negative where a signal ended it."""
+        from torch.distributed.elastic.multiprocessing import MultiprocessContext, SubprocessContext
+
         if isinstance(self._context, SubprocessContext):
             codes = [handler.proc.poll() for _, handler in sorted(self._context.subprocess_handlers.items())]
         else:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fsspec
+if TYPE_CHECKING:
+    import fsspec
 
 _VERSION = re.compile(r"version_(\d+)$")
 
@@ -31,6 +32,8 @@ class RunDirectory:
     @property
     def filesystem(self) -> fsspec.AbstractFileSystem:
         """The file system that `root` lives on."""
+        import fsspec  # reads the entry points of every package there is, and a run that logs nothing need not wait
+
         return fsspec.core.url_to_fs(self.root)[0]
 
     @property

@@ -168,7 +168,10 @@ def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
 
 
 def test_a_fit_imports_nothing_that_is_not_used(tmp_path: Path) -> None:
-    """H-02, extended to a run: neither building a Fit nor running a bare one brings in what nobody asked for."""
+    """H-02, extended to a run: neither building a Fit nor running a bare one brings in what nobody asked for.
+
+    The raw loop's own step comes first, with what torch imports for it.
+    """
     script = f"""
 import sys, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -185,10 +188,20 @@ class M(drivetrain.TrainModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 heavy = {{"torchmetrics", "transformers", "tensorboard", "deepspeed", "rich", "matplotlib", "torch._dynamo"}}
+heavy |= {{"fsspec", "torch.distributed.elastic", "tomllib"}}
 found = heavy & (set(sys.modules) - before)
 assert not found, found
+drivetrain.Fit
+module, batch = M(), [torch.ones(1, 2)]
+optimizer = module.configure_optimizers()
+module.layer(batch[0]).mean().backward()
+optimizer.step()
+before_fit = set(sys.modules)
 drivetrain.Fit(max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
     default_root_dir={str(tmp_path)!r}).fit(M(), DataLoader(TensorDataset(torch.ones(4, 2))))
+later = set(sys.modules) - before_fit
+assert len(later) <= 25, sorted(later)
+assert all(name.startswith("drivetrain") for name in later), sorted(later)
 found = (heavy - {{"torch._dynamo"}}) & (set(sys.modules) - before)
 assert not found, found
 """
