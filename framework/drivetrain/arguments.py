@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -47,6 +48,8 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
     _check_order(values, "min_steps", "max_steps")
     if values["max_time"] is not None:
         duration(values["max_time"])
+    if values["preemption_signals"] not in (None, "auto"):
+        signal_numbers(values["preemption_signals"])
     if values["check_val_every_n_epoch"] is None and not isinstance(values["val_check_interval"], int):
         raise ConfigurationError(
             f"check_val_every_n_epoch=None with val_check_interval={values['val_check_interval']!r}.",
@@ -101,6 +104,27 @@ def duration(value: Any) -> timedelta:
             "use '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or {'hours': 12}.",
         )
     return result
+
+
+def signal_numbers(names: Any) -> list[int]:
+    """Read ``preemption_signals``: the name of a signal, or several.
+
+    Raises:
+        ConfigurationError: there is no such signal, or no program can take it.
+    """
+    numbers = []
+    for name in [names] if isinstance(names, str) else names:
+        number = signal.__dict__.get(name) if isinstance(name, str) and name.startswith("SIG") else None
+        if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
+            known = [one.name for one in signal.Signals]
+            raise ConfigurationError(
+                f"preemption_signals={names!r}: {name!r} is no signal that a process can take."
+                f"{nearest(str(name), known)}",
+                "on these a run saves, ends, and can be resumed.",
+                "use names such as 'SIGTERM', ['SIGTERM', 'SIGUSR1'], 'auto', or None for none.",
+            )
+        numbers.append(int(number))
+    return numbers
 
 
 def _check_limit(name: str, value: Any, zero: bool = True) -> None:

@@ -82,6 +82,12 @@ class Failure:
             return 2
         return 1 if self.error_type.endswith("DistributedError") else 0
 
+    @property
+    def process_exit_code(self) -> int:
+        """The code with which a process ends that ends for this: as a shell would, 128 + n for signal n."""
+        code = self.exit_code
+        return 1 if not code else code if code > 0 else 128 - code
+
     def load_error(self) -> BaseException | None:
         """Return the exception itself, or None where it could not be brought over."""
         if self.pickled_error is None:

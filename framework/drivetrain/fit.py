@@ -79,6 +79,8 @@ class Fit(RunReads):
         profiler: kept for a later version; refused.
         launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork".
         environment: who started this process: "auto", a name, or an `Environment`.
+        preemption_signals: on which of them, beside Ctrl-C, a run saves and ends so that it can go on later: "auto" is
+            SIGTERM, and in a job of SLURM SIGUSR1 too; a name or a list of them; None takes none, Ctrl-C included.
         barebones: leave out everything but the loop.
         plugins: kept for a later version; refused.
 
@@ -133,6 +135,7 @@ class Fit(RunReads):
         profiler: object | None = None,
         launcher: str = "auto",
         environment: str | Environment = "auto",
+        preemption_signals: str | list[str] | None = "auto",
         barebones: bool = False,
         plugins: object | None = None,
     ) -> None:
@@ -181,6 +184,7 @@ class Fit(RunReads):
         self.sync_batchnorm = sync_batchnorm
         self.launcher = launcher
         self.environment = environment
+        self.preemption_signals = preemption_signals
         self.barebones = barebones
         self.default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
         self.strategy_setting: str | Strategy = strategy

@@ -170,7 +170,7 @@ def test_a_stop_asked_on_one_rank_stops_all_after_the_same_step() -> None:  # B-
         assert (steps, epochs) == second[name][:2], name
         assert torch.equal(trained, second[name][2]), name
     for name, asked in (("rank 1", 5), ("both", 5), ("late", 30), ("max_time on rank 1", 1)):
-        assert asked < first[name][0] <= asked + 2 * AGREE_EVERY, name
+        assert asked <= first[name][0] <= asked + AGREE_EVERY + 1, (name, first[name][0])
     assert first["min_steps"][0] == 60
     assert first["min_epochs"][:2] == (200, 2)
     assert first["end of the epoch"][:2] == (100, 1)

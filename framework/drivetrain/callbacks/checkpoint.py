@@ -96,6 +96,8 @@ class Checkpoint(Callback):
         self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
         self._saved_at = -1  # optimizer steps
         self._asked_at = 0
+        self._whole_at = -1  # optimizer steps, of the last one that a run can go on from
+        self._interim: tuple[str, int] | None = None  # what `save_before_leaving` wrote, and at which step
         self._clock = time.monotonic()
         self._fitting = False
         self._claims: dict[str, Callable[[], None]] = {}  # to paths that are being written to, and how to give them up
@@ -139,6 +141,7 @@ class Checkpoint(Callback):
             "best": self.best_model_path,
             "saved_at": self._saved_at,
             "asked_at": self._asked_at,
+            "interim": self._interim,
             "moment": time.time(),
             **self._retention.state_dict(),
         }
@@ -149,6 +152,7 @@ class Checkpoint(Callback):
         if state_dict["dirpath"] == self.dirpath:
             self._retention.load_state_dict(state_dict)
             self._unfinished = state_dict["going"], state_dict["moment"]
+            self._interim = state_dict.get("interim")
 
     # When
 
@@ -207,8 +211,23 @@ class Checkpoint(Callback):
 
     def on_exception(self, trainer: Fit, module: TrainModule, exception: BaseException) -> None:
         """Save what there is, where that was asked for."""
+        if self._interim is not None and self._interim[1] == trainer.global_step:
+            return  # it left because of a signal, and has saved
         if self._fitting and self.save_on_exception:
             trainer.save_after_failure(child(self._folder(), f"exception-step={trainer.global_step}"))
+
+    def save_before_leaving(self, trainer: Fit) -> None:
+        """Save what a later run goes on from, as this one ends before its time. Collective.
+
+        Such a checkpoint counts for nothing in what is kept, and goes once the later run has saved a further one.
+        """
+        step = trainer.global_step
+        if self._whole_at == step:
+            return
+        path = self._choose(trainer, f"interrupted-step={step}")
+        going = [] if self._interim is None or self._interim[0] == path else [self._interim[0]]
+        self._interim, self._whole_at = (path, step), step
+        self._write(trainer, path, going, weights_only=False, background=False)
 
     # How
 
@@ -231,21 +250,31 @@ class Checkpoint(Callback):
         self._saved_at = trainer.global_step
         if not self._retention.wants(score):
             return
-        folder, control = self._folder(), trainer.strategy.control
-        # Rank 0 chooses: a name of this run's own is written over, another's is not.
-        leader = control.rank == 0
-        name = control.from_rank_0(self._claim(folder, checkpoint_name(self.filename, values)) if leader else None)
-        path = child(folder, name)
+        path = self._choose(trainer, checkpoint_name(self.filename, values))
         going = self._retention.add(path, score)
+        if not self.save_weights_only:
+            self._whole_at = trainer.global_step
+            if self._interim is not None and self._interim[1] < trainer.global_step:
+                going = [*going, self._interim[0]]
+                self._interim = None
+        self._write(trainer, path, going, self.save_weights_only, self.save_async)
+
+    def _choose(self, trainer: Fit, name: str) -> str:
+        """Rank 0 chooses: a name of this run's own is written over, another's is not."""
+        folder, control = self._folder(), trainer.strategy.control
+        return child(folder, control.from_rank_0(self._claim(folder, name) if control.rank == 0 else None))
+
+    def _write(self, trainer: Fit, path: str, going: list[str], weights_only: bool, background: bool) -> None:
+        leader = trainer.strategy.control.rank == 0
 
         def whole() -> None:
             if leader:
-                point_to(folder, name)
+                point_to(self._folder(), path.rpartition("/")[2])
                 for one in going:
                     remove(one)
                 self._give_up(path)
 
-        trainer.write_checkpoint(path, self.save_weights_only, background=self.save_async, then=whole)
+        trainer.write_checkpoint(path, weights_only, background=background, then=whole)
 
     def _claim(self, folder: str, name: str) -> str:
         name, give_up = claim(folder, name, self.best_k_models)

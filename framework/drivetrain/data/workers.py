@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -129,6 +131,9 @@ class SeededIterable:
 class WorkerStart:
     """A ``worker_init_fn`` that shows the user's own one the user's own data set.
 
+    It takes the worker out of the process group, so that a signal for the group (Ctrl-C, a scheduler's SIGTERM) leaves
+    it alone: the run that is to save then still needs its data. A worker ends with its process all the same.
+
     Args:
         then: the user's ``worker_init_fn``, if there is one.
     """
@@ -137,6 +142,8 @@ class WorkerStart:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # where there are no process groups
+            os.setpgid(0, 0)
         worker = get_worker_info()
         if worker is not None and isinstance(worker.dataset, SeededDataset | SeededIterable):
             # `WorkerInfo` refuses assignment; users reach through it to open files or split the data.

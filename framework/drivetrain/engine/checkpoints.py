@@ -170,6 +170,19 @@ class RunCheckpoints:
         progress.back_to_the_window()
         self.write(path, weights_only=False)
 
+    def save_before_leaving(self) -> None:
+        """Write what a later run goes on from, where a `Checkpoint` keeps its own. Collective.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written.
+        """
+        self.finish()
+        savers = sorted(self._callbacks(), key=lambda one: one.save_weights_only)
+        if savers:
+            savers[0].save_before_leaving(self._session.trainer)
+        elif self._session.strategy.rank == 0:
+            logger.warning("The run ends before its time, and nothing is saved: it has no Checkpoint callback.")
+
     def finish(self) -> None:
         """Wait for what is being written.
 

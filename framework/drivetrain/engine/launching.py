@@ -15,6 +15,7 @@ from drivetrain.engine.outcome import Outcome, shapes_of
 from drivetrain.engine.place import Place, find_place
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
+from drivetrain.engine.signals import awaited_signals
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher, suggested_threads
@@ -75,8 +76,10 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
         torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
     try:
         result = session.execute()
-    except BaseException:
+    except BaseException as error:
         trainer.state = "interrupted"
+        if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
+            place.world.left_with = error.code
         raise
     finally:
         torch.set_num_threads(threads)
@@ -114,9 +117,18 @@ def _in_other_processes(
     given: Given,
     ckpt_path: str | None,
 ) -> Any:
-    outcome = launcher.launch(
-        place.placement, _worker, trainer, stage, module, given, ckpt_path, address=place.address, port=place.port
-    )
+    try:
+        outcome = launcher.launch(
+            place.placement,
+            _worker,
+            *(trainer, stage, module, given, ckpt_path),
+            address=place.address,
+            port=place.port,
+            pass_on=awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else (),
+        )
+    except (SystemExit, KeyboardInterrupt):
+        trainer.state = "interrupted"
+        raise
     outcome.fill(module)
     session = Session(trainer, stage, module, given, ckpt_path, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)

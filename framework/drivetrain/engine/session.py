@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,10 @@ from drivetrain.engine.evaluating import build_evaluation, build_prediction, try
 from drivetrain.engine.failing import cause_of, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.place import Place
+from drivetrain.engine.requeue import requeue
 from drivetrain.engine.seeding import seed_rank
 from drivetrain.engine.settings import apply_switches
+from drivetrain.engine.signals import Signals, awaited_signals, interruption
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.training import build_training, under_context
 from drivetrain.failure import Failure
@@ -101,6 +105,9 @@ class Session:
         self._teardowns: list[Callable[[str], None]] = []
         """Those still to be called, from when the first set-up is."""
         self._compiled: CompiledSteps | None = None
+        awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
+        self._signals = Signals(awaited, self._asked_to_leave)
+        self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
         """Run the stage; returns what it returns. Everything that is not ours is as before afterwards.
@@ -112,7 +119,7 @@ class Session:
         flags = [(child, child.training) for child in self.module.modules()]
         listen = self.strategy.rank == 0 and not self.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        with state, heard(listen):
+        with self._signals, state, heard(listen):
             try:
                 result = self._run()
             except BaseException as error:
@@ -124,6 +131,10 @@ class Session:
                 for child, training in flags:
                     child.training = training
                 self._detach()
+        if self._left_with is not None:
+            if self.strategy.rank == 0:
+                requeue(self.stop.leaving, os.environ)
+            raise self._left_with
         return result
 
     # The course of a run
@@ -157,7 +168,7 @@ class Session:
         strategy.restore_module()
         while self._teardowns:
             self._teardowns.pop(0)(self.stage)
-        self._finish("success")
+        self._finish("success" if self._left_with is None else "interrupted")
         strategy.control.leave()
         strategy.teardown()
         return result
@@ -182,15 +193,34 @@ class Session:
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
             try_validation(self, runner, move)
         self.metrics.enter("train", reset=self.checkpoints.opened is None)
+        self._signals.listen()  # before, there is nothing to save
         for hook in hooks.on_train_start:
             hook()
         loop.run()
         self.metrics.enter(None)
+        if self.stop.leaving:
+            self._leave(self.stop.leaving)
+            return
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
         self.draws.end()
         self.saves.run()
         self.checkpoints.finish()
+
+    def _asked_to_leave(self, number: int) -> None:
+        self.stop.signal = number
+        if self.strategy.rank == 0:
+            name = signal.Signals(number).name
+            logger.warning("%s: the run saves and ends after a step or a few; once more, and it ends at once.", name)
+
+    def _leave(self, number: int) -> None:
+        """End what a signal has cut short: it is saved, and neither the epoch nor the training is over."""
+        self._signals.answered = True
+        self._left_with = interruption(number)
+        self.draws.end()
+        self.checkpoints.finish()
+        for hook in self.hooks.on_exception:
+            hook(self._left_with)
 
     def _log_hyper_parameters(self) -> None:
         datamodule = self.given.datamodule

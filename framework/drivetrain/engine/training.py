@@ -70,6 +70,7 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         log=session.logger_call(),
         saves=session.saves,
         draws=session.draws,
+        save=session.checkpoints.save_before_leaving,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
 import signal
 import tempfile
@@ -131,6 +133,13 @@ class Processes:
 
     def _left_by(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
+
+    def send(self, number: int) -> None:
+        """Send a signal to those that still run."""
+        for rank, code in self.exit_codes().items():
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._context.pids()[rank - self._first_rank], number)
 
     def wait(self, seconds: float) -> bool:
         """Wait until all have ended, at most ``seconds``; tell whether they have."""

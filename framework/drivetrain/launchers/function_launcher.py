@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -18,6 +19,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.failure import Failure, RankFailedError, first_cause
 from drivetrain.launchers.elastic import Processes, polls
 from drivetrain.launchers.lifeline import die_with_parent
+from drivetrain.launchers.passing_on import PassingOn
 from drivetrain.launchers.variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.world import World, current_world, set_current_world
 
@@ -50,6 +52,7 @@ class FunctionLauncher:
         *args: Any,
         address: str = "127.0.0.1",
         port: int = 0,
+        pass_on: Sequence[int] = (),
     ) -> Result:
         """Call ``fn(*args)`` on every rank of this node and return what its first rank returned.
 
@@ -62,12 +65,13 @@ class FunctionLauncher:
             args: its arguments. Unless forked, they are pickled with ``fn``.
             address: the host of the first node.
             port: where the first node hosts the store; 0 lets the operating system choose.
+            pass_on: signals that are for the ranks where the caller gets them.
 
         Raises:
             ConfigurationError: ``fn`` or an argument cannot be pickled, or this is itself a process that we started.
             RankFailedError: a rank raised or died. Where all raised the same error, it is raised as it is.
         """
-        return self.launch_all(placement, fn, *args, address=address, port=port)[0]
+        return self.launch_all(placement, fn, *args, address=address, port=port, pass_on=pass_on)[0]
 
     def launch_all(
         self,
@@ -76,6 +80,7 @@ class FunctionLauncher:
         *args: Any,
         address: str = "127.0.0.1",
         port: int = 0,
+        pass_on: Sequence[int] = (),
     ) -> list[Result]:
         """Do as `launch`, and return what every rank of this node returned, by rank."""
         _check_nesting()
@@ -97,11 +102,18 @@ class FunctionLauncher:
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
+        passing = PassingOn(processes, pass_on)
         try:
-            values = self._wait(processes)
+            with passing:
+                values = self._wait(processes)
         except KeyboardInterrupt:
             # The terminal has told the others too.
             processes.wait(self._grace)
+            raise
+        except BaseException:
+            number = passing.died_of(processes.failures())
+            if number is not None:
+                signal.raise_signal(number)
             raise
         finally:
             processes.end(kill=True)

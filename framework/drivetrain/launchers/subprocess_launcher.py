@@ -98,7 +98,7 @@ class SubprocessLauncher:
         grace = self._grace if error is None else self._grace_after_failure
         processes.wait(grace)
         late = [rank for rank, code in processes.exit_codes().items() if code is None]
-        failures = processes.failures()
+        failures = [one for one in processes.failures() if one.exit_code != world.left_with]
         processes.end()
         if error is not None:
             return
@@ -148,4 +148,4 @@ def _exit_with(failure: Failure) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(failure.process_exit_code)

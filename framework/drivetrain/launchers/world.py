@@ -55,6 +55,8 @@ class World:
         self._processes = processes
         self._pid = os.getpid()
         self._meetings = 0
+        self.left_with: int | None = None
+        """The exit code of ranks that a signal has asked to leave: this is no failure."""
 
     @property
     def is_caller(self) -> bool:

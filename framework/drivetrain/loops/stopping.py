@@ -8,16 +8,91 @@ from datetime import timedelta
 from drivetrain.control import ControlPlane
 
 AGREE_EVERY = 16
-"""Steps between two looks at the store."""
+"""Steps between two looks at the store, at most."""
+
+_LOOK = 0.5
+"""Seconds between two looks that are aimed at: who asks for a signal's sake has half a minute, or less."""
+
+_TIME_IS_UP = 2
+"""Beside an ordinary request (1): the run shall go on some other day."""
+
+
+class Appointment:
+    """A step after which all ranks do something, agreed without a collective.
+
+    Each rank publishes the step at which it will look next, and then looks for a request. Who requests first reads what
+    all have published, and names the furthest of these steps. A rank that looked too early to see the request had
+    published its next look before, so the named step is at or after that look.
+
+    Args:
+        control: the way to the other ranks.
+        name: of its keys in the store.
+    """
+
+    def __init__(self, control: ControlPlane, name: str) -> None:
+        self._control = control
+        self._store = control.store
+        self._name = name
+        self.asked = False
+        self.step: int | None = None
+        """Known once a look has found a request."""
+        self.why = 0
+        """The first request's reason, never 0; the same on all ranks."""
+
+    def ask(self, step: int, why: int) -> None:
+        """Request one, at this rank's ``step``. The first request stands."""
+        store = self._store
+        assert store is not None
+        self.asked = True
+        if store.add(f"{self._name}/asking", 1) == 1:
+            store.set(f"{self._name}/asked", "")  # from here on nobody publishes a look and goes on
+            steps = [step]
+            for rank in range(self._control.world_size):
+                if store.check([f"looks/{rank}"]):
+                    steps.append(int(store.get(f"looks/{rank}")))
+            store.set(f"{self._name}/after", f"{max(steps)} {why}")
+        self._take()
+
+    def look(self) -> None:
+        """See whether anybody has requested one."""
+        assert self._store is not None
+        if self.step is None and self._store.check([f"{self._name}/asked"]):
+            self._take()
+
+    def is_kept(self, step: int) -> bool:
+        """Whether its step has come."""
+        return self.step is not None and step >= self.step
+
+    def settle(self, asking: int) -> int:
+        """Where all ranks stand at the same point, ``asking`` of them with a request: return why, or 0.
+
+        Who asks has called `leave_word` before the ranks counted.
+        """
+        if asking:
+            self.step, self.asked = 0, True
+            if self._store is not None:
+                self.why = int(self._store.get(f"{self._name}/word"))
+        return self.why
+
+    def leave_word(self, why: int) -> bool:
+        """Say ``why`` this rank asks, before the ranks count who does; returns whether it does."""
+        if why and self._store is not None:
+            self._store.compare_set(f"{self._name}/word", "", str(why))
+        elif why:
+            self.why = why
+        return why > 0
+
+    def _take(self) -> None:
+        assert self._store is not None
+        step, why = self._store.get(f"{self._name}/after").split()
+        self.step, self.why, self.asked = int(step), int(why), True
 
 
 class StopRequest:
     """Anybody may ask to stop, on any rank; all ranks then stop after the same step.
 
-    No collective is issued. Every `AGREE_EVERY` steps a rank publishes its step in the store and then looks for a
-    request. Who requests first reads all published steps, and names the step to stop after: the furthest of them plus
-    `AGREE_EVERY`. A rank that looked too early to see the request had published its step before, so the named step is
-    at or after its next look.
+    There are two kinds. A stop ends the run in its ordinary way, and not before ``min_steps`` and ``min_epochs``. To
+    *leave*, for a signal's sake, is to save and be gone: nothing holds that back.
 
     Args:
         control: the way to the other ranks.
@@ -34,53 +109,76 @@ class StopRequest:
         self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
         self._min_steps = min_steps or 0
         self._min_epochs = min_epochs or 0
-        self._step_to_stop_after: int | None = None
-        self._asked = False
+        self._stop = Appointment(control, "stop")
+        self._leave = Appointment(control, "leave")
         self._agreed = False
+        self._late = False  # the time was up before anybody asked for anything
+        self._look_at = 0
+        self._looked: tuple[int, float] | None = None
         self.requested = False
         """Set to ask for a stop; ``trainer.should_stop``."""
+        self.signal = 0
+        """Set to ask to leave: the number of the signal that wants it."""
+        self.leaving = 0
+        """The signal for whose sake all ranks leave now."""
+
+    @property
+    def goes_on_later(self) -> bool:
+        """Whether the run ends before its time, so that what it has come to must be saved."""
+        return self.leaving > 0 or (self._late if self._store is None else self._stop.why == _TIME_IS_UP)
 
     def after_step(self, step: int, epoch: int) -> bool:
         """Whether to stop now, after optimizer step ``step`` of epoch ``epoch``. Called on every rank at every step."""
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self.requested = True
-        store = self._store
-        if store is None or self._agreed:
-            return self.requested and self._may_stop(step, epoch)
-        if self._step_to_stop_after is None:
-            if self.requested and not self._asked:
-                self._ask(step)
-            elif step % AGREE_EVERY == 0:
-                store.set(f"stop/step/{self._control.rank}", str(step))
-                if store.check(["stop/asked"]):
-                    self._step_to_stop_after = int(store.get("stop/after"))
-        if self._step_to_stop_after is None or step < self._step_to_stop_after:
+        if self._deadline is not None and not self.requested and time.monotonic() >= self._deadline:
+            self.requested = self._late = True
+        if self._store is None:
+            self.leaving = self.signal
+            return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
+        if self.signal and not self._leave.asked:
+            self._leave.ask(step, self.signal)
+        if self.requested and not self._stop.asked:
+            self._stop.ask(step, self._reason())
+        if step >= self._look_at:
+            self._look(step)
+        if self._leave.is_kept(step):
+            self.leaving = self._leave.why
+            return True
+        if not self._stop.is_kept(step):
             return False
         self.requested = True
         return self._may_stop(step, epoch)
 
-    def agree(self) -> None:
-        """Learn whether any rank asks, where all ranks stand at the same point anyway."""
-        (asking,) = self._control.agree("the end of a validation run", self.requested)
-        self.requested = self._agreed = asking > 0
+    def agree(self, purpose: str) -> None:
+        """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
+        why = 0 if self._agreed or not self.requested else self._reason()
+        stops, leaves = self._stop.leave_word(why), self._leave.leave_word(self.signal)
+        stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
+        if stopping and not self._agreed:
+            self._stop.settle(stopping)
+        self._leave.settle(leaving)
+        self.requested = self._agreed = stopping > 0
 
-    def after_epoch(self, anybody: bool, step: int, epochs: int) -> bool:
-        """Whether to stop between epochs; ``anybody`` says whether any rank requests it, as agreed by all."""
-        self.requested = anybody
-        return anybody and self._may_stop(step, epochs)
+    def after_epoch(self, step: int, epochs: int) -> bool:
+        """Whether to stop between epochs, as `agree` has found."""
+        self.leaving = self._leave.why
+        return self.leaving > 0 or (self.requested and self._may_stop(step, epochs))
 
     def _may_stop(self, step: int, epochs: int) -> bool:
         return step >= self._min_steps and epochs >= self._min_epochs
 
-    def _ask(self, step: int) -> None:
+    def _reason(self) -> int:
+        return _TIME_IS_UP if self._late else 1
+
+    def _look(self, step: int) -> None:
         store = self._store
         assert store is not None
-        self._asked = True
-        if store.add("stop/asking", 1) == 1:
-            store.set("stop/asked", "")  # from here on nobody publishes a step and goes on
-            steps = [step]
-            for rank in range(self._control.world_size):
-                if store.check([f"stop/step/{rank}"]):
-                    steps.append(int(store.get(f"stop/step/{rank}")))
-            store.set("stop/after", str(max(steps) + AGREE_EVERY))
-        self._step_to_stop_after = int(store.get("stop/after"))
+        now, apart = time.monotonic(), 1
+        if self._looked is not None:
+            before, then = self._looked
+            # Long steps are looked after one by one, and short ones seldom.
+            apart = min(AGREE_EVERY, max(1, int(_LOOK * (step - before) / max(now - then, 1e-9))))
+        self._looked = step, now
+        self._look_at = step + apart
+        store.set(f"looks/{self._control.rank}", str(self._look_at))
+        self._leave.look()
+        self._stop.look()

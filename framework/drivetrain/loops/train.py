@@ -48,6 +48,7 @@ class Ended(Enum):
     DATA = "no data left"
     LIMIT = "max_steps"
     STOPPED = "somebody asked to stop"
+    LEFT = "a signal asked to save and leave"
 
 
 class TrainLoop:
@@ -68,6 +69,7 @@ class TrainLoop:
         log: sends a dict of numbers to the loggers; None where there is none.
         saves: the checkpoints that were asked for.
         draws: brings the random generators back to where they stood when a resumed run was saved.
+        save: writes what a later run goes on from, where this one ends before its time.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class TrainLoop:
         log: Callable[[dict[str, float]], None] | None,
         saves: SaveRequests,
         draws: ReadAhead,
+        save: Callable[[], None],
     ) -> None:
         self._step = step
         self._micro_batches = micro_batches
@@ -104,6 +107,7 @@ class TrainLoop:
         self._flushed_at = 0
         self._saves = saves
         self._draws = draws
+        self._save = save
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
 
@@ -205,6 +209,10 @@ class TrainLoop:
                 if progress.global_step == max_steps:
                     return Ended.DATA if progress.batch_idx == length else Ended.LIMIT
                 if stop.after_step(progress.global_step, progress.epoch):
+                    if stop.goes_on_later:
+                        self._save()
+                    if stop.leaving:
+                        return Ended.LEFT
                     return Ended.DATA if progress.batch_idx == length else Ended.STOPPED
         return Ended.DATA
 
@@ -219,6 +227,8 @@ class TrainLoop:
 
     def _end_epoch(self, ended: Ended) -> bool:
         """Validate where due, reduce what the epoch logged, tell the hooks; True ends the run."""
+        if ended is Ended.LEFT:
+            return True
         progress, metrics, hooks = self._progress, self._metrics, self._hooks
         self._draws.settle()
         self._data_is_over = ended is Ended.DATA
@@ -243,9 +253,14 @@ class TrainLoop:
             self._schedulers.after_epoch(progress.epoch)
         self._data_is_over = False
         self._saves.run()
-        (asking,) = self._control.agree("the end of a training epoch", self._stop.requested)
-        stopping = self._stop.after_epoch(asking > 0, progress.global_step, progress.epoch)
-        return stopping or ended is not Ended.DATA
+        stop = self._stop
+        stop.agree("the end of a training epoch")
+        if ended is not Ended.DATA or self._finished():
+            return True  # who asks to leave now has come too late
+        stopping = stop.after_epoch(progress.global_step, progress.epoch)
+        if stopping and stop.goes_on_later:
+            self._save()
+        return stopping
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
         (wanting,) = self._control.agree("the reduction of an epoch's values", self._metrics.wants_reduction())

@@ -71,7 +71,7 @@ class ValidationPlan:
         assert self._progress is not None
         self._ran_at = self._progress.micro_batches
         self._validate()
-        self._stop.agree()
+        self._stop.agree("the end of a validation run")
         self._metrics.enter("train", reset=False)
         if self._interval is not None:
             self.next_at += self._interval

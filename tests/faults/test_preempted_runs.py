@@ -1,0 +1,153 @@
+"""Runs that are told to leave save, end in order, and go on as if nothing had been: G-03."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawing_run import STRATEGIES, Drawing, train
+
+from drivetrain import Fit
+from drivetrain.testing import requires_linux, run_distributed
+
+HERE = Path(__file__).parent
+
+
+def _leave_and_go_on(folder: Path, names: list[str]) -> dict[str, Any]:
+    """What each strategy's run comes to: undisturbed, and left within an epoch for the sake of one rank's signal."""
+    rank, told = int(os.environ["RANK"]), {}
+
+    def tell(what: str, *values: Any) -> None:
+        if what == "step" and values == (4,) and rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    for name in names:
+        undisturbed = train(folder / name / "undisturbed", name, 100, False, lambda *words: None)
+        left: Any = None
+        try:
+            train(folder / name / "left", name, 100, False, tell)
+        except SystemExit as error:
+            left = error.code
+        found = sorted(os.listdir(folder / name / "left"))
+        resumed = train(folder / name / "left", name, 100, False, lambda *words: None)
+        told[name] = left, found, resumed == undisturbed
+    return told
+
+
+def test_all_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) -> None:
+    names = [name for name in STRATEGIES if name not in ("single", "zero 3")]
+    env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
+    for told in run_distributed(_leave_and_go_on, 2, tmp_path, names, process_group=None, env=env):
+        for name, (code, found, alike) in told.items():
+            assert code == 128 + signal.SIGUSR1, name
+            assert next(one for one in found if "step" in one).startswith("interrupted-step="), (name, found)
+            assert alike, name
+
+
+# As scripts, whose processes get their signals from outside.
+
+_SCRIPT = """
+import os, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Fit, TrainModule
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            open(f"at-{self.global_rank}-{os.getpid()}", "w").close()
+        time.sleep(0.02)
+        return self.layer(batch[0]).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    launcher = sys.argv[1]
+    options = {} if launcher == "torchrun" else {"launcher": launcher, "devices": 2}
+    fit = Fit(strategy="ddp", accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=9, **options)
+    loader = DataLoader(TensorDataset(torch.ones(4000, 4)), batch_size=2, num_workers=1)
+    try:
+        fit.fit(Net(), loader, ckpt_path="auto")
+    finally:
+        print(fit.state, fit.global_step, flush=True)
+"""
+
+
+@requires_linux()
+@pytest.mark.parametrize(
+    ("launcher", "number", "to", "code"),
+    [
+        ("torchrun", signal.SIGTERM, "group", None),
+        ("subprocess", signal.SIGTERM, "caller", 128 + signal.SIGTERM),
+        ("subprocess", signal.SIGINT, "group", -signal.SIGINT),
+        ("forkserver", signal.SIGTERM, "caller", 128 + signal.SIGTERM),
+    ],
+)
+def test_a_script_that_is_told_to_leave(
+    tmp_path: Path, launcher: str, number: signal.Signals, to: str, code: int | None
+) -> None:
+    """Data-loading workers are of the group that gets the signal, and are still needed."""
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    command = [sys.executable, "script.py", launcher]
+    if launcher == "torchrun":
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=variables, start_new_session=True, **pipes)
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("at-*"))) < 2 and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if to == "group":
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        out, errors = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert "interrupted" in out, errors
+    steps = {
+        line.split()[1] for line in out.splitlines() if line.startswith("interrupted") and launcher != "forkserver"
+    }
+    saved = [one for one in os.listdir(tmp_path / "checkpoints") if one.startswith("interrupted")]
+    assert len(saved) == 1
+    assert steps <= {saved[0].partition("=")[2]}
+    assert process.returncode == code if code is not None else process.returncode != 0
+    assert "DataLoader worker" not in errors
+    # Nobody is left behind.
+    for path in tmp_path.glob("at-*"):
+        assert not Path(f"/proc/{path.name.split('-')[2]}").exists()
+
+
+def _stuck(folder: Path) -> None:
+    """Rank 1 never comes; rank 0 waits for it in a collective, where no handler of Python's runs."""
+
+    class Stuck(Drawing):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2 and self.global_rank == 1:
+                time.sleep(60)
+
+    def tell(what: str, *values: Any) -> None:
+        if what == "step" and values == (1,) and os.environ["RANK"] == "0":
+            script = f"sleep 0.7; kill -TERM {os.getpid()}; sleep 0.7; kill -TERM {os.getpid()}"
+            subprocess.Popen(["sh", "-c", script])
+
+    fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False)
+    fit.fit(Stuck(tell), torch.utils.data.DataLoader(torch.ones(40, 5), batch_size=2))
+
+
+@requires_linux()
+def test_a_second_signal_ends_a_rank_that_waits_in_a_collective(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(Exception, match=r"Rank 0 ended with exit code 143"):
+        run_distributed(_stuck, 2, tmp_path, process_group=None)
+    assert time.monotonic() - began < 30

@@ -1,0 +1,197 @@
+"""Signals in a run of one process: it saves, ends, and loses nothing. A-03, G-03."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Regression, Tiny, fit, loader, regression
+
+from drivetrain import Callback, ConfigurationError
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import load
+
+
+class Sending(Callback):
+    """Sends this process signals as a hook of some step comes, and then something else to do."""
+
+    def __init__(self, *numbers: int, step: int = 3, hook: str = "on_train_batch_end", pause: float = 0.0) -> None:
+        self.numbers, self.step, self.pause = numbers, step, pause
+        self.told: list[BaseException] = []
+        setattr(self, hook, self._send)
+
+    def _send(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+                time.sleep(self.pause)
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self.told.append(exception)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(one for one in os.listdir(folder) if "step=" in one)
+
+
+@pytest.mark.parametrize(
+    ("number", "setting", "raised"),
+    [
+        (signal.SIGTERM, "auto", SystemExit),
+        (signal.SIGHUP, ["SIGUSR1", "SIGHUP"], SystemExit),
+        (signal.SIGINT, "SIGUSR1", KeyboardInterrupt),
+    ],
+)
+@pytest.mark.parametrize("every", [None, 2])
+def test_it_saves_ends_and_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, number: signal.Signals, setting: Any, raised: type[BaseException], every: int | None
+) -> None:
+    undisturbed = Regression()
+    fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
+    options: dict[str, Any] = {"max_epochs": 2, "preemption_signals": setting, "enable_checkpointing": True}
+    folder = tmp_path / "checkpoints"
+    sending = Sending(number)
+    before = signal.getsignal(number), signal.set_wakeup_fd(-1)
+    run = fit(tmp_path, callbacks=[sending, Checkpoint(folder, every_n_train_steps=every)], **options)
+    with pytest.raises(raised) as caught:
+        run.fit(Regression(), regression())
+    if raised is SystemExit:
+        assert caught.value.code == 128 + number
+    assert sending.told == [caught.value]
+    assert (run.state, run.global_step) == ("interrupted", 3)
+    assert (signal.getsignal(number), signal.set_wakeup_fd(-1)) == before
+    assert not [one for one in threading.enumerate() if one.name.startswith("drivetrain")]
+    interrupted = [one for one in names(folder) if one.startswith("interrupted")]
+    assert interrupted == ["interrupted-step=3"]
+    # It is told apart from those that are kept, and goes once the run has saved again.
+    resumed = Regression()
+    run = fit(tmp_path, callbacks=Checkpoint(folder, every_n_train_steps=every), **options)
+    run.fit(resumed, regression(), ckpt_path="auto")
+    assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
+    assert run.global_step == 12
+    assert len(names(folder)) == 1
+    assert "interrupted" not in names(folder)[0]
+
+
+def test_the_best_are_not_displaced(tmp_path: Path) -> None:
+    class Scored(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("score", float(self.global_step))
+
+    def saver() -> Checkpoint:
+        return Checkpoint(tmp_path / "c", monitor="score", mode="min")
+
+    run = fit(tmp_path, max_epochs=3, callbacks=[saver(), Sending(signal.SIGTERM, step=14)])
+    with pytest.raises(SystemExit):
+        run.fit(Scored(), regression(), regression())
+    assert names(tmp_path / "c") == ["epoch=0-step=6", "interrupted-step=14"]
+    assert load(tmp_path / "c" / "interrupted-step=14").progress["global_step"] == 14
+
+
+def test_a_second_one_ends_the_run_there_and_then(tmp_path: Path) -> None:
+    sending = Sending(signal.SIGTERM, signal.SIGTERM, pause=0.6)
+    with pytest.raises(SystemExit) as caught:
+        fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
+    assert caught.value.code == 143
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_one_that_comes_again_at_once_is_the_same(tmp_path: Path) -> None:
+    """As from a launcher that passes on what its whole group got."""
+    sending = Sending(signal.SIGTERM, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
+    assert names(tmp_path / "checkpoints") == ["interrupted-step=3"]
+
+
+@pytest.mark.parametrize(("hook", "step"), [("on_train_end", 10), ("setup", 0)])
+def test_where_there_is_nothing_to_save_it_goes_to_whom_it_would_have_gone(
+    tmp_path: Path, hook: str, step: int
+) -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        run = fit(tmp_path, callbacks=Sending(signal.SIGTERM, step=step, hook=hook))
+        run.fit(Tiny(), loader(20))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == [signal.SIGTERM]
+    assert run.state == "finished"
+
+
+def test_none_takes_none(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, preemption_signals=None, enable_checkpointing=True, callbacks=Sending(signal.SIGINT)).fit(
+            Tiny(), loader(20)
+        )
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("value", ["SIGTREM", ["SIGKILL"], [9], "TERM"])
+def test_what_is_no_signal_is_refused(tmp_path: Path, value: Any) -> None:  # G-06
+    with pytest.raises(ConfigurationError, match="preemption_signals"):
+        fit(tmp_path, preemption_signals=value)
+
+
+def test_in_another_thread_nothing_is_taken(tmp_path: Path) -> None:
+    thread = threading.Thread(target=lambda: fit(tmp_path).fit(Tiny(), loader(20)))
+    before = signal.getsignal(signal.SIGTERM)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class Late(Callback):
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3:
+            time.sleep(0.3)
+
+
+def test_a_run_that_is_out_of_time_loses_nothing(tmp_path: Path) -> None:
+    undisturbed, resumed = Regression(), Regression()
+    fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
+    saver = Checkpoint(tmp_path / "c", every_n_train_steps=100)
+    run = fit(tmp_path, max_epochs=2, max_time=timedelta(seconds=0.3), callbacks=[saver, Late()])
+    run.fit(Regression(), regression())
+    assert (run.state, names(tmp_path / "c")) == ("finished", [f"interrupted-step={run.global_step}"])
+    assert run.global_step < 12
+    saver = Checkpoint(tmp_path / "c", every_n_train_steps=100)
+    fit(tmp_path, max_epochs=2, callbacks=saver).fit(resumed, regression(), ckpt_path="auto")
+    assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("number", "answer", "said"),
+    [
+        (signal.SIGUSR1, "exit 0", "scontrol requeue 77: the job is queued again."),
+        (signal.SIGUSR1, "echo no such job >&2; exit 1", "scontrol requeue 77: no such job."),
+        (signal.SIGTERM, "exit 0", None),
+    ],
+)
+def test_slurm_queues_the_job_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    answer: str,
+    said: str | None,
+) -> None:
+    stub = tmp_path / "scontrol"
+    stub.write_text(
+        f'#!/bin/sh\nls {tmp_path}/checkpoints >> {tmp_path}/told; echo "$@" >> {tmp_path}/told\n{answer}\n'
+    )
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    with caplog.at_level("WARNING", logger="drivetrain"), pytest.raises(SystemExit):
+        fit(tmp_path, enable_checkpointing=True, callbacks=Sending(number)).fit(Tiny(), loader(20))
+    told = (tmp_path / "told").read_text().split("\n") if said else []
+    assert told[:3] == (["interrupted-step=3", "latest", "requeue 77"] if said else [])
+    assert said is None or any(said in record.getMessage() for record in caplog.records)
