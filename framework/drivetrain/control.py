@@ -84,6 +84,9 @@ class ControlPlane(Protocol):
     def everybody_failed(self) -> bool:
         """Whether all ranks have reported a failure: no further one will come. Not collective."""
 
+    def silent_ranks(self) -> list[int]:
+        """Return the ranks that have not reported a failure. Not collective."""
+
     def settle(self, wait: timedelta) -> None:
         """Linger after a failure, ``wait`` at most, until all ranks have seen it. Not collective."""
 
@@ -141,6 +144,9 @@ class LocalControl:
 
     def everybody_failed(self) -> bool:
         return True
+
+    def silent_ranks(self) -> list[int]:
+        return []
 
     def settle(self, wait: timedelta) -> None:
         return None

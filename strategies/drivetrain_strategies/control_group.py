@@ -181,8 +181,7 @@ class GroupControl:
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
         while True:
-            count = self.store.add("failures", 0)
-            reports = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
+            reports = self._reports()
             telling = [failure for failure in reports if failure.distance < 2]
             found = first_cause(telling) if telling else None
             over = len(reports) >= self.world_size or time.monotonic() >= end
@@ -192,6 +191,13 @@ class GroupControl:
 
     def everybody_failed(self) -> bool:
         return bool(self.store.add("failures", 0) >= self.world_size)
+
+    def silent_ranks(self) -> list[int]:
+        return sorted(set(range(self.world_size)) - {failure.rank for failure in self._reports()})
+
+    def _reports(self) -> list[Failure]:
+        count = self.store.add("failures", 0)
+        return [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
 
     def settle(self, wait: timedelta) -> None:
         """Linger after a failure until all ranks have seen it, since this process may host the store."""

@@ -66,4 +66,5 @@ def test_a_task_that_is_killed_with_the_store_ends_the_others(tmp_path: Path) ->
     run = run_script(tmp_path, script, starter=SRUN)
     assert run.code != 0
     assert "1 ended True" in run.said, run.errors
+    assert "DistributedError: Rank 1 has lost the store where all ranks meet" in run.errors
     assert "task 0: Killed by signal 9" in run.errors

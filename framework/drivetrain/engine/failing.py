@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from drivetrain.control import ControlPlane
+from drivetrain.errors import DistributedError
 from drivetrain.failure import Failure, RankFailedError, first_cause
 from drivetrain.launchers import World
+
+Answer = TypeVar("Answer")
 
 _HEAR = timedelta(seconds=10)
 """How long a rank that lost its connection waits to hear why."""
@@ -19,25 +26,51 @@ _LINGER = timedelta(seconds=5)
 """How long a failed rank stays, so that the others can hear from it."""
 
 
+_STORE = timedelta(seconds=10)
+"""How long the store may take to answer: behind a cut cable a request would wait for the system's limit, 15 minutes."""
+
+
 def tell_others(control: ControlPlane, failure: Failure) -> None:
     """Leave word of this rank's failure. Before the process group is dropped: the others then fall out and look."""
     try:
-        control.report_failure(failure)
+        _within(_STORE, lambda: control.report_failure(failure))
     except RuntimeError:
         return  # the store went with the process that hosted it
 
 
 def cause_of(control: ControlPlane, world: World | None, failure: Failure, error: BaseException) -> BaseException:
     """Return what to raise: the error itself, or where it only follows from another rank's, that one."""
+    is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
-        if failure.distance == 0 or isinstance(error, RankFailedError):
-            control.settle(_LINGER)
+        if is_cause:
+            _within(_LINGER + _STORE, lambda: control.settle(_LINGER))
             return error
-        cause = _hear_of_cause(control, world)
-        control.settle(timedelta(0))
-        return error if cause is None or cause.distance >= failure.distance else RankFailedError(cause)
+        return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error))
     except RuntimeError:
-        return error
+        return error if failure.distance < 2 or is_cause else _lost(failure, "the store where all ranks meet")
+
+
+def _cause_elsewhere(
+    control: ControlPlane, world: World | None, failure: Failure, error: BaseException
+) -> BaseException:
+    cause = _hear_of_cause(control, world)
+    silent = control.silent_ranks()
+    control.settle(timedelta(0))
+    if cause is not None and cause.distance < failure.distance:
+        return RankFailedError(cause)
+    if failure.distance == 2 and silent:
+        return _lost(failure, f"rank {', '.join(map(str, silent))}")
+    return error
+
+
+def _lost(failure: Failure, whom: str) -> DistributedError:
+    # What the connection itself said stays a part of it, by which it is known for a consequence and no cause.
+    return DistributedError(
+        f"Rank {failure.rank} has lost {whom}: {failure.message}",
+        "it did not say why it left: it was killed, its machine went down, or the network between them did",
+        "look at what it printed last, and at its machine's log; under torchrun --max-restarts a run with "
+        "ckpt_path='auto' goes on by itself",
+    )
 
 
 def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None:
@@ -51,3 +84,31 @@ def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None
             return first_cause(world.failures())
         if control.everybody_failed() or time.monotonic() >= end:
             return cause
+
+
+class _NoAnswerError(RuntimeError):
+    """The store has not answered in time."""
+
+
+def _within(limit: timedelta, call: Callable[[], Answer]) -> Answer:
+    """Call, in a thread that is left behind where nothing comes back: a request to a store cannot be given up.
+
+    Raises:
+        RuntimeError: the store is gone, or has not answered within ``limit``.
+    """
+    answers: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="drivetrain-failure", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=limit.total_seconds())
+    except queue.Empty:
+        raise _NoAnswerError(f"the store has not answered within {limit}") from None
+    if error is not None:
+        raise error
+    return answer  # type: ignore[return-value]

@@ -1,0 +1,100 @@
+"""Two nodes on one machine: network namespaces, joined by a cable (a veth pair) that can be pulled out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+_DEVICE = "cable"
+_ADDRESSES = ("10.213.0.1", "10.213.0.2")
+_PORT = 29_400  # the namespaces are the test's own, and so is every port in them
+
+
+def why_not() -> str | None:
+    """Why there cannot be namespaces here, or None."""
+    if shutil.which("ip") is None:
+        return "needs ip (Debian: iproute2)"
+    probe = f"drivetrain-probe-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        return f"needs network namespaces: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+class TwoNodes:
+    """The nodes, and what runs on them."""
+
+    def __init__(self) -> None:
+        self.names = [f"drivetrain-{os.getpid()}-{node}" for node in (0, 1)]
+        self._started: list[subprocess.Popen[str]] = []
+
+    def torchrun(
+        self, node: int, script: Path, *arguments: str, max_restarts: int, out: IO[str]
+    ) -> subprocess.Popen[str]:
+        """Start torchrun on ``node``, with one process."""
+        process = subprocess.Popen(
+            [
+                *("ip", "netns", "exec", self.names[node], sys.executable, "-m", "torch.distributed.run"),
+                *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(max_restarts)),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_ADDRESSES[0]}:{_PORT}"),
+                # torchrun finds out who hosts the rendezvous by the machine's name, which these nodes share.
+                *("--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", _ADDRESSES[node]),
+                *(str(script), *arguments),
+            ],
+            # The machine's name leads to the loopback device, which ends at the node.
+            env=os.environ | {"GLOO_SOCKET_IFNAME": _DEVICE, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def link(self, up: bool) -> None:
+        """Put the cable in, or pull it out: connections do not end, nothing comes through them."""
+        self._ip("-n", self.names[1], "link", "set", _DEVICE, "up" if up else "down")
+
+    def _build(self) -> None:
+        for name in self.names:
+            self._ip("netns", "add", name)
+        self._ip(
+            *("link", "add", _DEVICE, "netns", self.names[0], "type", "veth"),
+            *("peer", "name", _DEVICE, "netns", self.names[1]),
+        )
+        for name, address in zip(self.names, _ADDRESSES, strict=True):
+            self._ip("-n", name, "address", "add", f"{address}/24", "dev", _DEVICE)
+            for device in ("lo", _DEVICE):
+                self._ip("-n", name, "link", "set", device, "up")
+
+    def _remove(self) -> None:
+        for name in self.names:
+            inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in inside.stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), 9)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        for process in self._started:
+            process.wait(30)
+
+    @staticmethod
+    def _ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def two_nodes() -> Iterator[TwoNodes]:
+    """The nodes exist within it; what still runs on them at its end is killed."""
+    nodes = TwoNodes()
+    try:
+        nodes._build()
+        yield nodes
+    finally:
+        nodes._remove()
