@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.checkpoint_format import load
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.hyper_parameters import KeepsHyperParameters
 from drivetrain.module_hooks import ModuleHooks
@@ -202,7 +201,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             add_dataloader_idx: append ``/dataloader_idx_i`` where there are several loaders.
             metric_attribute: the metric's name on the module, where it cannot be found.
         """
-        self.trainer.metrics.record(
+        (self._trainer or self.trainer).metrics.record(  # `trainer` refuses outside of a run
             name,
             value,
             on_step,
@@ -284,6 +283,8 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         Raises:
             CheckpointError: there is no whole checkpoint, or its weights do not fit.
         """
+        from drivetrain.checkpoint_format import load  # a run that begins afresh has no use for it
+
         checkpoint = load(path)
         weights = checkpoint.weights()
         module = cls(**{**checkpoint.hyper_parameters, **overrides})

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _BAR_WIDTH = 24
 
+_now = time.monotonic
+
 
 class Phase:
     """What is being counted: an epoch's micro-batches, a validation, a test, a prediction."""
@@ -275,10 +277,6 @@ def _line(phase: Phase, metrics: Mapping[str, float], now: float) -> str:
         left = ""
     parts.append(f"[{clock(phase.elapsed(now))}{left}, {speed(rate)}]")
     return " ".join([*parts, *(f"{name}={number(value)}" for name, value in metrics.items())])
-
-
-def _now() -> float:
-    return time.monotonic()
 
 
 def _to_come(trainer: Fit) -> int | float:

@@ -51,7 +51,7 @@ class RunReads:
     @property
     def metrics(self) -> Any:
         """Where `TrainModule.log` writes."""
-        return self._running("log").metrics
+        return self._running("log").metrics if self.session is None else self.session.metrics
 
     @property
     def progress(self) -> Progress:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.hooks import HookTable
+from drivetrain.hooks import HookTable, is_overridden
 from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
+from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner, Strategy
 
 ClipGradients = Callable[[Sequence[Optimizer]], Any]
@@ -76,6 +78,9 @@ class AutomaticStep:
         self._after_backward = hooks.on_after_backward
         self._before_step = hooks.on_before_optimizer_step
         self._scales_loss = strategy.precision.scales_loss
+        self._backward = backward_of(strategy)
+        self._defers_sync = is_overridden("gradient_sync", strategy, Strategy)
+        self._step_optimizer = step_of(strategy)
         self._none_allowed = strategy.world_size == 1 and strategy.accepts_none_loss
         self._skipped = 0.0
         self._loss: torch.Tensor | None = None
@@ -92,7 +97,7 @@ class AutomaticStep:
                 optimizer.zero_grad()  # before the forward, through which old gradients need not live
         if micro.weight == 0:
             return self._weightless(micro, batch_idx)
-        if micro.closes:
+        if micro.closes or not self._defers_sync:
             return self.forward_backward(micro, batch_idx)
         with self.strategy.gradient_sync(False):
             return self.forward_backward(micro, batch_idx)
@@ -113,7 +118,7 @@ class AutomaticStep:
             hook(loss)
         self._loss = loss
         scale = micro.scale
-        self.strategy.backward(loss if scale == 1.0 else loss * scale)
+        self._backward(loss if scale == 1.0 else loss * scale)
         for hook in self._after_backward:
             hook()
         return output
@@ -132,10 +137,14 @@ class AutomaticStep:
             self._clip(self.optimizers)
         if self._step_optimizers is not None:
             stepped = self._step_optimizers(self._loss)
+        elif self._step_optimizer is None:
+            stepped = True
+            for optimizer in self.optimizers:
+                optimizer.step()
         else:
             stepped = True
             for optimizer in self.optimizers:
-                stepped &= strategy.optimizer_step(optimizer)
+                stepped &= self._step_optimizer(optimizer)
         if self._scales_loss:
             strategy.finish_step()
         return stepped
@@ -196,3 +205,19 @@ class AutomaticStep:
             "the engine needs a loss.",
             "return a tensor of shape (), a dict with 'loss', or None to skip the batch.",
         )
+
+
+def backward_of(strategy: Strategy) -> Callable[[torch.Tensor], object]:
+    """What ``strategy.backward`` comes to: a strategy or a precision that only passes the call on is left out of it."""
+    if is_overridden("backward", strategy, Strategy):
+        return strategy.backward
+    if is_overridden("backward", strategy.precision, Precision):
+        return strategy.precision.backward
+    return methodcaller("backward")
+
+
+def step_of(strategy: Strategy) -> Callable[[Optimizer], bool] | None:
+    """What ``strategy.optimizer_step`` comes to; None for no more than ``optimizer.step()``."""
+    if is_overridden("optimizer_step", strategy, Strategy):
+        return strategy.optimizer_step
+    return strategy.precision.step if is_overridden("step", strategy.precision, Precision) else None

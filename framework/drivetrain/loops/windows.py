@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -53,9 +54,10 @@ Pairs = Iterator[tuple[Any, Share]]
 
 def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
     """Windows of one micro-batch in one process, whose module gives it no weight of its own: nothing depends on it."""
+    made = partial(tuple.__new__, MicroBatch)  # a named tuple's own is a call of Python's more
     for batch, share in pairs:
         samples = share.samples
-        yield MicroBatch(batch, samples, samples, 1.0, samples, samples, 1, True, True)
+        yield made((batch, samples, samples, 1.0, samples, samples, 1, True, True))
 
 
 def dealt_windows(pairs: Pairs, size: int, world_size: int) -> Iterator[MicroBatch]:

@@ -64,7 +64,8 @@ def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float, algorithm: 
             clip_grad_value_(parameters, max_norm)
         return total
     # As torch does it: multiplying always, by 1 where nothing is to clip, spares the device a question.
-    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    # `max_norm / ...` is this very product, behind three calls of Python's.
+    coefficient = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
     for bucket in buckets:
         torch._foreach_mul_(bucket, coefficient.to(bucket[0].device))
     for parameters in sharded.values():
@@ -76,7 +77,8 @@ def _buckets(parameters: list[Parameter]) -> list[list[Tensor]]:
     """Dense gradients, and the values of coalesced sparse ones, in lists of one device and dtype."""
     buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        gradient = cast(Tensor, parameter.grad)
+        gradient = parameter.grad
+        assert gradient is not None  # as `by_mesh` found it
         if gradient.is_sparse:
             # Entries of one row may stand there several times: only their sum is the gradient.
             parameter.grad = gradient = gradient.coalesce()
