@@ -22,7 +22,7 @@ from drivetrain.engine.loaders import Given
 from drivetrain.engine.reads import RunReads
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import check_launcher
+from drivetrain.launchers import Launcher, check_launcher
 from drivetrain.loggers import Logger
 from drivetrain.loops.manual_step import OptimizerHandle
 from drivetrain.module import TrainModule
@@ -77,7 +77,7 @@ class Fit(RunReads):
         use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
         sync_batchnorm: normalise over all ranks.
         profiler: kept for a later version; refused.
-        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork".
+        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; or a `RayLauncher`.
         environment: who started this process: "auto", a name, or an `Environment`.
         preemption_signals: on which of them, beside Ctrl-C, a run saves and ends so that it can go on later: "auto" is
             SIGTERM, and in a job of SLURM SIGUSR1 too; a name or a list of them; None takes none, Ctrl-C included.
@@ -133,7 +133,7 @@ class Fit(RunReads):
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
         profiler: object | None = None,
-        launcher: str = "auto",
+        launcher: str | Launcher = "auto",
         environment: str | Environment = "auto",
         preemption_signals: str | list[str] | None = "auto",
         barebones: bool = False,

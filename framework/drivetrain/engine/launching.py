@@ -12,13 +12,20 @@ import torch
 from drivetrain.accelerators import resolve_devices
 from drivetrain.engine.loaders import Given
 from drivetrain.engine.outcome import Outcome, shapes_of
-from drivetrain.engine.place import Place, find_place
+from drivetrain.engine.place import Place, find_place, place_of_first, stands_alone
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
 from drivetrain.engine.signals import awaited_signals
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher, suggested_threads
+from drivetrain.launchers import (
+    FunctionLauncher,
+    Launcher,
+    RayLauncher,
+    SubprocessLauncher,
+    choose_launcher,
+    suggested_threads,
+)
 from drivetrain.module import TrainModule
 from drivetrain.precision import resolve_precision
 from drivetrain.strategy import Strategy, strategy_by_name
@@ -37,10 +44,12 @@ def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_pat
     setting = trainer.environment
     environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
     single = trainer.chosen_strategy is not None and trainer.chosen_strategy.single_process
+    ray = _ray_launcher(trainer)
+    if ray is not None and stands_alone(environment):
+        return _on_ray(ray, single, trainer, stage, module, given, ckpt_path)
     place = find_place(environment, resolve_devices(trainer.accelerator, trainer.devices), trainer.num_nodes, single)
     if place.missing:
-        chosen = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
-        launcher = chosen or choose_launcher(trainer.launcher, place.placement.local_world_size)
+        launcher = choose_launcher(_launcher_setting(trainer), place.placement.local_world_size)
         if isinstance(launcher, FunctionLauncher):
             return _in_other_processes(launcher, place, trainer, stage, module, given, ckpt_path)
         assert isinstance(launcher, SubprocessLauncher)
@@ -87,6 +96,16 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
     return result
 
 
+def _launcher_setting(trainer: Fit) -> str | Launcher:
+    own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
+    return own or trainer.launcher
+
+
+def _ray_launcher(trainer: Fit) -> RayLauncher | None:
+    setting = _launcher_setting(trainer)
+    return RayLauncher() if setting == "ray" else setting if isinstance(setting, RayLauncher) else None
+
+
 def _sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> None:
     if not trainer.sync_batchnorm:
         return
@@ -129,6 +148,38 @@ def _in_other_processes(
     except (SystemExit, KeyboardInterrupt):
         trainer.state = "interrupted"
         raise
+    _take_over(outcome, place, trainer, stage, module, given, ckpt_path)
+    return outcome.result
+
+
+def _on_ray(
+    launcher: RayLauncher,
+    single: bool,
+    trainer: Fit,
+    stage: str,
+    module: TrainModule,
+    given: Given,
+    ckpt_path: str | None,
+) -> Any:
+    devices = launcher.devices(trainer.accelerator, trainer.devices)
+    place = place_of_first(devices, trainer.num_nodes, single)
+    outcome = launcher.launch(
+        place.placement, _worker, *(trainer, stage, module, given, ckpt_path), device=devices.type
+    )
+    _take_over(outcome, place, trainer, stage, module, given, ckpt_path)
+    return outcome.result
+
+
+def _take_over(
+    outcome: Outcome,
+    place: Place,
+    trainer: Fit,
+    stage: str,
+    module: TrainModule,
+    given: Given,
+    ckpt_path: str | None,
+) -> None:
+    """Make the caller's objects what they would be had the run been here."""
     outcome.fill(module)
     session = Session(trainer, stage, module, given, ckpt_path, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
@@ -138,7 +189,6 @@ def _in_other_processes(
             callback.load_state_dict(state)
     trainer.session = session
     trainer.state = outcome.state
-    return outcome.result
 
 
 def _stand_in(trainer: Fit, place: Place) -> Strategy:

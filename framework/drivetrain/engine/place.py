@@ -52,12 +52,7 @@ def find_place(environment: Environment, devices: Devices, num_nodes: int, singl
         ConfigurationError: the processes that are there are not as many as asked for.
     """
     asked = len(devices.indices) * num_nodes
-    if single and asked > 1:
-        raise ConfigurationError(
-            f"strategy='single_device' with {asked} devices.",
-            "it trains one replica on one device.",
-            "use strategy='ddp', or devices=1.",
-        )
+    _check_single(asked, single)
     if single and devices.chosen is False:
         asked = 1
     alone = single or (devices.chosen and asked == 1)
@@ -81,6 +76,26 @@ def find_place(environment: Environment, devices: Devices, num_nodes: int, singl
     return Place(first, missing=True, address=environment.main_address, port=environment.main_port)
 
 
+def stands_alone(environment: Environment) -> bool:
+    """Whether this process is of no run yet: neither a cluster nor a launcher nor a process group makes it one rank."""
+    in_group = dist.is_available() and dist.is_initialized()
+    return not (environment.started_us or in_group or current_world() is not None)
+
+
+def place_of_first(devices: Devices, num_nodes: int, single: bool) -> Place:
+    """Return rank 0's place in a run whose processes are all started elsewhere, on ``devices`` of each node.
+
+    Raises:
+        ConfigurationError: the strategy takes one process, and there would be more.
+    """
+    local_world_size = len(devices.indices)
+    _check_single(local_world_size * num_nodes, single)
+    placement = Placement(
+        world_size=local_world_size * num_nodes, local_world_size=local_world_size, num_nodes=num_nodes
+    )
+    return Place(placement, missing=True)
+
+
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
     """Where this process will stand in a run that has not begun, for what a script prints or reads before it.
 
@@ -94,6 +109,15 @@ def expected_placement(setting: str | Environment, devices: int | str | list[int
         return Placement(rank, world_size, rank, world_size)
     environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
     return environment.placement() if environment.started_us else Placement()
+
+
+def _check_single(asked: int, single: bool) -> None:
+    if single and asked > 1:
+        raise ConfigurationError(
+            f"strategy='single_device' with {asked} devices.",
+            "it trains one replica on one device.",
+            "use strategy='ddp', or devices=1.",
+        )
 
 
 def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Placement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from drivetrain.failure import Failure, RankFailedError, first_cause
 from drivetrain.launchers.choose import LAUNCHERS, Launcher, check_launcher, choose_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
+from drivetrain.launchers.ray_launcher import RayLauncher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 from drivetrain.launchers.variables import suggested_threads
 from drivetrain.launchers.world import World, current_world
@@ -15,6 +16,7 @@ __all__ = [
     "FunctionLauncher",
     "Launcher",
     "RankFailedError",
+    "RayLauncher",
     "SubprocessLauncher",
     "World",
     "check_launcher",

@@ -9,32 +9,37 @@ import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.launchers.function_launcher import FunctionLauncher
+from drivetrain.launchers.ray_launcher import RayLauncher
 from drivetrain.launchers.rerun import why_not_rerun
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 
-Launcher = SubprocessLauncher | FunctionLauncher
-LAUNCHERS = ("auto", "subprocess", "spawn", "forkserver", "fork")
+Launcher = SubprocessLauncher | FunctionLauncher | RayLauncher
+LAUNCHERS = ("auto", "subprocess", "spawn", "forkserver", "fork", "ray")
 
 
-def choose_launcher(setting: str, num_local: int) -> Launcher:
+def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
     """Return the launcher for the setting ``Fit(launcher=...)``.
 
     "auto" runs a script again, and starts a function where there is no script: from a notebook or a REPL, forked
     where that is safe, because only then do functions and classes defined there exist in the started processes.
 
     Args:
-        setting: one of `LAUNCHERS`.
+        setting: one of `LAUNCHERS`, or a launcher, which is returned.
         num_local: how many processes this node shall have, for the error.
 
     Raises:
         ConfigurationError: there is no such launcher, or it cannot work here; with the reason.
     """
+    if isinstance(setting, Launcher):
+        return setting
     if setting == "auto":
         if not is_interactive() and why_not_rerun() is None:
             return SubprocessLauncher()
         return FunctionLauncher("fork" if why_not_fork() is None else "forkserver")
     if setting == "subprocess":
         return SubprocessLauncher()
+    if setting == "ray":
+        return RayLauncher()
     if setting == "spawn" or setting == "forkserver":
         return FunctionLauncher("spawn" if setting == "spawn" else "forkserver")
     if setting == "fork":
@@ -55,7 +60,7 @@ def check_launcher(setting: object) -> None:
     Raises:
         ConfigurationError: names the nearest that does.
     """
-    if setting not in LAUNCHERS:
+    if not isinstance(setting, Launcher) and setting not in LAUNCHERS:
         raise _unknown(setting)
 
 
@@ -63,7 +68,7 @@ def _unknown(setting: object) -> ConfigurationError:
     return ConfigurationError(
         f"launcher={setting!r} is unknown.{nearest(str(setting), LAUNCHERS)}",
         "it names how processes are started",
-        f"one of {', '.join(LAUNCHERS)}",
+        f"one of {', '.join(LAUNCHERS)}, or a launcher of your own making, such as RayLauncher(...)",
     )
 
 

@@ -1,0 +1,239 @@
+"""Calls a function on every rank, each in an actor of a Ray cluster, and brings back what it returned."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from drivetrain.accelerators import Devices, resolve_devices
+from drivetrain.environments import Placement
+from drivetrain.errors import ConfigurationError
+from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers.ray_worker import Where, Worker
+from drivetrain.process_state import ProcessState
+
+Result = TypeVar("Result")
+
+_WHO = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")  # of Ray's words for a dead actor
+
+
+class RayLauncher:
+    """Starts one actor a rank on a Ray cluster, and waits until they are done.
+
+    A cluster that the caller is connected to is used and left as it is. Else the launcher connects to the one that
+    ``address`` or ``RAY_ADDRESS`` names, or starts one on this machine, for the time of the run.
+
+    The workers of a node are placed together, in one bundle of a placement group, and different nodes of a run are
+    different machines. Rank 0's worker hosts the store, on a free port. Signals that the caller gets stay with it, but
+    Ctrl-C, which ends the run.
+
+    Args:
+        resources_per_worker: what Ray reserves for each; None is ``{"CPU": 1}``, and one GPU for a run on GPUs.
+        address: as for ``ray.init``.
+        patience: seconds that the cluster gets to find room for all of them.
+        grace: seconds that the other ranks get to come out after the first one failed.
+    """
+
+    kind = "ray"
+
+    def __init__(
+        self,
+        resources_per_worker: Mapping[str, float] | None = None,
+        *,
+        address: str | None = None,
+        patience: float = 120.0,
+        grace: float = 5.0,
+    ) -> None:
+        self._resources = resources_per_worker
+        self._address = address
+        self._patience = patience
+        self._grace = grace
+
+    def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
+        """Return what each node of the run is to have. The caller's own machine need not have it.
+
+        Raises:
+            ConfigurationError: ``devices`` is no count.
+        """
+        counted = None if isinstance(devices, list) else resolve_devices("cpu", devices)
+        if counted is None or not counted.chosen:
+            raise ConfigurationError(
+                f"devices={devices!r} with launcher='ray'",
+                "the caller does not see the machines that the cluster will give it",
+                "give the number of workers on each node, devices=2",
+            )
+        kind = "cuda" if accelerator in ("gpu", "cuda") else resolve_devices(accelerator, "auto").type
+        return Devices(kind, counted.indices, chosen=True)
+
+    def launch(self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu") -> Result:
+        """Call ``fn(*args)`` on every rank of all nodes and return what rank 0 returned.
+
+        Args:
+            placement: rank 0's.
+            fn: what to call. It is pickled with its arguments by value where it comes from the caller's script.
+            args: its arguments.
+            device: "cpu" or "cuda".
+
+        Raises:
+            ConfigurationError: ray is not installed, the cluster has no room, or something cannot be pickled.
+            RankFailedError: a rank raised or died. Where all raised the same error, it is raised as it is.
+        """
+        return self.launch_all(placement, fn, *args, device=device)[0]
+
+    def launch_all(
+        self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
+    ) -> list[Result]:
+        """Do as `launch`, and return what every rank returned, by rank."""
+        ray = _import_ray()
+        with ProcessState():  # connecting sets handlers and variables
+            ours = not ray.is_initialized()
+            if ours:
+                ray.init(address=self._address, include_dashboard=False, logging_level="error")
+            try:
+                return self._launch(ray, placement, _dump(ray, fn, args), device)
+            finally:
+                if ours:
+                    ray.shutdown()
+
+    def _launch(self, ray: Any, placement: Placement, work: bytes, device: str) -> list[Any]:
+        resources = dict(self._resources or {"CPU": 1, **({"GPU": 1} if device == "cuda" else {})})
+        group = self._reserve(ray, placement, resources)
+        actors: list[Any] = []
+        try:
+            actors = [_actor(ray, group, placement, resources, rank) for rank in range(placement.world_size)]
+            return self._run(ray, actors, placement, work)
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            ray.util.remove_placement_group(group)
+
+    def _reserve(self, ray: Any, placement: Placement, resources: Mapping[str, float]) -> Any:
+        """One bundle a node, with room for all of its workers."""
+        bundle = {name: amount * placement.local_world_size for name, amount in resources.items()}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fitting = [node for node in nodes if all(node.get(name, 0) >= amount for name, amount in bundle.items())]
+        if len(fitting) >= placement.num_nodes:
+            strategy = "STRICT_SPREAD" if placement.num_nodes > 1 else "STRICT_PACK"
+            group = ray.util.placement_group([bundle] * placement.num_nodes, strategy=strategy)
+            if group.wait(self._patience):
+                return group
+            ray.util.remove_placement_group(group)
+            why = f"others use it: free are {_shown(ray.available_resources())}"
+        else:
+            kept = [{name: node.get(name, 0) for name in bundle} for node in nodes]
+            why = f"its nodes have {', '.join(map(_shown, kept))}"
+        raise ConfigurationError(
+            f"The Ray cluster has no room for {placement.num_nodes} node(s) of {placement.local_world_size} worker(s) "
+            f"with {_shown(resources)} each",
+            why,
+            "ask for fewer devices or nodes, for less with RayLauncher(resources_per_worker=...), or add machines",
+        )
+
+    def _run(self, ray: Any, actors: Sequence[Any], placement: Placement, work: bytes) -> list[Any]:
+        places = [_placement_of(placement, rank) for rank in range(placement.world_size)]
+        outcomes = self._collect(ray, [actor.where.remote() for actor in actors])
+        wheres: list[Where] = _all_or_raise(outcomes)
+        [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote()]))
+        shared, paths = ray.put(work), [path for path in sys.path if path]
+        calls = [
+            actor.run.remote(place, wheres[0].address, port, _devices_of(place, wheres), paths, shared)
+            for actor, place in zip(actors, places, strict=True)
+        ]
+        return [pickle.loads(value) for value in _all_or_raise(self._collect(ray, calls))]
+
+    def _collect(self, ray: Any, calls: Sequence[Any]) -> list[Any]:
+        """What each call came to, a `Failure` where it failed; after the first of those the others get their grace."""
+        outcomes: list[Any] = [None] * len(calls)
+        rank_of = {call: rank for rank, call in enumerate(calls)}
+        end = float("inf")
+        while rank_of and (left := end - time.monotonic()) > 0:
+            done, _ = ray.wait(list(rank_of), num_returns=1, timeout=None if end == float("inf") else left)
+            for call in done:
+                rank = rank_of.pop(call)
+                outcomes[rank] = _outcome(ray, rank, call)
+                if isinstance(outcomes[rank], Failure):
+                    end = min(end, time.monotonic() + self._grace)
+        return outcomes
+
+
+def _import_ray() -> Any:
+    try:
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.util")
+    except ImportError as error:
+        raise ConfigurationError(
+            "launcher='ray', and ray cannot be imported", str(error), "pip install 'drivetrain[ray]'"
+        ) from error
+    return ray
+
+
+def _actor(ray: Any, group: Any, placement: Placement, resources: Mapping[str, float], rank: int) -> Any:
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    options = {
+        "num_cpus": resources.get("CPU", 0),
+        "num_gpus": resources.get("GPU", 0),
+        "resources": others,
+        "max_restarts": 0,
+        "scheduling_strategy": strategy(group, placement_group_bundle_index=rank // placement.local_world_size),
+    }
+    return ray.remote(Worker).options(**options).remote()
+
+
+def _placement_of(first: Placement, rank: int) -> Placement:
+    node, local_rank = divmod(rank, first.local_world_size)
+    return replace(first, rank=rank, local_rank=local_rank, node_rank=node)
+
+
+def _devices_of(place: Placement, wheres: Sequence[Where]) -> list[str]:
+    """The devices of all workers of its node, in the order of their local ranks: each finds its own by that."""
+    begin = place.node_rank * place.local_world_size
+    return [device for where in wheres[begin : begin + place.local_world_size] for device in where.devices]
+
+
+def _outcome(ray: Any, rank: int, call: Any) -> Any:
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayTaskError as error:  # before it came to call the function
+        return Failure.of_exception(rank, error.cause or error)
+    except ray.exceptions.RayError as error:
+        # The actor is gone: killed, out of memory, or with its machine. Ray says which, after who it was.
+        said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        told = [line for line in said if not line.startswith(_WHO)]
+        where = "".join(f" on {line.split()[-1]}" for line in said if line.startswith("ip:"))
+        return Failure(rank, message=f"died{where}: {' '.join(told[1:] or told)}")
+
+
+def _all_or_raise(outcomes: list[Any]) -> list[Any]:
+    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+    if not failures:
+        return outcomes
+    cause = first_cause(failures)
+    error = RankFailedError(cause)
+    same = {(failure.error_type, failure.message) for failure in failures}
+    if len(failures) == len(outcomes) and len(same) == 1:
+        original = cause.load_error()
+        if original is not None:
+            raise original from error
+    raise error
+
+
+def _dump(ray: Any, fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        work: bytes = ray.cloudpickle.dumps((fn, args))
+    except Exception as error:
+        raise ConfigurationError(
+            f"launcher='ray' cannot send the function and its arguments to the workers: {error}",
+            "they travel pickled",
+            "leave out open files, locks and connections",
+        ) from error
+    return work
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {amount:g}" for name, amount in resources.items() if ":" not in name) or "nothing"

@@ -1,0 +1,105 @@
+"""Runs on a local Ray cluster: what comes back, and how failures are told. Rows A-02, A-06, B-01, G-01, G-02, G-07."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
+
+from drivetrain import Callback, Fit
+from drivetrain.errors import ConfigurationError
+from drivetrain.failure import RankFailedError
+from drivetrain.launchers import RayLauncher
+
+ray = pytest.importorskip("ray", reason="needs ray: pip install -c constraints.txt -e '.[ray]'")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cluster() -> Iterator[None]:
+    environment = dict(os.environ)
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+    yield
+    ray.shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class Model(Regression):
+    def __init__(self, how: str = "trains") -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        if batch_idx == 3 and self.global_rank == 1:
+            if self.how == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "raises":
+                raise ValueError("boom on 1")
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+
+class Counting(Callback):
+    """Has state that a checkpoint would keep."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.batches = state_dict["batches"]
+
+
+def _fit(**settings: Any) -> Fit:
+    launcher = RayLauncher({"CPU": 0.5}, grace=1.0)
+    return quiet(**{"strategy": "ddp", "devices": 2, "launcher": launcher, **settings})
+
+
+def test_what_a_run_on_ray_brings_back() -> None:  # A-02, A-03, B-01
+    counting, module = Counting(), Model()
+    fit = _fit(callbacks=[counting])
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    fit.fit(module, loader(64, 4))
+    reference = train_by_hand(Regression(), global_batches(64, 8))
+    assert torch.allclose(weights(module), weights(reference), atol=1e-6)
+    assert int(module.steps) == counting.batches == fit.global_step == 8
+    assert fit.world_size == 2
+    assert "loss_epoch" in fit.callback_metrics
+    assert fit.state == "finished"
+    assert ray.is_initialized()  # the caller's cluster is left as it was
+    assert ray.available_resources()["CPU"] == 2.0
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"), [("raises", "Rank 1 failed with ValueError: boom on 1"), ("is killed", "Rank 1 died on ")]
+)
+def test_an_actor_that_fails_is_named(how: str, told: str) -> None:  # G-01, G-02, G-07
+    with pytest.raises(RankFailedError, match=told) as caught:
+        _fit().fit(Model(how), loader(64, 4))
+    if how == "raises":
+        assert "in training_step" in str(caught.value)
+        assert isinstance(caught.value.failure.load_error(), ValueError)
+    assert caught.value.failure.rank == 1
+
+
+def test_what_ray_cannot_give_is_refused() -> None:  # A-06, G-06
+    with pytest.raises(ConfigurationError, match=r"(?s)no room for 1 node.*9 worker.*CPU 2"):
+        _fit(devices=9).fit(Model(), loader(64, 4))
+    with pytest.raises(ConfigurationError, match=r"(?s)devices='auto' with launcher='ray'.*devices=2"):
+        _fit(devices="auto").fit(Model(), loader(64, 4))
+    with pytest.raises(ConfigurationError, match=r"no room .* GPU 1"):
+        quiet(accelerator="gpu", devices=2, launcher="ray", strategy="ddp").fit(Model(), loader(64, 4))
