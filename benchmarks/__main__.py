@@ -12,15 +12,19 @@ import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import checkpoint, memory, step, strategies
+from benchmarks import checkpoint, memory, profile, step, strategies
+from benchmarks.peers import PEERS
+from benchmarks.work import WORKS
 
 ROUNDS = 7
 DOCS = Path(__file__).parents[1] / "docs"
-TABLES: dict[str, tuple[Callable[[int], list[str]], Path]] = {
+TABLES: dict[str, tuple[Callable[..., list[str]], Path]] = {
     "step": (step.table, DOCS / "benchmarks.md"),
+    "profile": (profile.table, DOCS / "benchmarks.md"),
     "strategies": (strategies.table, DOCS / "benchmarks.md"),
     "checkpoint": (checkpoint.table, DOCS / "benchmarks.md"),
     "memory": (lambda rounds: memory.table(), DOCS / "strategies.md"),
@@ -28,13 +32,13 @@ TABLES: dict[str, tuple[Callable[[int], list[str]], Path]] = {
 """What prints each table, given how many rounds to run, and the page where it stands."""
 
 
-def conditions(name: str, rounds: int) -> str:
+def conditions(arguments: str) -> str:
     """Device, versions and command."""
     known = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", known.read_text()) if known.exists() else None
     processor = f"{found[1] if found else platform.machine()}, {os.cpu_count()} cores"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    return f'{processor}, {versions}; `make bench ARGS="{name} --rounds {rounds}"`. One thread a process.'
+    return f'{processor}, {versions}; `make bench ARGS="{arguments}"`. One thread a process.'
 
 
 def write(name: str, text: str, page: Path) -> None:
@@ -49,17 +53,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default: all")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds of each loop")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/")
+    parser.add_argument("--write", action="store_true", help="put the tables, and the pictures, into docs/")
+    parser.add_argument("--nets", type=_names, help=f"step: of {', '.join(WORKS)}, with commas; default: all")
+    parser.add_argument("--loops", type=_names, help=f"step: of {', '.join(PEERS)}, with commas; default: all")
     options = parser.parse_args()
     unknown = set(options.tables) - TABLES.keys()
     if unknown:
         parser.error(f"no table {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    if unknown := {*(options.nets or ())} - WORKS.keys() | {*(options.loops or ())} - PEERS.keys():
+        parser.error(f"no net or loop {', '.join(unknown)}; there are {', '.join([*WORKS, *PEERS])}")
+    further: dict[str, dict[str, Any]] = {
+        "step": {"nets": options.nets, "names": options.loops},
+        "profile": {"pictures": DOCS / "images" if options.write else None},
+    }
     for name in options.tables or TABLES:
         table, page = TABLES[name]
-        text = "\n".join([conditions(name, options.rounds), *table(options.rounds)])
+        arguments = f"{name} --rounds {options.rounds}"
+        for option in ("nets", "loops"):
+            if name == "step" and (chosen := getattr(options, option)):
+                arguments += f" --{option} '{','.join(chosen)}'"
+        text = "\n".join([conditions(arguments), *table(options.rounds, **further.get(name, {}))])
         print(f"{text}\n", flush=True)
         if options.write:
             write(name, text, page)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 if __name__ == "__main__":

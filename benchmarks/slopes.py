@@ -70,9 +70,18 @@ def cells(slopes: Slopes, base: Slopes, unit: float, digits: int) -> list[str]:
     row = []
     for values, others in ((slopes.wall, base.wall), (slopes.busy, base.busy)):
         row.append(spread([value / unit for value in values], digits))
-        ratios = [value / other for value, other in zip(values, others, strict=True)]
-        row.append("" if slopes is base else spread(ratios, 3))
+        row.append("" if slopes is base else spread(ratios(values, others), 3))
     return row
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """One over the other, round by round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def over(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """What the one takes more than the other, round by round."""
+    return [value - other for value, other in zip(values, others, strict=True)]
 
 
 def spread(values: Sequence[float], digits: int) -> str:

@@ -1,87 +1,119 @@
-"""What a step costs in one process, over the loop that its user would have written."""
+"""What a step costs in one process over the loop that its user would have written, for us and for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import median
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.nets import checksum
-from benchmarks.slopes import cells, time_loops
-from drivetrain import Fit, TrainModule
+from benchmarks.calls import python_calls_a_step
+from benchmarks.peers import OURS, installed, versions
+from benchmarks.slopes import Loop, Slopes, over, ratios, spread, time_loops
+from benchmarks.work import WAYS, WORKS, Work, raw
 
-SHORT, LONG = 200, 1000
-BATCH = 8
+RAW = "raw loop"
+Key = tuple[str, str]
+"""A loop's name, and its way; the raw loop has none."""
 
-NETS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(8, 1),
-    "mlp": lambda: nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)),
-}
-
-
-class Timed(TrainModule):
-    """The raw loop's model, driven by the engine."""
-
-    def __init__(self, net: nn.Module, logged: int) -> None:
-        super().__init__()
-        self.net = net
-        self.names = [f"value_{number}" for number in range(logged)]
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        inputs, targets = batch
-        loss = nn.functional.mse_loss(self.net(inputs), targets)
-        for name in self.names:
-            self.log(name, loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+TARGETS = [
+    ("a bare step of `linear`, over raw", "linear", "bare", 1.10),
+    ("a bare step of `mlp`, over raw", "mlp", "bare", 1.03),
+    ("a bare step of `gpt`, over raw", "gpt", "bare", 1.03),
+    ("a typical step of `mlp`, over raw", "mlp", "typical", 1.10),
+]
+"""What the row is called, which network and way, and the ratio to the raw loop that is aimed at."""
 
 
-def loader(steps: int) -> DataLoader[tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(steps * BATCH, 8, generator=generator)
-    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=BATCH)
+def loops_of(work: Work, names: Sequence[str] | None = None) -> dict[Key, Loop]:
+    """Every loop that does this work, or those of these names and the raw one."""
+    frameworks = {name: train for name, train in installed().items() if names is None or name in names}
+    found: dict[Key, Loop] = {(RAW, ""): partial(raw, work)}
+    # Ours come right after the raw loop, from which a few parts in a hundred are to be told.
+    found |= {(name, way.name): partial(train, work, way) for name, train in frameworks.items() for way in WAYS}
+    return found
 
 
-def raw(build: Callable[[], nn.Module], steps: int) -> float:
-    torch.manual_seed(0)
-    net = build()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    for inputs, targets in loader(steps):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(inputs), targets).backward()
-        optimizer.step()
-    return checksum(net)
+def table(rounds: int, nets: Sequence[str] | None = None, names: Sequence[str] | None = None) -> list[str]:
+    """The tables' lines; one thread.
 
-
-def engine(build: Callable[[], nn.Module], logged: int, steps: int) -> float:
-    torch.manual_seed(0)
-    module = Timed(build(), logged)
-    Fit(max_epochs=1, barebones=True, accelerator="cpu").fit(module, loader(steps))
-    return checksum(module.net)
-
-
-def table(rounds: int) -> list[str]:
-    """The table's lines; one thread."""
+    Args:
+        rounds: how often each loop is run.
+        nets: which networks; None for all.
+        names: which frameworks; None for all that are installed.
+    """
     torch.set_num_threads(1)
-    lines = [
-        f"{rounds} rounds, slopes between {SHORT} and {LONG} steps; median (minimum to maximum).",
-        "",
-        "| Net | Loop | us a step | ratio | processor, us | ratio |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, build in NETS.items():
-        loops = {
-            "raw": partial(raw, build),
-            "bare": partial(engine, build, 0),
-            "one logged value": partial(engine, build, 1),
-            "five logged values": partial(engine, build, 5),
-        }
-        slopes = time_loops(loops, SHORT, LONG, rounds)
-        for label, slope in slopes.items():
-            lines.append(f"| {' | '.join([name, label, *cells(slope, slopes['raw'], 1e-6, 1)])} |")
+    # The smallest network's counts come first, so that what a process does once is in nobody's time.
+    calls = {key: python_calls_a_step(loop, 50, 150) for key, loop in loops_of(WORKS["linear"], names).items()}
+    found: dict[str, dict[Key, Slopes]] = {}
+    tables = []
+    for name, work in WORKS.items():
+        if nets is None or name in nets:
+            found[name] = time_loops(loops_of(work, names), work.short, work.long, rounds)
+            tables += ["", f"`{name}`, slopes between {work.short} and {work.long} steps:", ""]
+            tables += _of_a_net(found[name], calls)
+    return [versions(), "", *_targets(found, calls), *tables]
+
+
+def _of_a_net(slopes: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> list[str]:
+    base = slopes[RAW, ""]
+    titles = ["", "", "us a step", "over raw, us", "ratio", "processor: over raw, us", "ratio", "Python calls over raw"]
+    lines = [_row(*titles), "|---" * len(titles) + "|"]
+    own = f"{_us(base.busy)} a step"
+    lines.append(_row("", RAW, _us(base.wall), "", "", own, "", f"{calls[RAW, '']:.0f} a step"))
+    for way in WAYS:
+        for (name, its), slope in slopes.items():
+            if its == way.name:
+                cells = [_us(slope.wall)]
+                for mine, others in ((slope.wall, base.wall), (slope.busy, base.busy)):
+                    cells += [_us(over(mine, others)), spread(ratios(mine, others), 3)]
+                shown = f"**{name}**" if name == OURS else name
+                lines.append(_row(its, shown, *cells, f"{calls[name, its] - calls[RAW, '']:.0f}"))
     return lines
+
+
+def _targets(found: Mapping[str, Mapping[Key, Slopes]], calls: Mapping[Key, float]) -> list[str]:
+    """Where we stand, as far as it was measured."""
+    lines = [_row("", "aim", "on the clock", "in processor time", "Python calls"), "|---" * 5 + "|"]
+    for label, net, way, aim in TARGETS:
+        if (OURS, way) in found.get(net, {}):
+            ours, base = found[net][OURS, way], found[net][RAW, ""]
+            both = [spread(ratios(ours.wall, base.wall), 3), spread(ratios(ours.busy, base.busy), 3)]
+            lines.append(_row(label, f"at most {aim:.2f}", *both, f"{calls[OURS, way] - calls[RAW, '']:.0f}"))
+    linear = found.get("linear", {})
+    if (OURS, "bare") in linear:
+        five, bare = linear[OURS, "five values"], linear[OURS, "bare"]
+        both = [_us(over(five.wall, bare.wall)), _us(over(five.busy, bare.busy))]
+        more = calls[OURS, "five values"] - calls[OURS, "bare"]
+        lines.append(_row("five logged values in `linear`, us", "at most 15", *both, f"{more:.0f}"))
+        lines += _beside_others(linear, calls)
+    return lines
+
+
+def _beside_others(linear: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> list[str]:
+    """What the least of the others adds to a bare step, and how many times ours that is, by medians."""
+    base = linear[RAW, ""]
+    bare = {name: slope for (name, way), slope in linear.items() if way == "bare"}
+    if len(bare) == 1:
+        return []
+    cells = []
+    for unit, added in (
+        (" us", {name: 1e6 * median(over(slope.wall, base.wall)) for name, slope in bare.items()}),
+        (" us", {name: 1e6 * median(over(slope.busy, base.busy)) for name, slope in bare.items()}),
+        ("", {name: calls[name, "bare"] - calls[RAW, ""] for name in bare}),
+    ):
+        ours = added.pop(OURS)
+        best = min(added, key=added.__getitem__)
+        times = f"{added[best] / ours:.1f}" if ours > 0 else "not to be told"
+        digits = 1 if unit else 0
+        cells.append(f"{times} ({best} {added[best]:.{digits}f}{unit}, ours {ours:.{digits}f}{unit})")
+    return [_row("what the least of the others adds to a bare step of `linear`, over ours", "at least 5", *cells)]
+
+
+def _us(seconds: Sequence[float]) -> str:
+    return spread([1e6 * value for value in seconds], 1)
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

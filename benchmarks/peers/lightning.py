@@ -1,0 +1,64 @@
+"""Lightning: a `LightningModule` and a `Trainer`.
+
+Bare is ``barebones=True``. That switches ``self.log`` off, so the loop that logs has every other switch off by name.
+Typical is the defaults with a CSV logger and the tqdm bar, which is the default where rich is not installed, and a
+checkpoint callback whose turn never comes.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from benchmarks.nets import checksum
+from benchmarks.peers import on_a_terminal
+from benchmarks.work import NEVER, Way, Work
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+
+
+class Module(pl.LightningModule):
+    def __init__(self, work: Work, way: Way) -> None:
+        super().__init__()
+        self.net = work.net()
+        self.loss_of = work.loss
+        self.make_optimizer = work.optimizer
+        self.names = way.names
+        self.shown = way.typical
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss_of(self.net, batch)
+        for name in self.names:
+            self.log(name, loss, prog_bar=self.shown)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.net)
+
+
+def train(work: Work, way: Way, steps: int) -> float:
+    module = Module(work, way)
+    if not way.values:
+        return _fit(module, work, steps, barebones=True)
+    if not way.typical:
+        return _fit(module, work, steps, enable_model_summary=False, **QUIET)
+    with on_a_terminal() as folder:
+        idle = ModelCheckpoint(folder, every_n_train_steps=NEVER)
+        callbacks = [idle, TQDMProgressBar()]
+        return _fit(module, work, steps, logger=CSVLogger(folder), callbacks=callbacks, enable_model_summary=False)
+
+
+def _fit(module: Module, work: Work, steps: int, **options: Any) -> float:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, **options).fit(module, work.loader(steps))
+    return checksum(module.net)

@@ -1,0 +1,39 @@
+"""What `make bench` stands on: equal work is checked, and the pictures are whole."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from benchmarks.bars import Bar, drawn
+from benchmarks.parts import PARTS, part_of
+from benchmarks.peers import ours
+from benchmarks.slopes import time_loops
+from benchmarks.work import WAYS, WORKS, Way, raw
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_the_engine_does_the_raw_loops_work(way: Way, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bare, a logging and a typical run end at the same weights, and nothing is printed into the table."""
+    assert ours.train(WORKS["linear"], way, 7) == raw(WORKS["linear"], 7)
+    assert capsys.readouterr().out == ""
+
+
+def test_loops_that_did_different_work_are_refused() -> None:
+    with pytest.raises(SystemExit, match="different work"):
+        time_loops({"one": lambda steps: 1.0, "other": lambda steps: 1.0 + 1e-12}, 1, 2, 1)
+
+
+def test_the_picture_has_every_part_in_order() -> None:
+    bars = [Bar("raw <loop>", {"forward": 20.0}), Bar("ours", dict.fromkeys(PARTS, 10.0))]
+    text = drawn("a & b", bars, PARTS)
+    assert len(text) < 60_000
+    shown = [node for node in ElementTree.fromstring(text).iter() if node.tag.endswith("rect") and len(node)]
+    assert [node[0].text for node in shown] == ["forward: 20.0", *(f"{part}: 10.0" for part in PARTS)]
+    widths = [float(node.attrib["width"]) for node in shown]
+    assert widths[0] == pytest.approx(2 * widths[1], abs=0.2)
+
+
+def test_time_before_and_after_the_steps_belongs_to_no_part() -> None:
+    assert part_of(None) is None
