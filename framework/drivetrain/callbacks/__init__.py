@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     )
     from drivetrain.callbacks.checkpoint import Checkpoint as Checkpoint
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from drivetrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Checkpoint": "checkpoint",
     "EarlyStopping": "early_stopping",
+    "GarbageCollection": "garbage_collection",
     "GradientAccumulationScheduler": "accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
@@ -41,6 +43,7 @@ _HOME = {
 __all__ = [
     "Checkpoint",
     "EarlyStopping",
+    "GarbageCollection",
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",

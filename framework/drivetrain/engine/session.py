@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data import ReadAhead
+from drivetrain.engine.advice import left_on_the_table
 from drivetrain.engine.batches import Move, batch_mover
 from drivetrain.engine.checkpoints import RunCheckpoints
 from drivetrain.engine.compiling import CompiledSteps
@@ -187,6 +188,9 @@ class Session:
         loop = self.loop = build_training(self, runner, move)
         self.checkpoints.load()
         logger.info(self.strategy.precision.describe())
+        advice = left_on_the_table(self.optimizers)
+        if advice is not None:
+            logger.info(advice)
         self._log_hyper_parameters()
         for hook in hooks.on_fit_start:
             hook()

@@ -1,0 +1,72 @@
+"""What a run says of kernels that its optimizers do not use."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain.engine.advice import left_on_the_table
+
+
+def _optimizer(kind: Any, layer: nn.Module | None = None, **options: Any) -> Any:
+    return kind((layer or nn.Linear(2, 1)).parameters(), **{"lr": 0.1, **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        (AdamW, {}, True),
+        (Adam, {}, True),
+        (Adagrad, {}, True),
+        (SGD, {"momentum": 0.9}, True),
+        (SGD, {}, False),  # one pass over the gradients either way
+        (RMSprop, {}, False),  # it has no fused kernel
+        (AdamW, {"fused": True}, False),
+        (AdamW, {"fused": False}, False),  # the user's choice
+        (AdamW, {"foreach": True}, False),
+        (AdamW, {"differentiable": True}, False),
+        (AdamW, {"lr": torch.tensor(0.1)}, False),
+    ],
+)
+def test_only_what_would_pay_is_named(kind: Any, options: dict[str, Any], named: bool) -> None:
+    line = left_on_the_table([_optimizer(kind, **options)])
+    assert (line is not None) == named
+    if named:
+        assert f"{kind.__name__}(fused=True)" in str(line)
+        _optimizer(kind, **{**options, "fused": True}).step()  # it can be had
+
+
+def test_a_kernel_that_does_not_take_every_parameter_is_not_named() -> None:
+    assert left_on_the_table([_optimizer(AdamW, nn.Linear(2, 1, dtype=torch.complex64))]) is None
+    assert left_on_the_table([_optimizer(AdamW, nn.Linear(2, 1, device="meta"))]) is None
+    assert left_on_the_table([]) is None
+
+
+class Module(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=0.1)
+
+
+def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Fit(
+        max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="drivetrain"):
+        trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(4, 2))))
+    assert sum("AdamW(fused=True)" in record.getMessage() for record in caplog.records) == 1
