@@ -1,4 +1,7 @@
-"""``make parity``: runs the suite and prints the matrix of strategies and cases; ``--write`` puts it into the docs."""
+"""``make parity``: runs the suite and prints the matrix of strategies and cases; ``--write`` puts it into the docs.
+
+With ``-k`` a part of it is run, and what is not run stays in the docs as it was: ``--write -k deepspeed``.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,18 @@ class Matrix:
         if self.cells.get(place) != "DIFFERS":
             self.cells[place] = passed
 
+    def keep(self, page: str) -> None:
+        """Take from a page what was not run."""
+        lines = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("| ")]
+        (_, *columns, _), *rows = (
+            [cell.strip(" `") if number else cell for number, cell in enumerate(line)] for line in lines
+        )
+        known, shows = {}, {}
+        for row, *cells, shown in rows:
+            shows[row.strip()] = shown
+            known |= {(row.strip(), column): cell for column, cell in zip(columns, cells, strict=True) if cell}
+        self.cells, self.shows = {**known, **self.cells}, {**shows, **self.shows}
+
     def markdown(self) -> str:
         """The matrix: a line a case, a column a strategy."""
         columns = list(dict.fromkeys(column for _, column in self.cells))
@@ -50,11 +65,13 @@ def main(arguments: list[str]) -> int:
     matrix = Matrix()
     options = [argument for argument in arguments if argument != "--write"]
     code = int(pytest.main([str(HERE), "-q", "--no-header", "-p", "no:cacheprovider", *options], plugins=[matrix]))
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    page, _, after = rest.partition(END)
+    if write:
+        matrix.keep(page)
     print()
     print(matrix.markdown())
     if write and code == 0:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        _, _, after = rest.partition(END)
         PAGE.write_text(before + BEGIN + "\n" + matrix.markdown() + "\n" + END + after)
     return code
 
