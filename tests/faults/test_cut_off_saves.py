@@ -19,7 +19,7 @@ from saving_processes import Saving, begin_and_wait, numbered, save_and_save, sa
 
 from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, save
+from drivetrain.checkpoint_format import Contents, room, save
 from drivetrain.control import LocalControl
 from drivetrain.testing import requires_linux, run_distributed
 from drivetrain_strategies.control_group import GroupControl
@@ -130,7 +130,18 @@ class TestRefused:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
     @requires_linux()
-    def test_a_full_disk(self, small_disk: Path) -> None:
+    def test_a_disk_without_room(self, small_disk: Path) -> None:
+        save(str(small_disk / "c"), numbered(1), LOCAL)
+        changed = small_disk.stat().st_mtime_ns
+        told = rf"'{small_disk}/c' needs 4,2\d\d,\d\d\d bytes, and '{small_disk}' has [\d,]+ bytes free"
+        with pytest.raises(CheckpointError, match=told):
+            save(str(small_disk / "c"), large(), LOCAL)
+        assert number_in(small_disk / "c") == 1
+        assert small_disk.stat().st_mtime_ns == changed  # not even a folder came and went
+
+    @requires_linux()
+    def test_a_disk_that_fills_up(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(room, "free_bytes", lambda folder: None)
         save(str(small_disk / "c"), numbered(1), LOCAL)
         before = shutil.disk_usage(small_disk).used
         with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):

@@ -15,6 +15,7 @@ from pathlib import Path
 from drivetrain.checkpoint_format.eager_file import EagerFile
 from drivetrain.checkpoint_format.manifest import MANIFEST
 from drivetrain.checkpoint_format.place import Ticket, is_ours
+from drivetrain.checkpoint_format.room import check_room
 from drivetrain.checkpoint_format.swapping import exchange
 from drivetrain.errors import CheckpointError
 
@@ -40,17 +41,23 @@ class LocalPlace:
         self._folder = target.parent / f".saving-{token}"
 
     @classmethod
-    def begin(cls, path: str) -> LocalPlace:
+    def begin(cls, path: str, needed: int = 0, files: int = 0) -> LocalPlace:
         """Make the folder, and clear what dead writers left beside it.
 
+        Args:
+            path: where the checkpoint is to be.
+            needed: bytes that all ranks are going to write, in so many ``files``.
+            files: how many.
+
         Raises:
-            CheckpointError: what is there now is no checkpoint.
+            CheckpointError: what is there now is no checkpoint, or the disk has no room for another.
             OSError: the folder cannot be made.
         """
         target = Path(os.path.realpath(path))
         _refuse_what_is_not_ours(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(target.parent)
+        check_room(target, needed, files)
         token = secrets.token_hex(8)
         lock = _locked(_lock_file(target.parent, token), target.name)
         place = cls(target, token, lock)

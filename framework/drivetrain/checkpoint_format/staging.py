@@ -100,6 +100,20 @@ class Staged:
     sizes: Sizes
     problem: CheckpointError | None = None
 
+    def total(self, world_size: int) -> tuple[int, int]:
+        """Return how many bytes all ranks together are going to write, in how many files, as rank 0 can tell.
+
+        What each rank keeps of its own is taken to be as large as rank 0's.
+        """
+        nbytes = files = 0
+        for part in self.parts:
+            ranks = world_size if part.role == "rank" else 1
+            planned = part.planned(0, world_size)
+            nbytes += ranks * sum(spec.nbytes for file in planned for spec in file.specs)
+            nbytes += ranks * len(part.document or b"")
+            files += ranks * (len(planned) + 1)
+        return nbytes, files + 1
+
 
 def stage(
     contents: Contents,

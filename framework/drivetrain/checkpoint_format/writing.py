@@ -56,7 +56,7 @@ def commit(path: str, staged: Staged, control: ControlPlane) -> None:
     problem: Exception | None = staged.problem
     if control.rank == 0 and problem is None:
         try:
-            place = _begin(path)
+            place = _begin(path, staged, control.world_size)
         except Exception as error:
             problem = error
     try:
@@ -71,9 +71,12 @@ def commit(path: str, staged: Staged, control: ControlPlane) -> None:
         raise
 
 
-def _begin(path: str) -> Place:
+def _begin(path: str, staged: Staged, world_size: int) -> Place:
     filesystem, root = filesystem_of(path)
-    return LocalPlace.begin(root) if filesystem is None else ObjectPlace.begin(filesystem, root)
+    if filesystem is not None:
+        return ObjectPlace.begin(filesystem, root)
+    needed, files = staged.total(world_size)
+    return LocalPlace.begin(root, needed, files)
 
 
 def _join(path: str, ticket: Ticket) -> Place:
