@@ -25,6 +25,7 @@ from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
 from drivetrain.engine.failing import cause_of, tell_others
 from drivetrain.engine.loaders import Dealing, Given
+from drivetrain.engine.out_of_memory import explain_out_of_memory
 from drivetrain.engine.place import Place
 from drivetrain.engine.requeue import requeue
 from drivetrain.engine.seeding import seed_rank
@@ -124,6 +125,7 @@ class Session:
             try:
                 result = self._run()
             except BaseException as error:
+                explain_out_of_memory(error, self)
                 cause = self._fail(error)
                 if cause is error:
                     raise

@@ -1,0 +1,79 @@
+"""What is said where memory lacks: the largest tensors by name, and the next cheaper setting."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Regression, fit, regression
+
+
+class Hungry(Regression):
+    """Asks for more than any machine has, in its third step."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        activation = torch.ones(1000, self.wide.in_features // 100)
+        if batch_idx == 2:
+            torch.empty(2**50)
+        return self.loss(batch) + 0.0 * (self.wide.weight.sum() + activation.sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def _note(path: Path, width: int, **options: Any) -> list[str]:
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        fit(path, **options).fit(Hungry(width), regression())
+    (note,) = caught.value.__notes__
+    assert note in "".join(traceback.format_exception(caught.value))
+    return note.splitlines()
+
+
+def test_the_largest_tensors_and_the_way_out_stand_on_the_error(tmp_path: Path) -> None:
+    lines = _note(tmp_path, 1000)
+    assert lines[0].startswith("Out of memory on rank 0, cpu, fit, global_step=2.")
+    largest = lines[lines.index("The largest tensors:") + 1]
+    assert largest.split("  ")[-1].startswith("activations and batches: activation in Hungry.training_step, float32 of")
+    assert "39.06 KiB" in largest
+    assert lines[-4] == "Change first: batch_size=2 instead of 4 with accumulate_grad_batches=2: the same steps"
+    assert "precision='bf16-mixed'" in lines[-3]
+    assert "activation checkpointing" in lines[-2]
+    assert "strategy='fsdp' on several devices" in lines[-1]
+
+
+def test_where_the_state_is_large_it_is_shared_out_first(tmp_path: Path) -> None:
+    class Wide(Hungry):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2:
+                torch.empty(2**50)
+            return self.loss(batch) + self.wide.weight.square().sum()
+
+    with pytest.raises(RuntimeError) as caught:
+        fit(tmp_path, precision="bf16-mixed").fit(Wide(100_000), regression())
+    lines = caught.value.__notes__[0].splitlines()
+    names = [line.split("  ")[-1].split(",")[0] for line in lines[lines.index("The largest tensors:") + 1 :]][:3]
+    assert set(names) == {
+        "parameters: wide.weight",
+        "optimizer state: exp_avg of wide.weight",
+        "optimizer state: exp_avg_sq of wide.weight",
+    }
+    first = next(line for line in lines if line.startswith("Change first:"))
+    assert first.startswith("Change first: strategy='fsdp'")
+    assert not any("precision='bf16-mixed'" in line for line in lines)
+
+
+def test_other_errors_are_left_alone(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise RuntimeError("of another kind")
+
+    with pytest.raises(RuntimeError, match="of another kind") as caught:
+        fit(tmp_path).fit(Failing(), regression())
+    assert not hasattr(caught.value, "__notes__")
