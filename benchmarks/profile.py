@@ -18,7 +18,7 @@ from benchmarks.work import WAYS, WORKS, Work, raw
 
 NETS = ("linear", "mlp")
 SHOWN = ("bare", "typical")
-SAMPLED = 6  # times as many steps are sampled as are timed
+SAMPLED = 3  # times as many steps are sampled as are timed
 
 
 class Parts(NamedTuple):

@@ -7,7 +7,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+Name = TypeVar("Name")
 Loop = Callable[[int], float]
 """Trains for so many steps and returns a checksum of the weights."""
 
@@ -26,14 +28,18 @@ class Slopes:
 
 
 def time_loops(
-    loops: Mapping[str, Loop], short: int, long: int, rounds: int, meet: Callable[[], None] | None = None
-) -> dict[str, Slopes]:
+    loops: Mapping[Name, Loop],
+    short: int,
+    long: int | Mapping[Name, int],
+    rounds: int,
+    meet: Callable[[], None] | None = None,
+) -> dict[Name, Slopes]:
     """Run all loops in every round, each for ``short`` and for ``long`` steps.
 
     Args:
         loops: by name.
         short: steps of the run whose time is taken off.
-        long: steps of the other.
+        long: steps of the other, of all loops or of each.
         rounds: how often.
         meet: waits for the other ranks, before each run.
 
@@ -42,14 +48,17 @@ def time_loops(
     """
     slopes = {name: Slopes() for name in loops}
     for _ in range(rounds):
-        checksums = {}
+        checksums: dict[int, dict[Name, float]] = {}
         for name, loop in loops.items():
-            (wall, busy, _), (longer, busier, checksum) = (_timed(loop, steps, meet) for steps in (short, long))
-            slopes[name].wall.append((longer - wall) / (long - short))
-            slopes[name].busy.append((busier - busy) / (long - short))
-            checksums[name] = checksum
-        if len(set(checksums.values())) > 1:
-            raise SystemExit(f"The loops did different work, their weights sum to {checksums}")
+            steps = long if isinstance(long, int) else long[name]
+            (wall, busy, first), (longer, busier, last) = (_timed(loop, count, meet) for count in (short, steps))
+            slopes[name].wall.append((longer - wall) / (steps - short))
+            slopes[name].busy.append((busier - busy) / (steps - short))
+            checksums.setdefault(short, {})[name] = first
+            checksums.setdefault(steps, {})[name] = last
+        for steps, sums in checksums.items():
+            if len(set(sums.values())) > 1:
+                raise SystemExit(f"The loops did different work: after {steps} steps their weights sum to {sums}")
     return slopes
 
 

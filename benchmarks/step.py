@@ -9,11 +9,12 @@ from statistics import median
 import torch
 
 from benchmarks.calls import python_calls_a_step
-from benchmarks.peers import OURS, installed, versions
+from benchmarks.peers import OURS, PEERS, installed, versions
 from benchmarks.slopes import Loop, Slopes, over, ratios, spread, time_loops
 from benchmarks.work import WAYS, WORKS, Work, raw
 
 RAW = "raw loop"
+SLOW = {name for name, peer in PEERS.items() if peer.slow}
 Key = tuple[str, str]
 """A loop's name, and its way; the raw loop has none."""
 
@@ -50,8 +51,11 @@ def table(rounds: int, nets: Sequence[str] | None = None, names: Sequence[str] |
     tables = []
     for name, work in WORKS.items():
         if nets is None or name in nets:
-            found[name] = time_loops(loops_of(work, names), work.short, work.long, rounds)
-            tables += ["", f"`{name}`, slopes between {work.short} and {work.long} steps:", ""]
+            loops = loops_of(work, names)
+            steps = {key: work.fewer if key[0] in SLOW else work.long for key in loops}
+            found[name] = time_loops(loops, work.short, steps, rounds)
+            ends = " or ".join(f"{count:,}" for count in sorted(set(steps.values())))
+            tables += ["", f"`{name}`, slopes between {work.short} and {ends} steps:", ""]
             tables += _of_a_net(found[name], calls)
     return [versions(), "", *_targets(found, calls), *tables]
 

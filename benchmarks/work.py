@@ -52,7 +52,8 @@ class Work:
         data: for so many batches.
         batch: samples of one.
         short: steps of the run whose time is taken off.
-        long: steps of the other.
+        long: steps of the other: so many that the start-up of the two, which varies, is lost in them.
+        fewer: the same for loops that take several times as long.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Work:
     batch: int
     short: int
     long: int
+    fewer: int
 
     def net(self) -> nn.Module:
         """The network, the same on every call."""
@@ -122,9 +124,9 @@ def _adamw(net: nn.Module) -> torch.optim.Optimizer:
 WORKS = {
     work.name: work
     for work in (
-        Work("linear", lambda: nn.Linear(8, 1), _squares, _sgd, _numbers, ROWS, 200, 800),
-        Work("mlp", _mlp, _squares, _sgd, _numbers, ROWS, 100, 600),
-        Work("gpt", GPT, _next_token, _adamw, _texts, BATCH, 4, 24),
+        Work("linear", lambda: nn.Linear(8, 1), _squares, _sgd, _numbers, ROWS, 100, 2000, 500),
+        Work("mlp", _mlp, _squares, _sgd, _numbers, ROWS, 100, 1200, 400),
+        Work("gpt", GPT, _next_token, _adamw, _texts, BATCH, 4, 16, 16),
     )
 }
 """From the smallest to the largest: a step of about 0.1, 0.3 and 15 ms."""

@@ -22,23 +22,31 @@ Train = Callable[[Work, Way, int], float]
 
 
 class Peer(NamedTuple):
-    """Where a framework's loop stands: a function of a file of this folder, and the package that it needs."""
+    """Where a framework's loop stands.
+
+    Attributes:
+        file: of this folder.
+        function: in it.
+        package: what it needs.
+        slow: a small step takes several times the raw loop's, so that fewer of them are enough to tell.
+    """
 
     file: str
     function: str
     package: str
+    slow: bool = False
 
 
 OURS = "drivetrain"
 PEERS = {
     OURS: Peer("ours", "train", "drivetrain"),
-    "Lightning": Peer("lightning", "train", "lightning"),
+    "Lightning": Peer("lightning", "train", "lightning", slow=True),
     "Fabric": Peer("fabric", "train", "lightning"),
-    "Accelerate": Peer("accelerate", "train", "accelerate"),
-    "transformers": Peer("transformers", "train", "transformers"),
+    "Accelerate": Peer("accelerate", "train", "accelerate", slow=True),
+    "transformers": Peer("transformers", "train", "transformers", slow=True),
     "ignite": Peer("ignite", "train", "pytorch-ignite"),
     "torchtnt": Peer("torchtnt", "train", "torchtnt"),
-    "torchtnt AutoUnit": Peer("torchtnt", "train_automatically", "torchtnt"),
+    "torchtnt AutoUnit": Peer("torchtnt", "train_automatically", "torchtnt", slow=True),
 }
 
 

@@ -22,7 +22,7 @@ def test_the_engine_does_the_raw_loops_work(way: Way, capsys: pytest.CaptureFixt
 
 def test_loops_that_did_different_work_are_refused() -> None:
     with pytest.raises(SystemExit, match="different work"):
-        time_loops({"one": lambda steps: 1.0, "other": lambda steps: 1.0 + 1e-12}, 1, 2, 1)
+        time_loops({"one": lambda steps: 1.0, "other": lambda steps: 1.0 + 1e-12}, 1, {"one": 2, "other": 3}, 1)
 
 
 def test_the_picture_has_every_part_in_order() -> None:
