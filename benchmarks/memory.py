@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,10 @@ from benchmarks.nets import GPT
 from benchmarks.traffic import a_step, in_words
 from drivetrain import Strategy
 from drivetrain.testing import run_distributed
-from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+
+SPREAD = {"stage": 3, "stage3_param_persistence_threshold": 0}
+"""Stage 3 with no parameter so small that it stays whole: in a net of this size all would."""
 
 ROWS: list[tuple[str, int, type[Strategy], dict[str, Any]]] = [
     ("`single_device`", 1, SingleDeviceStrategy, {}),
@@ -22,6 +26,11 @@ ROWS: list[tuple[str, int, type[Strategy], dict[str, Any]]] = [
     ("`fsdp`", 4, FSDPStrategy, {}),
     ("`fsdp_grad_op`", 4, FSDPStrategy, {"sharding": "grad_op"}),
     ("`hsdp`, 2 copies over 2 ranks", 4, FSDPStrategy, {"sharding": "hybrid", "replicate_size": 2}),
+    ("`deepspeed_stage_1`", 2, DeepSpeedStrategy, {"stage": 1}),
+    ("`deepspeed_stage_2`", 2, DeepSpeedStrategy, {"stage": 2}),
+    ("`deepspeed_stage_2`", 4, DeepSpeedStrategy, {"stage": 2}),
+    ("`deepspeed_stage_3`", 2, DeepSpeedStrategy, SPREAD),
+    ("`deepspeed_stage_3`", 4, DeepSpeedStrategy, SPREAD),
 ]
 """What the row is called, over how many ranks, and the strategy."""
 
@@ -39,13 +48,41 @@ class Weighed(Trained):
         self.held = _bytes(parameters), _bytes(gradients), _bytes(moments)
 
 
+class WeighedZero(Trained):
+    """Looks at what is alive after a backward: ZeRO keeps masters, gradients and buckets in tensors of its own."""
+
+    held: tuple[int, int, int]
+
+    def on_after_backward(self) -> None:
+        state = self.optimizers().state  # by the masters
+        parameters = [getattr(each, "ds_tensor", each) for each in self.parameters()]
+        gradients = [each.grad for each in self.parameters() if each.grad is not None]
+        moments = [value for values in state.values() for value in values.values() if value.dim()]
+        rest = _storages([*_alive(), *gradients])
+        weighed = []
+        for known in ([*parameters, *state], moments):
+            weighed.append(sum(rest.pop(pointer, 0) for pointer in _storages(known)))
+        self.held = weighed[0], sum(rest.values()), weighed[1]
+
+
+def _alive() -> list[Tensor]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, Tensor)]
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    """Bytes by address; of floating-point numbers, as tokens are none."""
+    storages = [each.untyped_storage() for each in tensors if each.is_floating_point() and not each.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
 def _bytes(tensors: list[Tensor]) -> int:
     return sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors)
 
 
 def weighed(kind: type[Strategy], options: dict[str, Any]) -> tuple[tuple[int, int, int], dict[str, float], float]:
     """On one rank: bytes of parameters, gradients and optimizer state; collectives and bytes sent a step."""
-    module = Weighed()
+    module = WeighedZero() if kind is DeepSpeedStrategy else Weighed()
     train_by_engine(kind(**options), 2, module)
     return module.held, *a_step(lambda steps: train_by_engine(kind(**options), steps))
 

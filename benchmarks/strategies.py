@@ -10,7 +10,8 @@ import torch.distributed as dist
 from benchmarks.by_engine import train_by_engine
 from benchmarks.by_hand import WRAPS, train_by_hand
 from benchmarks.calls import python_calls_a_step
-from benchmarks.slopes import Slopes, cells, time_loops
+from benchmarks.deepspeed_by_hand import STAGES, train_by_deepspeed, zero
+from benchmarks.slopes import Loop, Slopes, cells, time_loops
 from benchmarks.traffic import a_step, in_words
 from drivetrain.testing import run_distributed
 
@@ -26,9 +27,17 @@ class Counts(NamedTuple):
     sent: float
 
 
+def loops_of(strategy: str) -> dict[str, Loop]:
+    """What is compared, on one rank."""
+    if strategy in STAGES:
+        by_hand = partial(train_by_deepspeed, STAGES[strategy])
+        return {"by hand": by_hand, "engine": lambda steps: train_by_engine(zero(strategy), steps)}
+    return {"by hand": partial(train_by_hand, strategy), "engine": partial(train_by_engine, strategy)}
+
+
 def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, Counts]]:
     """On one rank: what a step takes, and what it does."""
-    loops = {"by hand": partial(train_by_hand, strategy), "engine": partial(train_by_engine, strategy)}
+    loops = loops_of(strategy)
     # These runs come first, so that what a process does once is in nobody's time.
     counts = {name: Counts(python_calls_a_step(loop), *a_step(loop)) for name, loop in loops.items()}
     return time_loops(loops, SHORT, LONG, rounds, dist.barrier), counts
@@ -42,7 +51,7 @@ def table(rounds: int) -> list[str]:
         "| Strategy | Loop | ms a step | ratio | processor, ms | ratio | Python calls | collectives | KiB sent |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for strategy in WRAPS:
+    for strategy in (*WRAPS, *STAGES):
         slopes, counts = run_distributed(measured, RANKS, strategy, rounds, timeout=3600.0)[0]
         for name, slope in slopes.items():
             count = counts[name]

@@ -94,6 +94,11 @@ def global_batches(samples: int, size: int) -> list[Any]:
     return [(x[start : start + size], y[start : start + size]) for start in range(0, samples, size)]
 
 
+def each(run: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
+    """What ``run`` returns for each case, in one start of the processes."""
+    return [run(*case) for case in cases]
+
+
 @contextlib.contextmanager
 def failing() -> Iterator[dict[str, str]]:
     """Catch an error and keep what it is; the process goes on, as a notebook's would."""

@@ -39,6 +39,21 @@ class Plain(DeepRegression):
         return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
 
 
+class Weighted(Plain):
+    """Samples count once or twice, unevenly over micro-batches and ranks."""
+
+    def batch_weight(self, batch: Any) -> int:
+        return int(self.counts(batch[0]).sum())
+
+    def counts(self, x: torch.Tensor) -> torch.Tensor:
+        return 1 + (x[:, :1] > 0.3).long()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        counts = self.counts(x)
+        return (counts * (self.net(x) - y).square()).sum() / counts.sum()
+
+
 def _by_hand(module: Any, window: int, epochs: int = 2) -> torch.Tensor:
     optimizer = module.configure_optimizers()
     module.configure_optimizers = lambda: optimizer
@@ -59,6 +74,9 @@ def _runs() -> dict[str, Any]:
             strategy = DeepSpeedStrategy(stage=stage)
             quiet(strategy=strategy, accumulate_grad_batches=window, max_epochs=2).fit(module, loader(40, 4))
             found[f"SGD, stage {stage}, windows of {window}"] = weights(module)
+        module = Weighted()
+        quiet(strategy=DeepSpeedStrategy(stage=stage), accumulate_grad_batches=2).fit(module, loader(40, 4))
+        found[f"SGD, stage {stage}, weighted"] = weights(module)
     return found
 
 
@@ -81,3 +99,10 @@ def test_one_owner_of_the_division(stage: int, window: int, trained: dict[str, t
     # E-01, E-09, B-02: short last windows but for windows of one
     found = trained[f"SGD, stage {stage}, windows of {window}"]
     torch.testing.assert_close(found, _by_hand(Plain(), window), **TIGHT)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_owner_of_the_weights(stage: int, trained: dict[str, torch.Tensor]) -> None:
+    # E-01, B-03: windows of two, the last one short, each as one batch
+    module = train_by_hand(Weighted(), global_batches(40, 16))
+    torch.testing.assert_close(trained[f"SGD, stage {stage}, weighted"], weights(module), **TIGHT)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import Deep, DeepRegression
-from small_runs import data, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import data, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,6 +28,18 @@ from drivetrain_strategies.deepspeed.library import import_library
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
+
+
+@pytest.fixture(scope="module")
+def together() -> dict[str, list[Any]]:
+    """What each of these returned, by rank, in one start of the processes."""
+    runs = _own, _part, _clipped, _left_over, _manual, _nothing_trains, _odd
+    ranks = run_distributed(_in_turn, 2, runs)
+    return {run.__name__: [found[number] for found in ranks] for number, run in enumerate(runs)}
+
+
+def _in_turn(runs: Sequence[Callable[[], Any]]) -> list[Any]:
+    return [run() for run in runs]
 
 
 def _with(build: Callable[[Any], Any], **attributes: Any) -> DeepRegression:
@@ -117,11 +130,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
     ({"config": {"zero_optimization": {"reduce_bukcet_size": 5}}}, {}, DeepRegression, "reduce_bukcet_size"),
     ({"activation_checkpointing": [nn.Conv2d]}, {}, DeepRegression, "no module of class Conv2d"),
 ]
+REFUSED_AT_3 = [
+    ({"leaf_modules": [nn.Conv2d]}, {}, DeepRegression, "leaf_modules: no module of class Conv2d is in DeepRegression"),
+]
+
+
+def _refused(stage: int) -> list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]]:
+    return [*REFUSED, *(REFUSED_AT_3 if stage == 3 else [])]
 
 
 def _refusals(stage: int) -> list[str]:
     texts = []
-    for options, settings, build, _ in REFUSED:
+    for options, settings, build, _ in _refused(stage):
         module = build()
         before = copy.deepcopy(module.state_dict())
         with failing() as caught:
@@ -134,19 +154,19 @@ def _refusals(stage: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_cannot_be_trained_is_refused_by_name(stage: int) -> None:
+def test_what_cannot_be_trained_is_refused_by_name() -> None:
     # E-02, E-03, E-04, E-06, E-09, B-05, B-13, B-17, B-20
-    for texts in run_distributed(_refusals, 2, stage):
-        for text, (*_, part) in zip(texts, REFUSED, strict=True):
-            assert text.startswith("ConfigurationError"), text
-            assert part in text
+    for found in run_distributed(each, 2, _refusals, (2,), (3,)):
+        for stage, texts in zip((2, 3), found, strict=True):
+            for text, (*_, part) in zip(texts, _refused(stage), strict=True):
+                assert text.startswith("ConfigurationError"), (stage, part, text)
+                assert part in text
 
 
-def test_an_optimizer_of_ones_own_may_pass() -> None:
+def test_an_optimizer_of_ones_own_may_pass(together: dict[str, Any]) -> None:
     # B-17
-    found = run_distributed(_own, 2)[0]
-    torch.testing.assert_close(found, _by_hand(DeepRegression()), **TIGHT)
+    for found in together["_own"]:
+        torch.testing.assert_close(found, _by_hand(DeepRegression()), **TIGHT)
 
 
 def _own() -> torch.Tensor:
@@ -157,6 +177,29 @@ def _own() -> torch.Tensor:
 
 def _by_hand(module: Any, window: int = 1) -> torch.Tensor:
     return weights(train_by_hand(module, global_batches(40, 8), window=window))
+
+
+def test_an_optimizer_over_some_of_the_parameters(together: dict[str, Any]) -> None:
+    # E-11: the others stay, in whatever part of them a rank has, and may train again afterwards
+    module = _with(_head)
+    train_by_hand(module, global_batches(40, 8))
+    for found in together["_part"]:
+        for stage, (actual, trainable) in found.items():
+            assert (actual - weights(module)).abs().max() < 1e-5, stage
+            assert trainable, stage
+
+
+def _head(module: Any) -> Any:
+    return torch.optim.AdamW(module.net.head.parameters(), lr=0.01, eps=1e-5)
+
+
+def _part() -> dict[str, Any]:
+    found = {}
+    for options in ({"stage": 1}, {"stage": 2}, SPREAD):
+        module = _with(_head)
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
+        found[str(options)] = weights(module), all(one.requires_grad for one in module.parameters())
+    return found
 
 
 def test_a_module_on_several_devices_is_refused() -> None:
@@ -183,8 +226,7 @@ def _from_config(stage: int) -> Any:
     return weights(module), rates, strategy.resolved_config
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_optimizer_and_scheduler_from_the_config(stage: int) -> None:
+def test_optimizer_and_scheduler_from_the_config() -> None:
     # E-02, B-09: the scheduler steps once a step, and not once a micro-batch
     import_library()
     from deepspeed.runtime.lr_schedules import WarmupLR
@@ -201,7 +243,7 @@ def test_optimizer_and_scheduler_from_the_config(stage: int) -> None:
         optimizer.step()
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
-    for found, seen, config in run_distributed(_from_config, 2, stage):
+    for found, seen, config in chain.from_iterable(run_distributed(each, 2, _from_config, (1,), (3,))):
         torch.testing.assert_close(found, weights(module), **TIGHT)
         assert seen == pytest.approx(rates)
         assert config["optimizer"] == ADAMW
@@ -209,7 +251,7 @@ def test_optimizer_and_scheduler_from_the_config(stage: int) -> None:
 
 
 def _clipped() -> Any:
-    found = {}
+    found: dict[Any, Any] = {}
     for stage in (1, 2, 3):
         norms: list[float] = []
         note = LambdaCallback(
@@ -225,7 +267,7 @@ def _clipped() -> Any:
     return found
 
 
-def test_clipping_by_its_engine() -> None:
+def test_clipping_by_its_engine(together: dict[str, Any]) -> None:
     # B-05, E-09: from Fit and from the config alike, with the norm before clipping
     module = DeepRegression()
     optimizer = module.configure_optimizers()
@@ -236,7 +278,7 @@ def test_clipping_by_its_engine() -> None:
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
         optimizer.step()
     assert min(norms) > 0.1
-    for stage, (found, by_config, seen) in run_distributed(_clipped, 2)[0].items():
+    for stage, (found, by_config, seen) in together["_clipped"][0].items():
         torch.testing.assert_close(found, weights(module), **TIGHT)
         torch.testing.assert_close(by_config, weights(module), **TIGHT)
         assert seen == pytest.approx(norms, rel=1e-5), stage
@@ -387,12 +429,12 @@ def _left_over() -> list[str]:
     return [*texts, weights(module)]  # type: ignore[list-item]
 
 
-def test_what_is_above_the_limit_stays_in_parts() -> None:
+def test_what_is_above_the_limit_stays_in_parts(together: dict[str, Any]) -> None:
     # api.md: above gather_limit it stays sharded, and one log line says how to gather
     module = DeepRegression()
     for _ in range(2):
         train_by_hand(module, global_batches(16, 8))
-    for shape, text, found in run_distributed(_left_over, 2):
+    for shape, text, found in together["_left_over"]:
         assert shape == "(8, 4)"
         assert "were left as shards over (2,) ranks" in text
         torch.testing.assert_close(found, weights(module), **TIGHT)
@@ -454,22 +496,23 @@ def _infinite(options: dict[str, Any], precision: str) -> Any:
         def emit(self, record: logging.LogRecord) -> None:
             heard.append(record.getMessage())
 
-    logging.getLogger("drivetrain").addHandler(Keep(logging.WARNING))
+    keep = Keep(logging.WARNING)
+    logging.getLogger("drivetrain").addHandler(keep)
     quiet(strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=counting).fit(Infinite(), loader(32, 4))
+    logging.getLogger("drivetrain").removeHandler(keep)
     return counting.steps, counting.weights, heard
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize(
-    "options", [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload_optimizer": "cpu"}], ids=str
-)
-def test_a_step_that_deepspeed_skips_is_told(options: dict[str, Any], precision: str) -> None:
+def test_a_step_that_deepspeed_skips_is_told() -> None:
     # E-06, E-11: skipped by DeepSpeed in silence, on every rank; here it is no step, and one line says so
-    for steps, seen, heard in run_distributed(_infinite, 2, options, precision):
-        assert steps == [1, 1, 2, 3]
-        assert torch.equal(seen[0], seen[1])
-        assert all(torch.isfinite(one).all() for one in seen)
-        assert len([text for text in heard if "DeepSpeed skipped the step" in text]) == 1
+    stages = {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload_optimizer": "cpu"}
+    cases = [(options, precision) for options in stages for precision in ("32-true", "bf16-mixed")]
+    for found in run_distributed(each, 2, _infinite, *cases):
+        for case, (steps, seen, heard) in zip(cases, found, strict=True):
+            assert steps == [1, 1, 2, 3], case
+            assert torch.equal(seen[0], seen[1]), case
+            assert all(torch.isfinite(one).all() for one in seen), case
+            assert len([text for text in heard if "DeepSpeed skipped the step" in text]) == 1, case
 
 
 # Manual optimization with one optimizer
@@ -500,7 +543,7 @@ def _manual() -> Any:
     return found
 
 
-def test_manual_optimization_with_one_optimizer() -> None:
+def test_manual_optimization_with_one_optimizer(together: dict[str, Any]) -> None:
     # E-04: several are refused
     module = DeepRegression()
     optimizer = module.configure_optimizers()
@@ -509,7 +552,7 @@ def test_manual_optimization_with_one_optimizer() -> None:
         module.loss(batch).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-    for found in run_distributed(_manual, 2):
+    for found in together["_manual"]:
         for stage, actual in found.items():
             gap = (actual - weights(module)).abs().max().item()
             assert gap < 1e-5, f"stage {stage}: {gap}"
@@ -556,15 +599,15 @@ def _built(options: dict[str, Any], precision: str) -> Any:
     return weights(module), numels
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, SPREAD, {**SPREAD, "meta": False}], ids=str)
-def test_what_configure_model_builds(options: dict[str, Any]) -> None:
+def test_what_configure_model_builds() -> None:
     # E-05: initialised as the reference is, bit for bit, and no rank ever holds it whole
     torch.manual_seed(7)
     module = Built()
     module.configure_model()
     reference = _by_hand(module)
     numel = sum(one.numel() for one in module.parameters())
-    for found, numels in run_distributed(_built, 2, options, "32-true"):
+    cases = [(options, "32-true") for options in ({"stage": 2}, SPREAD, {**SPREAD, "meta": False})]
+    for found, numels in chain.from_iterable(run_distributed(each, 2, _built, *cases)):
         torch.testing.assert_close(found, reference, **TIGHT)
         if numels:
             whole, part = numels
@@ -581,10 +624,9 @@ def _alone(options: dict[str, Any]) -> torch.Tensor:
     return weights(module)
 
 
-@pytest.mark.parametrize("options", [{"stage": 1}, {"stage": 2}, SPREAD], ids=str)
-def test_one_process(options: dict[str, Any]) -> None:
-    found = run_distributed(_alone, 1, options)[0]
-    torch.testing.assert_close(found, _by_hand(DeepRegression(), 2), **TIGHT)
+def test_one_process() -> None:
+    for found in run_distributed(each, 1, _alone, ({"stage": 1},), ({"stage": 2},), (SPREAD,))[0]:
+        torch.testing.assert_close(found, _by_hand(DeepRegression(), 2), **TIGHT)
 
 
 class Validated(DeepRegression):
@@ -606,14 +648,14 @@ def _validated(options: dict[str, Any]) -> Any:
     return values
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, SPREAD], ids=str)
-def test_evaluation_with_uneven_data(options: dict[str, Any]) -> None:
+def test_evaluation_with_uneven_data() -> None:
     # B-04, E-05: within fit and on its own, which needs no optimizer
     module = DeepRegression()
     train_by_hand(module, global_batches(40, 8))
     with torch.no_grad():
         expected = float(module.loss(data(19).tensors))
-    for (within, alone), (half, half_alone) in run_distributed(_validated, 2, options):
+    found = run_distributed(each, 2, _validated, ({"stage": 2},), (SPREAD,))
+    for (within, alone), (half, half_alone) in chain.from_iterable(found):
         assert within == pytest.approx(expected, rel=1e-5)
         assert alone == pytest.approx(expected, rel=1e-5)
         assert half == pytest.approx(expected, rel=2e-2)
@@ -627,8 +669,8 @@ def _nothing_trains() -> str:
     return caught["text"]
 
 
-def test_stage_3_without_an_optimizer_only_evaluates() -> None:
-    for text in run_distributed(_nothing_trains, 2):
+def test_stage_3_without_an_optimizer_only_evaluates(together: dict[str, Any]) -> None:
+    for text in together["_nothing_trains"]:
         assert "configure_optimizers returned None" in text
 
 
@@ -658,7 +700,7 @@ def _odd() -> Any:
     return odd.outputs
 
 
-def test_outputs_of_every_kind() -> None:
+def test_outputs_of_every_kind(together: dict[str, Any]) -> None:
     # C-05, for stage 3
-    for outputs in run_distributed(_odd, 2):
+    for outputs in together["_odd"]:
         assert [one[:2] for one in outputs] == [(3.0, None)] * 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from fsdp_nets import DeepRegression, Tied
-from small_runs import failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 
 from drivetrain import Callback, Strategy
 from drivetrain.callbacks import LambdaCallback
@@ -129,10 +129,9 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, Shard) else value
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_state_by_plain_names(stage: int) -> None:
+def test_state_by_plain_names() -> None:
     # E-08, E-11: full float32, each rank its part
-    reports = run_distributed(_shapes, 2, stage)
+    first, second = run_distributed(each, 2, _shapes, (1,), (2,), (3,))
     reference = DeepRegression(seeded(Tied))
     before = {name: value.clone() for name, value in reference.state_dict().items()}
     optimizer = reference.configure_optimizers()
@@ -141,17 +140,18 @@ def test_state_by_plain_names(stage: int) -> None:
     numel = sum(parameter.numel() for parameter in reference.parameters())
     names = {id(parameter): name for name, parameter in reference.named_parameters()}
     moments = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
-    for report in reports:
-        assert report["empty"] == {}
-        assert_close_states(report["before"], before, atol=0, rtol=0)
-        assert_close_states(report["after"], dict(reference.state_dict()), **TIGHT)
-        assert_close_states(report["state"], moments, **TIGHT)
-        assert_close_states(report["module"], report["after"], atol=0, rtol=0)
-        assert "CheckpointError" in report["texts"][0]
-        assert "net.head.bias ((3,) instead of (1,))" in report["texts"][0]
-        assert "missing ['net.head.bias']" in report["texts"][1]
-    assert sum(report["moments"] for report in reports) == numel  # nothing twice
-    assert max(report["moments"] for report in reports) <= 0.6 * numel
+    for reports in zip(first, second, strict=True):
+        for report in reports:
+            assert report["empty"] == {}
+            assert_close_states(report["before"], before, atol=0, rtol=0)
+            assert_close_states(report["after"], dict(reference.state_dict()), **TIGHT)
+            assert_close_states(report["state"], moments, **TIGHT)
+            assert_close_states(report["module"], report["after"], atol=0, rtol=0)
+            assert "CheckpointError" in report["texts"][0]
+            assert "net.head.bias ((3,) instead of (1,))" in report["texts"][0]
+            assert "missing ['net.head.bias']" in report["texts"][1]
+        assert sum(report["moments"] for report in reports) == numel  # nothing twice
+        assert max(report["moments"] for report in reports) <= 0.6 * numel
 
 
 # Whole parameters within a run (E-11)
@@ -260,6 +260,7 @@ def test_one_parameter_gathered() -> None:
 
 
 def _native(folder: str, stage: int) -> Any:
+    folder = f"{folder}/{stage}"
     saver = Saver(f"{folder}/half")
     whole = DeepRegression()
     strategy = DeepSpeedStrategy(stage=stage, save_native=True)
@@ -273,19 +274,20 @@ def _native(folder: str, stage: int) -> Any:
     return weights(whole), weights(again), f"{caught['type']}: {caught['text']}"
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeeds_own_checkpoints(tmp_path: Path, stage: int) -> None:
+def test_deepspeeds_own_checkpoints(tmp_path: Path) -> None:
     # E-09: load_checkpoint of a missing directory returns (None, None) and starts afresh: here it is refused
     import_library()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    for whole, again, text in run_distributed(_native, 2, str(tmp_path), stage):
+    cases = [(str(tmp_path), stage) for stage in (2, 3)]
+    for whole, again, text in chain.from_iterable(run_distributed(each, 2, _native, *cases)):
         torch.testing.assert_close(again, whole, **TIGHT)
         assert text.startswith(CheckpointError.__name__)
         assert "holds no checkpoint of DeepSpeed's" in text
     # and its tools find the names of the user's module
-    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "half.deepspeed"))
-    assert set(state) == set(dict(DeepRegression().named_parameters()))
+    for stage in ("2", "3"):
+        state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / stage / "half.deepspeed"))
+        assert set(state) == set(dict(DeepRegression().named_parameters()))
 
 
 # An optimizer that the module keeps
@@ -310,10 +312,9 @@ def _kept(stage: int) -> Any:
     return weights(module)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_optimizer_that_outlives_the_run_goes_on(stage: int) -> None:
-    found = run_distributed(_kept, 2, stage)[0]
+def test_an_optimizer_that_outlives_the_run_goes_on() -> None:
     module = Keeping()
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8))
-    torch.testing.assert_close(found, weights(module), **TIGHT)
+    for found in run_distributed(each, 2, _kept, (2,), (3,))[0]:
+        torch.testing.assert_close(found, weights(module), **TIGHT)

@@ -150,6 +150,10 @@ def test_a_config_from_a_file(tmp_path: Path) -> None:
         ({"offload_parameters": "cpu"}, "offload_parameters='cpu' at stage 2"),
         ({"config": {"zero_optimization": {"round_robin_gradients": True}}}, "round_robin_gradients"),
         ({"activation_policy": "fulll"}, "activation_policy='fulll'"),
+        ({"communication_data_type": "int8"}, "communication_data_type='int8'"),
+        ({"config": ["stage"]}, "is a dict, or the path of a JSON file"),
+        ({"config": {"zero_optimization": True}}, "zero_optimization=True"),
+        ({"config": {"zero_optimization": {"offload_param": "cpu"}}}, "zero_optimization.offload_param='cpu'"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
@@ -157,6 +161,12 @@ def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         DeepSpeedStrategy(**options)
     assert part in str(error.value)
+
+
+def test_outside_of_a_run_there_is_no_engine() -> None:
+    #
+    with pytest.raises(ConfigurationError, match="is in no run"), DeepSpeedStrategy(stage=3).gathered():
+        pass
 
 
 def test_the_keys_are_those_that_deepspeed_reads() -> None:

@@ -67,6 +67,22 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         raise clipping_by_value()
 
 
+def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+    """Refuse leaf modules that are not there.
+
+    Raises:
+        ConfigurationError: names the class.
+    """
+    for wanted in classes:
+        if not any(isinstance(child, wanted) for child in module.modules()):
+            found = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
+            raise ConfigurationError(
+                f"leaf_modules: no module of class {wanted.__name__} is in {type(module).__name__}.",
+                f"the classes in it are {', '.join(found)}.",
+                "name one of these.",
+            )
+
+
 def clipping_by_value() -> ConfigurationError:
     return ConfigurationError(
         "gradient_clip_algorithm='value' under DeepSpeed.",

@@ -34,7 +34,8 @@ TOP_LEVEL_KEYS = {
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 """DeepSpeed's section for a precision."""
 
-OURS = ("gradient_accumulation_steps", "managed_gradient_accumulation", "train_micro_batch_size_per_gpu")
+SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
+"""Those that are looked into here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,12 @@ def read_config(given: Config) -> dict[str, Any]:
         return {}
     if isinstance(given, Mapping):
         config = copy.deepcopy(dict(given))
+    elif not isinstance(given, str | os.PathLike):
+        raise ConfigurationError(
+            f"config={given!r}.",
+            "DeepSpeed's configuration is a dict, or the path of a JSON file.",
+            "pass one of them.",
+        )
     else:
         path = Path(given)
         try:
@@ -76,7 +83,9 @@ def read_config(given: Config) -> dict[str, Any]:
             raise ConfigurationError(
                 f"config={os.fspath(given)!r} holds a {type(config).__name__}.", "", "use an object."
             )
-    for key in config:
+    for key, value in config.items():
+        if key in SECTIONS and not isinstance(value, Mapping):
+            raise _no_section(key, value)
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(
                 f"config: DeepSpeed knows no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
@@ -129,6 +138,9 @@ def check_arguments(stage: int, config: Mapping[str, Any], asked: Asked) -> None
         ConfigurationError: names them.
     """
     zero = {**config.get("zero_optimization", {}), **asked.zero}
+    for key in ("offload_param", "offload_optimizer"):
+        if not isinstance(zero.get(key) or {}, Mapping):
+            raise _no_section(f"zero_optimization.{key}", zero[key])
     param = zero.get("offload_param") or {}
     if stage < 3 and param.get("device", "none") != "none":
         raise ConfigurationError(
@@ -140,6 +152,13 @@ def check_arguments(stage: int, config: Mapping[str, Any], asked: Asked) -> None
     if stage < 3 and optimizer.get("device") == "nvme":
         raise ConfigurationError(
             f"offload_optimizer='nvme' at stage {stage}.", "DeepSpeed has it at stage 3.", "use stage=3, or 'cpu'."
+        )
+    dtype = asked.top.get("communication_data_type", "fp32")
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise ConfigurationError(
+            f"communication_data_type={dtype!r}.",
+            "gradients travel in one of three dtypes.",
+            "use 'fp32', 'bf16' or 'fp16'.",
         )
     if zero.get("round_robin_gradients"):
         raise ConfigurationError(
@@ -267,4 +286,10 @@ def _contradiction(key: str, given: Any, other: str) -> ConfigurationError:
         f"config: {key}={given!r} contradicts {other}.",
         "only one of them can hold.",
         "make them agree, or take the key out of the config: what is missing there comes from Fit.",
+    )
+
+
+def _no_section(key: str, value: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"config: {key}={value!r}.", "it is a section, with settings of its own.", "write it as a dict, {...}."
     )

@@ -72,15 +72,16 @@ class DeepSpeedPrecision(Precision):
             self.loss_scaler.last_overflow_iter = self.loss_scaler.cur_iter - 1 - int(state_dict["_growth_tracker"])
 
 
-def check_fp16() -> None:
+def check_fp16(device: torch.device) -> None:
     """Refuse fp16 where the device has none, with DeepSpeed's own judgement.
 
     Raises:
         ConfigurationError: names the device.
     """
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    accelerator = get_accelerator()
+    accelerator = CPU_Accelerator() if device.type == "cpu" else get_accelerator()
     if not accelerator.is_fp16_supported():
         raise ConfigurationError(
             f"precision='16-mixed' under DeepSpeed on {accelerator.device_name()!r}.",

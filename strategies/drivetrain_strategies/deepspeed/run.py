@@ -84,6 +84,7 @@ class DeepSpeedRun:
         self._taken: TakenOptimizer | None = None
         self._unused: UnusedParameters | None = None
         self._order: UnitOrder | None = None
+        self._idle: list[nn.Parameter] = []
         self._inside = self._collecting = self._told_skipped = self._restored = False
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
@@ -156,6 +157,11 @@ class DeepSpeedRun:
 
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._module
+        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+        # Nobody steps on their gradients, and stage 3 could not take them.
+        self._idle = [one for one in module.parameters() if one.requires_grad and held and id(one) not in held]
+        for one in self._idle:
+            one.requires_grad_(False)
         names = {one: name for name, one in module.named_parameters() if one.requires_grad}
         # DeepSpeed sets a bucket aside in whole, however small the model is.
         numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in names)
@@ -373,6 +379,9 @@ class DeepSpeedRun:
             forget_root(self._root)
         if self._traces is not None:
             self._traces.undo()
+        for one in self._idle:
+            one.requires_grad_(True)
+        self._idle = []
         self._engine = self._root = self._zero = self._state = self._unused = self._order = None
 
 

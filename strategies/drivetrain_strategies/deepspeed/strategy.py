@@ -14,12 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
-from drivetrain.errors import CheckpointError
+from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing, modules_of
-from drivetrain_strategies.deepspeed.checks import check_module, check_optimizers, clipping_by_value
+from drivetrain_strategies.deepspeed.checks import (
+    check_leaves,
+    check_module,
+    check_optimizers,
+    clipping_by_value,
+)
 from drivetrain_strategies.deepspeed.config import (
     Asked,
     Config,
@@ -166,10 +171,11 @@ class DeepSpeedStrategy(DistributedStrategy):
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
         self._quiet = Quiet().__enter__()
+        if self.precision.name == "16-mixed":
+            # Before any group is made: a rank that takes its leave closes connections that others are making.
+            check_fp16(self.device)
         super().setup_environment()
         self._world = World(self._deepspeed, self.device, self.local_rank)
-        if self.precision.name == "16-mixed":
-            check_fp16()
 
     # Set-up
 
@@ -190,6 +196,8 @@ class DeepSpeedStrategy(DistributedStrategy):
         check_module(module, self.settings, self.world_size, mixed=self._half is not None)
         if self.stage < 3:
             refuse_meta(module)
+        else:
+            check_leaves(module, self.leaf_modules)
         self.resolved_config = resolve(self._config, self._asked, self.settings, self.precision.name, self.world_size)
         check_by_deepspeed(self.resolved_config)
 
@@ -273,7 +281,12 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     @property
     def _running(self) -> DeepSpeedRun:
-        assert self._run is not None
+        if self._run is None:
+            raise ConfigurationError(
+                "This DeepSpeedStrategy is in no run.",
+                "its engine lives from the start of fit, validate, test or predict to the end.",
+                "call it in a hook: on_fit_start, on_train_end.",
+            )
         return self._run
 
     # Whole parameters, and DeepSpeed's own checkpoints
@@ -290,11 +303,12 @@ class DeepSpeedStrategy(DistributedStrategy):
             parameters: of the module; None for all.
             write: keep what was written. False where they are only read.
         """
+        run = self._running
         if parameters is None:
             assert self.module is not None
             parameters = self.module.parameters()
         wanted = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
-        with self._running.gathered(wanted, write):
+        with run.gathered(wanted, write):
             yield
 
     def save_beside(self, path: str) -> None:

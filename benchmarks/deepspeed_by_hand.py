@@ -1,0 +1,55 @@
+"""ZeRO as a user of plain DeepSpeed writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.nets import BATCH, GPT, checksum, texts
+from drivetrain_strategies import DeepSpeedStrategy
+
+STAGES = {"deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
+
+
+def zero(name: str) -> DeepSpeedStrategy:
+    """The strategy that does the same; stage 3 leaves no parameter whole, however small."""
+    stage = STAGES[name]
+    return DeepSpeedStrategy(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)
+
+
+def train_by_deepspeed(stage: int, steps: int) -> float:
+    """Train on this rank's part of the data; returns a checksum of the weights."""
+    import deepspeed
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it asks for a compiler
+    os.environ.setdefault("LOCAL_RANK", str(rank))
+    torch.manual_seed(0)
+    net = GPT()
+    section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(one.numel() for one in net.parameters())}
+    if stage == 3:
+        section["stage3_param_persistence_threshold"] = 0
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 0.0,
+        "zero_optimization": section,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    linear = nn.functional.linear
+    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-3), config=config)
+    mine = texts(steps * BATCH * ranks).view(steps, ranks, BATCH, -1)[:, rank].flatten(0, 1)
+    for (text,) in DataLoader(TensorDataset(mine), batch_size=BATCH):
+        engine.backward(engine(text))
+        engine.step()
+    whole = deepspeed.zero.GatheredParameters(list(net.parameters())) if stage == 3 else contextlib.nullcontext()
+    with whole:
+        total = checksum(net)
+    engine.destroy()
+    nn.functional.linear = linear  # stage 3 leaves its own there
+    return total

@@ -1,0 +1,44 @@
+"""What a step under ZeRO sends and calls, beside a loop written by hand on the same engine: H-01."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_runs import each
+
+from benchmarks.calls import python_calls_a_step
+from benchmarks.deepspeed_by_hand import STAGES
+from benchmarks.nets import GPT
+from benchmarks.strategies import loops_of
+from benchmarks.traffic import a_step
+from drivetrain.testing import run_distributed
+
+P = G = sum(parameter.nbytes for parameter in GPT().parameters())
+SENT = {"deepspeed_stage_1": (2 * G + P) / 2, "deepspeed_stage_2": (2 * G + P) / 2, "deepspeed_stage_3": (P + G) / 2}
+CALLS_OVER = 60
+"""Python functions that a step of stage 2 may call beyond the 2,350 of the loop by hand."""
+
+SINGLE_NUMBERS = 64
+"""Bytes: norms, and whether a gradient is finite."""
+
+
+def _counted(strategy: str) -> Any:
+    counted = []
+    for loop in loops_of(strategy).values():
+        weights: list[float] = []
+        collectives, nbytes = a_step(lambda steps, loop=loop, weights=weights: weights.append(loop(steps)))
+        calls = python_calls_a_step(loop, 2, 6) if strategy == "deepspeed_stage_2" else 0
+        counted.append((weights, collectives, nbytes, calls))
+    return counted
+
+
+def test_a_step_sends_no_more_than_deepspeed_by_hand() -> None:
+    for found in run_distributed(each, 2, _counted, *((strategy,) for strategy in STAGES), timeout=120):
+        for strategy, (by_hand, by_engine) in zip(STAGES, found, strict=True):
+            weights, collectives, nbytes, calls = by_engine
+            assert weights == by_hand[0], strategy
+            assert all(count <= by_hand[1].get(kind, 0) for kind, count in collectives.items()), (strategy, by_hand)
+            assert nbytes == by_hand[2], strategy
+            assert nbytes == pytest.approx(SENT[strategy], abs=SINGLE_NUMBERS)
+            assert calls - by_hand[3] <= CALLS_OVER, strategy
