@@ -306,12 +306,15 @@ def _bare(drive: str) -> Any:
         (Compiled(), {"offload_optimizer": "cpu"}),
         (_with(lambda one: None), {"config": {"optimizer": theirs}}),
         (_with(lambda one: None), {"offload_optimizer": "cpu", "config": {"optimizer": theirs}}),
+        (_with(lambda one: None), {**SPREAD, "config": {"optimizer": theirs}}),
         (DeepRegression(), {**SPREAD, "offload_optimizer": "nvme", "nvme_path": drive}),
         (DeepRegression(), {**SPREAD, "offload_parameters": "nvme", "nvme_path": drive}),
     ):
+        before = weights(module).clone()
         with failing() as caught:
             quiet(strategy=DeepSpeedStrategy(**options)).fit(module, loader(40, 4))
         texts.append(f"{caught['type']}: {caught['text']}")
+        assert torch.equal(weights(module), before)  # nothing was wrapped
     return found, texts
 
 

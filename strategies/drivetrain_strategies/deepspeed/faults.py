@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain_strategies.deepspeed.library import prints_hidden
 
 _COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT", "failed to build/load")
 
@@ -55,12 +56,40 @@ def compiling_explained() -> Iterator[None]:
 def _explain_compiling(error: Exception) -> None:
     text = f"{type(error).__name__}: {error}"
     if any(word in text for word in _COMPILING):
+        on_drive = "async_io" in text
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
             "its own optimizers and its way to NVMe drives are compiled for the machine at their first use.",
-            "install g++ and ninja (and libaio for NVMe), or take torch's optimizers; in a config by "
-            "'torch_adam': true among the optimizer's params.",
+            "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to the 'cpu'."
+            if on_drive
+            else "install g++ and ninja, or take torch's optimizers; in a config by 'torch_adam': true among the "
+            "optimizer's params.",
         ) from error
+
+
+def check_operations(config: dict[str, Any], trains: bool) -> None:
+    """Build, before anything is wrapped, what DeepSpeed would build in the midst of it.
+
+    Args:
+        config: what DeepSpeed gets.
+        trains: an optimizer is going to step.
+
+    Raises:
+        ConfigurationError: it cannot be built; says what to install.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
+    places = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")}
+    wanted = []
+    if places["offload_param"] == "nvme" or (trains and places["offload_optimizer"] == "nvme"):
+        wanted.append("AsyncIOBuilder")
+    adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    if trains and adam and not optimizer.get("params", {}).get("torch_adam"):
+        wanted.append("FusedAdamBuilder" if places["offload_optimizer"] == "none" else "CPUAdamBuilder")
+    with compiling_explained(), prints_hidden():
+        for name in wanted:
+            get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 def check_by_deepspeed(config: dict[str, Any]) -> None:

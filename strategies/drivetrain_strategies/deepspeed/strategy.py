@@ -34,7 +34,7 @@ from drivetrain_strategies.deepspeed.config import (
     resolve,
     stage_of,
 )
-from drivetrain_strategies.deepspeed.faults import check_by_deepspeed, compiling_explained
+from drivetrain_strategies.deepspeed.faults import check_by_deepspeed, check_operations, compiling_explained
 from drivetrain_strategies.deepspeed.library import Quiet, check_library, import_library
 from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed.run import DeepSpeedRun, Setting
@@ -200,6 +200,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             check_leaves(module, self.leaf_modules)
         self.resolved_config = resolve(self._config, self._asked, self.settings, self.precision.name, self.world_size)
         check_by_deepspeed(self.resolved_config)
+        check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
     @property
     def _half(self) -> torch.dtype | None:
