@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoint, memory, profile, step, strategies
+from benchmarks import checkpoint, data, memory, profile, scale, start, step, strategies
 from benchmarks.peers import PEERS
 from benchmarks.work import WORKS
 
@@ -26,6 +26,9 @@ TABLES: dict[str, tuple[Callable[..., list[str]], Path]] = {
     "step": (step.table, DOCS / "benchmarks.md"),
     "profile": (profile.table, DOCS / "benchmarks.md"),
     "strategies": (strategies.table, DOCS / "benchmarks.md"),
+    "start": (start.table, DOCS / "benchmarks.md"),
+    "data": (data.table, DOCS / "benchmarks.md"),
+    "scale": (scale.table, DOCS / "benchmarks.md"),
     "checkpoint": (checkpoint.table, DOCS / "benchmarks.md"),
     "memory": (lambda rounds: memory.table(), DOCS / "strategies.md"),
 }

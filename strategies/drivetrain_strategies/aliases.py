@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from drivetrain_strategies.ddp.strategy import DDPStrategy
-from drivetrain_strategies.single_device import SingleDeviceStrategy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from drivetrain_strategies.ddp.strategy import DDPStrategy
+    from drivetrain_strategies.single_device import SingleDeviceStrategy
 
 
 def single_device() -> SingleDeviceStrategy:
+    from drivetrain_strategies.single_device import SingleDeviceStrategy
+
     return SingleDeviceStrategy()
 
 
 def ddp() -> DDPStrategy:
-    return DDPStrategy()
+    return _ddp()
 
 
 def ddp_static_graph() -> DDPStrategy:
-    return DDPStrategy(static_graph=True)
+    return _ddp(static_graph=True)
 
 
 def ddp_find_unused_parameters_true() -> DDPStrategy:
-    return DDPStrategy(find_unused_parameters=True)
+    return _ddp(find_unused_parameters=True)
+
+
+def _ddp(**options: Any) -> DDPStrategy:
+    from drivetrain_strategies.ddp.strategy import DDPStrategy  # one process has no use for it
+
+    return DDPStrategy(**options)

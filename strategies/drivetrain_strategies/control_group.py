@@ -98,7 +98,7 @@ class GroupControl:
         if self.rank == 0:
             self.store.set(key, json.dumps(value))
             return value
-        self._wait(key, "a value from rank 0", None, [])
+        self._wait(key, "a value from rank 0", None)
         return json.loads(self.store.get(key))
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class GroupControl:
             purposes = [text.decode() for text in self.store.multi_get(self._arrivals(key))]
             self.store.set(f"{key}/done", json.dumps({"total": total, "purposes": list(dict.fromkeys(purposes))}))
         else:
-            self._wait(f"{key}/done", purpose, timeout, self._arrivals(key))
+            self._wait(f"{key}/done", purpose, timeout, key)
         done = json.loads(self.store.get(f"{key}/done"))
         if len(done["purposes"]) > 1:
             came_for = spread([text.decode() for text in self.store.multi_get(self._arrivals(key))])
@@ -134,7 +134,7 @@ class GroupControl:
     def _arrivals(self, key: str) -> list[str]:
         return [f"{key}/{rank}" for rank in range(self.world_size)]
 
-    def _wait(self, key: str, purpose: str, timeout: timedelta | None, arrivals: list[str]) -> None:
+    def _wait(self, key: str, purpose: str, timeout: timedelta | None, agreement: str | None = None) -> None:
         # Asked again and again, since a `Store.wait` that times out writes two warnings to the terminal every time.
         begun = time.monotonic()
         end = None if timeout is None else begun + timeout.total_seconds()
@@ -149,6 +149,8 @@ class GroupControl:
             if failure is not None:
                 raise RankFailedError(failure)
             if end is not None and time.monotonic() > end:
+                # Named here and not before: on thousands of ranks each agreement would make thousands of names.
+                arrivals = [] if agreement is None else self._arrivals(agreement)
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])]
                 raise DistributedError(
                     f"Rank {self.rank} came to {purpose} and waited {timeout} for rank(s) {absent}.",

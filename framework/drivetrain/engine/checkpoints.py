@@ -6,18 +6,16 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from drivetrain.callbacks.checkpoint import Checkpoint as CheckpointCallback
-from drivetrain.checkpoint.finding import newest
-from drivetrain.checkpoint.folders import child
-from drivetrain.checkpoint_format import Checkpoint, agreed, load, save, stage
 from drivetrain.control import LocalControl
-from drivetrain.engine.background import BackgroundSaver
-from drivetrain.engine.fitting import check_goes_on
-from drivetrain.engine.run_checkpoint import RunCheckpoint
 from drivetrain.engine.seeding import order_seed
 from drivetrain.errors import CheckpointError, ConfigurationError
 
+# What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
 if TYPE_CHECKING:
+    from drivetrain.callbacks import Checkpoint as CheckpointCallback
+    from drivetrain.checkpoint_format import Checkpoint
+    from drivetrain.engine.background import BackgroundSaver
+    from drivetrain.engine.run_checkpoint import RunCheckpoint
     from drivetrain.engine.session import Session
 
 logger = logging.getLogger("drivetrain")
@@ -63,6 +61,9 @@ class RunCheckpoints:
         if path is None:
             return order_seed(seed, control)
 
+        from drivetrain.checkpoint_format import agreed, load
+        from drivetrain.engine.fitting import check_goes_on
+
         def opened() -> Checkpoint:
             checkpoint = load(path)
             if fitting:
@@ -76,17 +77,19 @@ class RunCheckpoints:
     def load(self) -> None:
         """Go on from what was opened, if anything. Collective."""
         if self.opened is not None:
-            RunCheckpoint(self._session).load(self.opened)
+            self._contents().load(self.opened)
 
     def load_weights(self) -> None:
         """Take the weights of what was opened, if anything. Collective."""
         if self.opened is not None:
-            RunCheckpoint(self._session).load_weights(self.opened)
+            self._contents().load_weights(self.opened)
 
     def _choose(self, which: str) -> str | None:
         best = [one.best_model_path for one in self._callbacks() if one.best_model_path]
         if which == "best" and best:
             return best[0]
+        from drivetrain.checkpoint.finding import newest
+
         found = newest(self._folders())
         if found is None:
             return None
@@ -98,10 +101,19 @@ class RunCheckpoints:
         return kept[0] if kept else found.path
 
     def _folders(self) -> list[str]:
+        from drivetrain.checkpoint.folders import child
+
         root = child(self._session.trainer.default_root_dir, "checkpoints")
         return list(dict.fromkeys([*(one.dirpath for one in self._callbacks() if one.dirpath is not None), root]))
 
+    def _contents(self) -> RunCheckpoint:
+        from drivetrain.engine.run_checkpoint import RunCheckpoint
+
+        return RunCheckpoint(self._session)
+
     def _callbacks(self) -> list[CheckpointCallback]:
+        from drivetrain.callbacks import Checkpoint as CheckpointCallback
+
         return [one for one in self._session.callbacks if isinstance(one, CheckpointCallback)]
 
     # Writing
@@ -140,8 +152,10 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
         """
+        from drivetrain.checkpoint_format import save, stage
+
         session, strategy = self._session, self._session.strategy
-        checkpoint = RunCheckpoint(session)
+        checkpoint = self._contents()
         contents = checkpoint.contents(weights_only)
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
@@ -157,6 +171,8 @@ class RunCheckpoints:
             then()
             return
         if self._background is None:
+            from drivetrain.engine.background import BackgroundSaver
+
             self._background = BackgroundSaver(control, session.saves)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, then)

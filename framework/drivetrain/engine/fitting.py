@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from drivetrain.checkpoint_format import Checkpoint
 from drivetrain.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from drivetrain.checkpoint_format import Checkpoint
 
 _SHOWN = 10
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks import Checkpoint
 from drivetrain.engine.place import expected_placement
 from drivetrain.engine.session import Session
 from drivetrain.environments import Environment, Placement
@@ -19,6 +18,9 @@ from drivetrain.loops.optimizers import SchedulerConfig
 from drivetrain.loops.progress import Progress
 from drivetrain.precision import Precision
 from drivetrain.strategy import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks import Checkpoint
 
 
 class RunReads:
@@ -223,6 +225,8 @@ class RunReads:
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
         """The first callback that saves checkpoints."""
+        from drivetrain.callbacks import Checkpoint  # with all that writes checkpoints
+
         return next((callback for callback in self.callbacks if isinstance(callback, Checkpoint)), None)
 
     def _running(self, what: str) -> Session:

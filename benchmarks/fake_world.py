@@ -1,0 +1,96 @@
+"""One rank among many that are not there: torch's fake process group, and a store in which the others have answered.
+
+The one place that imports torch's fake process group, which is internal to its tests.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from drivetrain_strategies import DDPStrategy
+from drivetrain_strategies.control_group import GroupControl
+
+_TIMEOUT = timedelta(minutes=1)
+
+
+@contextmanager
+def fake_world(size: int) -> Iterator[None]:
+    """Within it this process is the last of ``size`` ranks; collectives return at once, and move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=size - 1, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class OthersAnswered:
+    """The run's store, as a rank meets it that comes after all others but the one that completes an agreement.
+
+    Everybody raises the flags that this rank raises, and rank 0 has shared what this rank expects.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: dict[str, str] = {}
+        self.calls = 0
+
+    def set(self, key: str, value: str) -> None:
+        self.calls += 1
+        self._values[key] = value
+
+    def add(self, key: str, amount: int) -> int:
+        self.calls += 1
+        done = {"total": amount * self._size, "purposes": ["the same"]}
+        self._values[f"{key}/done"] = json.dumps(done)
+        return amount * (self._size - 1) if self._size > 1 else amount
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self.calls += 1
+        return self._values[key].encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.calls += 1
+        return [b"the same"] * len(keys)
+
+    def delete_key(self, key: str) -> None:
+        self.calls += 1
+        self._values.pop(key, None)
+
+
+class _Control(GroupControl):
+    """The control plane of the distributed strategies, on that store."""
+
+    store: Any
+
+    def from_rank_0(self, value: Any) -> Any:
+        key = f"shared/{self._shared}"
+        self.store.set(key, json.dumps(value))  # what rank 0 has put there
+        return super().from_rank_0(value)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+
+class FakeDDP(DDPStrategy):
+    """`DDPStrategy` in a `fake_world`."""
+
+    def setup_environment(self) -> None:
+        size = dist.get_world_size()
+        self.control = _Control(dist.group.WORLD, OthersAnswered(size), self.rank, size, _TIMEOUT)  # type: ignore[arg-type]
+
+
+def keep(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that sends nothing: what the fake group's own all-reduce returns, DDP cannot take."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
