@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from drivetrain.failure import Failure
+from drivetrain.errors import DistributedError
+from drivetrain.failure import AbsentRanksError, Failure
+
+_SHOWN = 8  # different stacks that are told
+_SILENT = "Its process has ended, or hangs where no thread of Python's runs."
 
 
 class Pending(Protocol):
@@ -27,6 +31,8 @@ class ControlPlane(Protocol):
 
     rank: int
     world_size: int
+    hearsay: Callable[[], Sequence[Failure]]
+    """What somebody else, who watches the processes, knows of failures."""
 
     @property
     def store(self) -> Store | None:
@@ -63,11 +69,17 @@ class ControlPlane(Protocol):
         Args:
             purpose: what is agreed on, alike on every rank.
             flags: this rank's, two at most.
-            timeout: how long to wait for the others; None waits as long as nobody fails.
+            timeout: how long to wait for the others; None is as long as for any collective.
 
         Raises:
             DistributedError: a rank came for another purpose, or not within ``timeout``; it is named.
         """
+
+    def after_first_step(self) -> None:
+        """Wait less for the others from now on. Not collective."""
+
+    def whereabouts(self, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
+        """Ask ranks, all others by default, for their stacks; who does not answer has None. Not collective."""
 
     def report_failure(self, failure: Failure) -> None:
         """Tell the others. Not collective."""
@@ -107,6 +119,7 @@ class LocalControl:
     rank = 0
     world_size = 1
     store: Store | None = None
+    hearsay: Callable[[], Sequence[Failure]] = tuple
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return values.unsqueeze(0)
@@ -133,6 +146,12 @@ class LocalControl:
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         return tuple(int(flag) for flag in flags)
 
+    def after_first_step(self) -> None:
+        return None
+
+    def whereabouts(self, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
+        return {}
+
     def report_failure(self, failure: Failure) -> None:
         return None
 
@@ -150,6 +169,23 @@ class LocalControl:
 
     def settle(self, wait: timedelta) -> None:
         return None
+
+
+def absent_error(what: str, why: str, fix: str, where: Mapping[int, str | None]) -> DistributedError:
+    """Return the error for ranks that did not come in time.
+
+    Args:
+        what: who waited for whom.
+        why: what is known of the reason.
+        fix: what to look for.
+        where: what `ControlPlane.whereabouts` gave.
+    """
+    ranks, lines = list(where), []
+    for stack, indices in spread(list(where.values())).items():
+        told = f"at work, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT}"
+        lines.append(f"rank(s) {[ranks[index] for index in indices]}: {told}")
+    kind = DistributedError if None in where.values() else AbsentRanksError
+    return kind(what, "\n".join([why, "Where they are:", *lines[:_SHOWN]]), fix)
 
 
 def spread(values: Sequence[Any]) -> dict[Any, list[int]]:

@@ -137,6 +137,10 @@ class RankFailedError(DistributedError):
         return type(self), (self.failure,)
 
 
+class AbsentRanksError(DistributedError):
+    """Ranks did not come in time, and have told where they are: there is nothing more to hear of them."""
+
+
 def failure_file(error_file: str) -> str:
     """Return where a process leaves its `Failure`, beside the error file that elastic has chosen for it."""
     return f"{error_file}.failure"

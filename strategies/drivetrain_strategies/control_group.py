@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from drivetrain.control import Pending, spread
+from drivetrain.control import Pending, absent_error, spread
 from drivetrain.errors import DistributedError
 from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain_strategies.watchdog import stacks
 
 _FIELD = 20  # bits an agreement spends on one count: up to a million ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.1  # seconds between two looks at the store
 _PART = timedelta(seconds=30)  # how long rank 0 waits for the others to have read what it hosts
+_PING = 30.0  # seconds of waiting between two looks at whether those it waits for are alive
 _LOOK_FOR_FAILURES = 1.0  # seconds of waiting between two looks at whether a rank has failed
 
 
@@ -43,10 +45,23 @@ class GroupControl:
         store: the run's own corner of the rendezvous store.
         rank: this rank.
         world_size: among how many.
+        timeout: how long it waits for the others in the store.
+        then: called once, after the first step.
     """
 
-    def __init__(self, group: Any, store: Store, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        group: Any,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta = timedelta(minutes=30),
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
         self._group = group
+        self.timeout = timeout
+        self._then = then
+        self.hearsay: Callable[[], Sequence[Failure]] = lambda: ()
         self.store = store
         self.rank = rank
         self.world_size = world_size
@@ -88,9 +103,14 @@ class GroupControl:
             one.wait()
 
     def twin(self) -> GroupControl:
+        self.agree("a second control plane")  # making a group waits for all, and hears of no failure
         store = PrefixStore(f"twin{len(self._twins)}", self.store)
-        self._twins.append(GroupControl(dist.new_group(backend="gloo"), store, self.rank, self.world_size))
-        return self._twins[-1]
+        group = dist.new_group(backend="gloo", timeout=self.timeout)
+        twin = GroupControl(group, store, self.rank, self.world_size, self.timeout)
+        # Its own corner of the store knows neither of failures nor of where ranks are.
+        twin.hearsay, twin.whereabouts = self._reports, self.whereabouts  # type: ignore[method-assign]
+        self._twins.append(twin)
+        return twin
 
     def from_rank_0(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
@@ -135,10 +155,12 @@ class GroupControl:
         return [f"{key}/{rank}" for rank in range(self.world_size)]
 
     def _wait(self, key: str, purpose: str, timeout: timedelta | None, agreement: str | None = None) -> None:
+        timeout = self.timeout if timeout is None else timeout
         # Asked again and again, since a `Store.wait` that times out writes two warnings to the terminal every time.
         begun = time.monotonic()
-        end = None if timeout is None else begun + timeout.total_seconds()
-        look = begun + _LOOK_FOR_FAILURES
+        end = begun + timeout.total_seconds()
+        look, ping = begun + _LOOK_FOR_FAILURES, begun + _PING
+        silent: set[int] = set()
         while not self.store.check([key]):
             waited = time.monotonic() - begun
             time.sleep(min(max(waited / 10, _SHORTEST_PAUSE), _LONGEST_PAUSE))
@@ -148,15 +170,34 @@ class GroupControl:
             failure = self.first_failure()
             if failure is not None:
                 raise RankFailedError(failure)
-            if end is not None and time.monotonic() > end:
+            late = time.monotonic() > end
+            if late or time.monotonic() > ping:
                 # Named here and not before: on thousands of ranks each agreement would make thousands of names.
                 arrivals = [] if agreement is None else self._arrivals(agreement)
-                absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])]
-                raise DistributedError(
-                    f"Rank {self.rank} came to {purpose} and waited {timeout} for rank(s) {absent}.",
+                absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])] or [0]
+                where = self.whereabouts(absent)
+                # A rank that is alive answers, whatever it is at: one that has not done so twice is gone.
+                gone = silent & {rank for rank, stack in where.items() if stack is None}
+                silent = {rank for rank, stack in where.items() if stack is None}
+                ping = time.monotonic() + _PING
+                if not (late or gone) or self.store.check([key]):
+                    continue
+                waited = time.monotonic() - begun
+                raise absent_error(
+                    f"Rank {self.rank} came to {purpose} and waited {waited:.0f} s for rank(s) {absent}.",
                     "what is collective must be called by every rank, in the same order.",
-                    "look for a call under `if trainer.is_global_zero:` and move it out.",
+                    "look for a call under `if trainer.is_global_zero:` and move it out; where one only takes long, "
+                    "raise the strategy's timeout or step_timeout.",
+                    where,
                 )
+
+    def whereabouts(self, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
+        told = stacks(self.store, self.rank, self.world_size)
+        asked = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
+        return {rank: told.get(rank) for rank in asked}
+
+    def after_first_step(self) -> None:
+        self._then()
 
     def _forget(self, number: int) -> None:
         # Everybody has come to agreement `number + 1`, so nobody reads this one any more.
@@ -199,12 +240,17 @@ class GroupControl:
 
     def _reports(self) -> list[Failure]:
         count = self.store.add("failures", 0)
-        return [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
+        told = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
+        # Who was killed tells nobody; its launcher may know.
+        return told + [one for one in self.hearsay() if one.rank not in {failure.rank for failure in told}]
 
     def settle(self, wait: timedelta) -> None:
         """Linger after a failure until all ranks have seen it, since this process may host the store."""
+        self.store.set(f"settled/{self.rank}", "")
         end = time.monotonic() + wait.total_seconds()
-        count = self.store.add("settled", 1)
-        while count < self.world_size and time.monotonic() < end:
+        while time.monotonic() < end:
+            ended = {failure.rank for failure in self.hearsay() if failure.exit_code is not None}
+            rest = [f"settled/{rank}" for rank in range(self.world_size) if rank not in ended]
+            if not rest or self.store.check(rest):
+                return
             time.sleep(0.05)
-            count = self.store.add("settled", 0)

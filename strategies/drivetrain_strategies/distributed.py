@@ -16,6 +16,7 @@ from drivetrain_strategies.collectives import all_gather, broadcast, broadcast_t
 from drivetrain_strategies.process_group import ProcessGroup
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+DEFAULT_STEP_TIMEOUT = timedelta(minutes=10)
 
 
 class DistributedStrategy(Strategy):
@@ -24,11 +25,17 @@ class DistributedStrategy(Strategy):
     Args:
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
         timeout: after which a collective that a rank does not join fails.
+        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
     """
 
-    def __init__(self, process_group_backend: str | None = None, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
+    ) -> None:
         super().__init__()
-        self._group = ProcessGroup(process_group_backend, timeout)
+        self._group = ProcessGroup(process_group_backend, timeout, step_timeout)
         self._store: Store | None = None
 
     def bind(

@@ -14,6 +14,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain_strategies.control_group import GroupControl
+from drivetrain_strategies.groups import set_timeout
+from drivetrain_strategies.watchdog import Watchdog
 
 _runs = itertools.count()
 """Numbers this process's distributed runs, so that no two of them share keys in the store."""
@@ -25,11 +27,14 @@ class ProcessGroup:
     Args:
         backend: what collectives run on; None takes gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
         timeout: after which a collective that a rank does not join fails.
+        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
     """
 
-    def __init__(self, backend: str | None, timeout: timedelta) -> None:
+    def __init__(self, backend: str | None, timeout: timedelta, step_timeout: timedelta | None = None) -> None:
         self._backend = backend
         self._timeout = timeout
+        self._step_timeout = step_timeout
+        self._watchdog: Watchdog | None = None
         self._owned = False
         self._control_group: Any = None
         self.control: GroupControl | None = None
@@ -64,13 +69,29 @@ class ProcessGroup:
             )
             self._owned = True
         self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        control_store = PrefixStore("control", run_store)
+        rank, world_size = placement.rank, placement.world_size
         self.control = GroupControl(
-            self._control_group, PrefixStore("control", run_store), placement.rank, placement.world_size
+            self._control_group, control_store, rank, world_size, self._timeout, then=self._after_first_step
         )
+        own: Store = control_store.clone()  # type: ignore[attr-defined]
+        self._watchdog = Watchdog(own, rank)
         return self.control
+
+    def _after_first_step(self) -> None:
+        """Wait less for the others from now on: what takes long, compiling and loading, is behind them."""
+        if self._step_timeout is None or self._step_timeout >= self._timeout:
+            return
+        assert self.control is not None
+        self.control.timeout = self._step_timeout
+        if self._owned:
+            set_timeout(self._step_timeout)
 
     def close(self) -> None:
         """Leave. Talks to nobody: other ranks may be gone."""
+        if self._watchdog is not None:
+            self._watchdog.end()
+            self._watchdog = None
         if self._control_group is not None:
             group, self._control_group = self._control_group, None
             if dist.is_initialized():

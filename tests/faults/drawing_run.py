@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torchmetrics
+from striking import Fault, Striker
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -22,10 +23,10 @@ SAMPLES = 41  # which two ranks, batches of three and windows of two do not divi
 KEPT = 2
 
 STRATEGIES: dict[str, Any] = {
-    "single": SingleDeviceStrategy,
+    "single": lambda step_timeout=None: SingleDeviceStrategy(),
     "ddp": DDPStrategy,
     "fsdp": FSDPStrategy,
-    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+    "zero 3": lambda **more: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0, **more),
 }
 
 
@@ -71,13 +72,30 @@ class Drawing(TrainModule):
         self.tell("step", self.global_step)
 
 
-def train(folder: Path, strategy: str, every: int, beside: bool, tell: Callable[..., None]) -> Any:
-    """Begin or go on, and return what the run comes to: all that has to be the same, whatever happened on the way."""
-    module = Drawing(tell)
+def train(
+    folder: Path, strategy: str, every: int, beside: bool, tell: Callable[..., None], fault: Fault | None = None
+) -> Any:
+    """Begin or go on, and return what the run comes to: all that has to be the same, whatever happened on the way.
+
+    Args:
+        folder: where it saves.
+        strategy: one of `STRATEGIES`.
+        every: steps between two saves.
+        beside: save in the background.
+        tell: gets what happens as it does.
+        fault: what goes wrong, if anything; nothing does in one that only counts.
+    """
+    saver = Checkpoint(folder, every_n_train_steps=every, save_async=beside, keep_last=KEPT)
+    module: Any = Drawing(tell)
+    data: Any = Augmented()
+    more: dict[str, Any] = {}
+    if fault is not None:
+        striker = Striker(fault, tell)
+        module, data, more = striker.module(module), striker.data(data), striker.settings()
     trainer = Fit(
-        strategy=STRATEGIES[strategy](),
+        strategy=STRATEGIES[strategy](**more),
         accelerator="cpu",
-        callbacks=Checkpoint(folder, every_n_train_steps=every, save_async=beside, keep_last=KEPT),
+        callbacks=[saver] if fault is None else [saver, striker.callback()],
         default_root_dir=folder,  # else "auto" looks elsewhere too
         max_epochs=2,
         accumulate_grad_batches=2,
@@ -86,7 +104,10 @@ def train(folder: Path, strategy: str, every: int, beside: bool, tell: Callable[
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(Augmented(), batch_size=3, shuffle=True), ckpt_path="auto")
+    validation = None if fault is None else DataLoader(torch.zeros(4, 1), batch_size=2)
+    trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), validation, ckpt_path="auto")
+    if fault is not None and trainer.is_global_zero:
+        tell("calls", dict(striker.calls))
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {

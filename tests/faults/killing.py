@@ -12,7 +12,7 @@ from drawing_run import KEPT
 from lives import Life, Run
 
 # Once, and not by every rank: the latter pulls in all of the compiler.
-_IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero.muon.muon_optimizer"}
+IMPORTED = {"fsdp": "torch.distributed.fsdp", "zero 3": "deepspeed.runtime.zero.muon.muon_optimizer"}
 
 
 @dataclass
@@ -54,7 +54,7 @@ def kill_runs(folder: Path, strategy: str, kills: int, seed: int) -> Tally:
         AssertionError: a run came to something else, lost more than it had not saved, or left something behind.
         RankFailedError: a rank failed that was not killed.
     """
-    importlib.import_module(_IMPORTED.get(strategy, "torch"))
+    importlib.import_module(IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
     draw, tally = random.Random(f"{strategy} {seed}"), Tally(strategy)
     undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from drawing_run import train
+from striking import Fault
 
 from drivetrain.checkpoint import load, verify
 from drivetrain.environments import Placement
@@ -66,24 +67,39 @@ class Life:
     seconds: float = 0.0
     """From the first step to the end."""
     waited: float = 0.0
-    """From the kill to the end."""
+    """From the kill, or from when the fault struck, to the end."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """How often each place was come to at which a fault could have struck rank 0."""
+    struck: float | None = None
+    """When the fault struck, by the clock that all processes share."""
+    error: BaseException | None = None
 
     @property
     def ended(self) -> bool:
         """Whether it came to its end, on all ranks."""
         return len(self.results) == self.run.ranks
 
-    def live(self, kill_after: float = float("inf"), victims: list[int] | None = None) -> Life:
-        """Go on until all have ended, the victims by a kill so many seconds after the first step began."""
+    def live(
+        self, kill_after: float = float("inf"), victims: list[int] | None = None, fault: Fault | None = None
+    ) -> Life:
+        """Go on until all have ended: the victims by a kill at an instant after the first step, or by a fault."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(self.run.ranks)]
         killer = _Killer(self, [ours for ours, _ in pipes], kill_after, victims or [])
         killer.start()
         try:
             whole = Placement(0, self.run.ranks, 0, self.run.ranks)
-            FunctionLauncher("fork", grace=_GRACE).launch_all(whole, _live, self.run, [theirs for _, theirs in pipes])
+            launcher = FunctionLauncher("fork") if fault else FunctionLauncher("fork", grace=_GRACE)
+            launcher.launch_all(whole, _live, self.run, [theirs for _, theirs in pipes], fault)
         except RankFailedError as error:
             # G-02: who was killed is named, and not who ran into something because of it.
-            if killer.killed_at is None or error.failure.rank not in killer.victims or not error.failure.signal_name:
+            self.error = error
+            if fault is None and (
+                killer.killed_at is None or error.failure.rank not in killer.victims or not error.failure.signal_name
+            ):
+                raise
+        except BaseException as error:
+            self.error = error
+            if fault is None:
                 raise
         finally:
             over = time.monotonic()
@@ -91,7 +107,8 @@ class Life:
                 theirs.close()
             killer.join()
         self.seconds = over - killer.began_at
-        self.waited = 0.0 if killer.killed_at is None else over - killer.killed_at
+        since = killer.killed_at if fault is None else self.struck
+        self.waited = 0.0 if since is None else over - since
         return self
 
 
@@ -139,13 +156,17 @@ class _Killer(threading.Thread):
             life.losses[rank, *values[0]] = values[1]
         elif what == "step":
             life.reached = max(life.reached, *values)
+        elif what == "calls":
+            [life.calls] = values
+        elif what == "struck":
+            [life.struck] = values
         elif what == "end":
             [life.results[rank]] = values
             # Nobody is there to be killed any more.
             self.victims = [one for one in self.victims if one != rank]
 
 
-def _live(run: Run, pipes: list[Connection]) -> None:
+def _live(run: Run, pipes: list[Connection], fault: Fault | None) -> None:
     rank = int(os.environ["RANK"])
 
     def tell(*words: Any) -> None:
@@ -154,4 +175,4 @@ def _live(run: Run, pipes: list[Connection]) -> None:
     torch.set_num_threads(1)
     with open(f"{run.folder}.log", "a") as log:
         os.dup2(log.fileno(), sys.stderr.fileno())
-    tell("end", train(run.folder, run.strategy, run.every, run.beside, tell))
+    tell("end", train(run.folder, run.strategy, run.every, run.beside, tell, fault))

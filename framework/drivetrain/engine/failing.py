@@ -9,9 +9,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from drivetrain.control import ControlPlane
+from drivetrain.control import ControlPlane, absent_error
 from drivetrain.errors import DistributedError
-from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain.failure import AbsentRanksError, Failure, RankFailedError, first_cause
 from drivetrain.launchers import World
 
 Answer = TypeVar("Answer")
@@ -21,6 +21,12 @@ _HEAR = timedelta(seconds=10)
 
 _LOOK = timedelta(seconds=0.2)
 """How long it waits for a report before it asks after the processes."""
+
+_TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+"""What gloo and NCCL say where a rank did not come."""
+
+_BRIEF = timedelta(seconds=1)
+"""How long one stays that has waited for the others: they have waited too."""
 
 _LINGER = timedelta(seconds=5)
 """How long a failed rank stays, so that the others can hear from it."""
@@ -38,12 +44,36 @@ def tell_others(control: ControlPlane, failure: Failure) -> None:
         return  # the store went with the process that hosted it
 
 
+def in_vain(control: ControlPlane, error: BaseException) -> BaseException:
+    """Return an error that says where the others are, for one that says only that they did not come in time."""
+    if not any(text in str(error) for text in _TIMED_OUT) or control.first_failure(_LOOK) is not None:
+        return error
+    try:
+        where = control.whereabouts()
+    except RuntimeError:
+        return error
+    told = absent_error(
+        f"Rank {control.rank} waited in a collective, and not all of rank(s) {list(where)} came in time.",
+        str(error).splitlines()[0],
+        "see what the rank that is elsewhere waits for; where it only takes long, raise the strategy's timeout "
+        "or step_timeout.",
+        where,
+    )
+    told.__cause__ = error
+    return told
+
+
 def cause_of(control: ControlPlane, world: World | None, failure: Failure, error: BaseException) -> BaseException:
     """Return what to raise: the error itself, or where it only follows from another rank's, that one."""
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
+        if isinstance(error, AbsentRanksError):
+            _within(_HEAR, lambda: control.settle(_BRIEF))
+            return error
         if is_cause:
-            _within(_LINGER + _STORE, lambda: control.settle(_LINGER))
+            # Who calls a function in other processes hosts their store itself: there is nothing to stay for.
+            linger = _BRIEF if world is not None and world.kind == "function" else _LINGER
+            _within(linger + _STORE, lambda: control.settle(linger))
             return error
         return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error))
     except RuntimeError:
@@ -81,7 +111,9 @@ def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None
         if cause is not None and cause.distance == 0:
             return cause
         if world is not None and world.failures():
-            return first_cause(world.failures())
+            found = first_cause(world.failures())
+            control.report_failure(found)  # the others do not watch processes
+            return found
         if control.everybody_failed() or time.monotonic() >= end:
             return cause
 

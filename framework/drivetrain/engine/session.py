@@ -23,7 +23,7 @@ from drivetrain.engine.console import heard
 from drivetrain.engine.cursor import Cursor
 from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
-from drivetrain.engine.failing import cause_of, tell_others
+from drivetrain.engine.failing import cause_of, in_vain, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.out_of_memory import explain_out_of_memory
 from drivetrain.engine.place import Place
@@ -148,6 +148,8 @@ class Session:
         if trainer.seed is not None:
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
+        if self.place.world is not None and strategy.world_size > 1:
+            strategy.control.hearsay = self.place.world.failures
         self.draws.device = strategy.device
         self.metrics.control = strategy.control
         self.metrics.speaks, self.metrics.group = strategy.speaks_for_data, strategy.data_group
@@ -375,6 +377,7 @@ class Session:
     def _fail(self, error: BaseException) -> BaseException:
         """Tell hooks and ranks, let go of everything, and return what to raise."""
         control = self.strategy.control
+        error = in_vain(control, error)
         failure = Failure.of_exception(self.strategy.rank, error)
         tell_others(control, failure)
         release(self.module)

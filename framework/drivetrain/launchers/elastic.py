@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -11,13 +12,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain.failure import Failure, failure_file
 from drivetrain.process_state import ProcessState
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
+
+LEFT = "left"
+"""Prefix of the store's keys under which ranks leave failures that they could not write to a file."""
 
 _POLL = 0.02  # seconds between two looks at the processes
 _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
@@ -39,6 +46,8 @@ class Processes:
         self._folder = folder
         self._failures: dict[int, Failure] = {}
         self._ended_by_us: set[int] = set()
+        self.store: Store | None = None
+        """Where those leave their failures that have no room for a file. Not held on to after the end."""
 
     @classmethod
     def of_script(cls, first_rank: int, command: list[str], variables: list[dict[str, str]]) -> Processes:
@@ -101,7 +110,7 @@ class Processes:
         for rank, code in self.exit_codes().items():
             if rank in self._ended_by_us or (rank in self._failures and self._failures[rank].exit_code is not None):
                 continue
-            left = self._left_by(rank)
+            left = self._left_by(rank) or (self._left_in_store(rank) if code else None)
             if left is not None:
                 self._failures[rank] = left if code is None else left.ended_with(code)
             elif code:
@@ -134,6 +143,19 @@ class Processes:
     def _left_by(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
 
+    def announce(self, failure: Failure) -> None:
+        """Tell the others of a rank that ended and could not tell them itself."""
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                self.store.set(f"{LEFT}/first", json.dumps(asdict(failure)))
+
+    def _left_in_store(self, rank: int) -> Failure | None:
+        key = f"{LEFT}/{rank}"
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None and self.store.check([key]):
+                return Failure(**json.loads(self.store.get(key)))
+        return None
+
     def send(self, number: int) -> None:
         """Send a signal to those that still run."""
         for rank, code in self.exit_codes().items():
@@ -148,6 +170,7 @@ class Processes:
     def end(self, *, kill: bool = False) -> None:
         """End those that still run, by SIGTERM and then SIGKILL, or at once; then remove what they left."""
         self._ended_by_us |= {rank for rank, code in self.exit_codes().items() if code is None}
+        self.store = None
         with _quiet():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
         shutil.rmtree(self._folder, ignore_errors=True)

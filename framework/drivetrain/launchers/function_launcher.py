@@ -102,6 +102,7 @@ class FunctionLauncher:
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
+        processes.store = store
         passing = PassingOn(processes, pass_on)
         try:
             with passing:
@@ -131,6 +132,8 @@ class FunctionLauncher:
                 if values is not None:
                     return values
                 continue
+            if failures:
+                processes.announce(first_cause(failures))
             processes.wait(self._grace)
             failures = processes.failures()
             ended = [rank for rank, code in processes.exit_codes().items() if code is not None]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -13,7 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.errors import DistributedError
 from drivetrain.failure import Failure, RankFailedError, failure_file, first_cause
-from drivetrain.launchers.elastic import Processes
+from drivetrain.launchers.elastic import LEFT, Processes
 from drivetrain.launchers.lifeline import die_with_parent
 
 # In the environment of a process that runs the caller's script again, and nowhere else. The parent's id tells such a
@@ -97,8 +100,16 @@ class World:
             time.sleep(_MEET_PAUSE)
 
     def failures(self) -> list[Failure]:
-        """Return the failures of the processes that this one started, by rank. Cheap enough to ask while waiting."""
-        return [] if self._processes is None else self._processes.failures()
+        """Return the failures of the processes that this one started, by rank, or of which it was told by who did.
+
+        Cheap enough to ask while waiting.
+        """
+        if self._processes is not None:
+            return self._processes.failures()
+        with contextlib.suppress(RuntimeError):
+            if self.kind == "function" and self.store(LEFT).check(["first"]):
+                return [Failure(**json.loads(self.store(LEFT).get("first")))]
+        return []
 
     def ended(self) -> dict[int, int]:
         """Return the exit codes of the processes that this one started and that have ended, well or not, by rank."""
@@ -114,10 +125,13 @@ class World:
         """Leave an error of this process for the one that started it, which reads it with `failures`."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and not self.is_caller:
+            failure = Failure.of_exception(self.placement.rank, error)
             try:
-                Failure.of_exception(self.placement.rank, error).write(failure_file(path))
+                failure.write(failure_file(path))
             except OSError:
-                return  # The caller is gone, and its folder with it.
+                # The disk is full, or the caller is gone, and its folder with it.
+                with contextlib.suppress(RuntimeError):
+                    self.store(LEFT).set(str(failure.rank), json.dumps(asdict(failure)))
 
     @property
     def is_ours(self) -> bool:

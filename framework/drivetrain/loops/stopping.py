@@ -173,7 +173,9 @@ class StopRequest:
         store = self._store
         assert store is not None
         now, apart = time.monotonic(), 1
-        if self._looked is not None:
+        if self._looked is None:
+            self._control.after_first_step()
+        else:
             before, then = self._looked
             # Long steps are looked after one by one, and short ones seldom.
             apart = min(AGREE_EVERY, max(1, int(_LOOK * (step - before) / max(now - then, 1e-9))))

@@ -18,7 +18,7 @@ from drivetrain.strategy import StepRunner
 from drivetrain_strategies.ddp import reducer
 from drivetrain_strategies.ddp.comm_hooks import CommHook, register_comm_hook
 from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
-from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
+from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.module_checks import (
     refuse_device_map,
     refuse_embedding_max_norm,
@@ -41,6 +41,7 @@ class DDPStrategy(DistributedStrategy):
         comm_hook: "fp16", "bf16" or "powersgd"; a hook; or a pair of a state and a hook.
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
         timeout: after which a collective that a rank does not join fails.
+        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
         sync_batchnorm: turn BatchNorm into SyncBatchNorm for the run. ``Fit(sync_batchnorm=True)`` sets it.
 
     Raises:
@@ -61,9 +62,10 @@ class DDPStrategy(DistributedStrategy):
         comm_hook: CommHook | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
         sync_batchnorm: bool = False,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, step_timeout)
         if static_graph and find_unused_parameters:
             raise ConfigurationError(
                 "static_graph=True together with find_unused_parameters=True.",

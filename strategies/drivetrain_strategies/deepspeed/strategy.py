@@ -39,7 +39,7 @@ from drivetrain_strategies.deepspeed.library import Quiet, check_library, import
 from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed.run import DeepSpeedRun, Setting
 from drivetrain_strategies.deepspeed.traces import World
-from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
+from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.materialize import Recording, without_storage
 from drivetrain_strategies.module_checks import refuse_meta
 from drivetrain_strategies.placement import HomeDevice
@@ -84,6 +84,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         meta: at stage 3, build what ``configure_model`` builds without storage, and initialise it part by part.
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
         timeout: after which a collective that a rank does not join fails.
+        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
 
     Raises:
         ConfigurationError: deepspeed is missing or too old, or arguments and config contradict each other.
@@ -118,8 +119,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         meta: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, step_timeout)
         check_library()
         zero = {
             "offload_optimizer": offload(offload_optimizer, "offload_optimizer", nvme_path),

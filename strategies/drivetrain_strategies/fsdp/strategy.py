@@ -19,7 +19,7 @@ from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
 from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
-from drivetrain_strategies.distributed import DEFAULT_TIMEOUT, DistributedStrategy
+from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.fsdp import lbfgs, whole_step
 from drivetrain_strategies.fsdp.checks import check_arguments, check_module, check_optimizer, check_reshard_size
 from drivetrain_strategies.fsdp.device_mesh import Layout, Mesh, find_layout, require_mesh
@@ -69,6 +69,7 @@ class FSDPStrategy(DistributedStrategy):
         meta: build what ``configure_model`` builds without storage, and initialise it shard by shard.
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
         timeout: after which a collective that a rank does not join fails.
+        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
 
     Raises:
         ConfigurationError: arguments that contradict each other.
@@ -100,8 +101,9 @@ class FSDPStrategy(DistributedStrategy):
         meta: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, step_timeout)
         check_arguments(sharding, reshard_after_forward, replicate_size, shard_size, tensor_parallel)
         self.sharding = sharding
         self.wrap = wrap
@@ -112,8 +114,7 @@ class FSDPStrategy(DistributedStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.mixed_precision = mixed_precision
         self.ignored = tuple(ignored)
-        self.forward_prefetch = forward_prefetch
-        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
         self.compile = compile
         self.tensor_parallel = tensor_parallel
         self.reshard_after_backward = reshard_after_backward

@@ -1,0 +1,72 @@
+"""A thread beside each rank's work, which says where the rank is to whoever waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import tempfile
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_LOOK = 0.5  # seconds between two looks at the store
+_ANSWER = timedelta(seconds=3)  # how long a rank that asks waits for answers
+_DEEPEST = 12  # lines of a stack that are told
+
+
+class Watchdog:
+    """Looks into the store for as long as a run lasts; at nothing else, and at no time of the step's.
+
+    Args:
+        store: the run's, for this thread alone: a call that waits holds a connection.
+        rank: this rank.
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._watched = threading.get_ident()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="drivetrain-watchdog", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        answered = 0
+        with contextlib.suppress(RuntimeError):  # the store is gone, and the main thread will notice
+            while not self._over.wait(_LOOK):
+                asked = self._store.add("stacks/asked", 0)
+                if asked > answered:
+                    answered = asked
+                    self._store.set(f"stacks/{asked}/{self._rank}", stack_of(self._watched))
+
+
+def stack_of(thread: int) -> str:
+    """Return where a thread of this process is, innermost call first, as `faulthandler` sees it."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    for part in text.split("\n\n"):
+        head, _, body = part.partition("\n")
+        if f"0x{thread:016x}" in head:
+            return "\n".join(body.splitlines()[:_DEEPEST])
+    return text.strip()
+
+
+def stacks(store: Store, rank: int, world_size: int) -> dict[int, str]:
+    """Ask all ranks where they are; return what they answer, by rank. Who does not is missing from it."""
+    number = store.add("stacks/asked", 1)
+    store.set(f"stacks/{number}/{rank}", stack_of(threading.get_ident()))
+    keys = {other: f"stacks/{number}/{other}" for other in range(world_size)}
+    until = time.monotonic() + _ANSWER.total_seconds()
+    while time.monotonic() < until and not store.check(list(keys.values())):
+        time.sleep(0.05)
+    return {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}

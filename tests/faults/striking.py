@@ -1,0 +1,197 @@
+"""Faults that strike a rank at a given place of a run, as often as it came there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from drivetrain import Callback
+from drivetrain.launchers import current_world
+
+STEP_TIMEOUT = timedelta(seconds=3)
+"""How long the ranks of a run with a stall wait for each other, once they have made a step."""
+
+_NOT_CALLED = ("on_exception", "on_test", "on_predict")
+HOOKS = [
+    name
+    for name in vars(Callback)
+    if name.startswith(("on_", "setup", "teardown")) and not name.startswith(_NOT_CALLED)
+]
+OTHERS = ["state_dict", "load_state_dict", "training_step", "validation_step", "configure_optimizers", "reading"]
+
+
+class Struck(Exception):
+    """What a rank raises that is struck by an exception."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        kind: one of `KINDS`; "none" counts calls and does nothing.
+        rank: on which rank.
+        place: in which hook or step.
+        nth: at which call of it, from 1.
+    """
+
+    kind: str = "none"
+    rank: int = 0
+    place: str = "training_step"
+    nth: int = 1
+
+
+_inherited: dict[str, int] = {}
+
+
+class Striker:
+    """Puts a fault into a run.
+
+    Args:
+        fault: which.
+        tell: gets the moment at which it strikes.
+    """
+
+    def __init__(self, fault: Fault, tell: Callable[..., None]) -> None:
+        self._fault = fault
+        self._tell = tell
+        self._rank = int(os.environ["RANK"])
+        self.calls: Counter[str] = Counter()
+        _inherited.update(_sockets())
+        if fault.kind == "refused" and self._rank == fault.rank:
+            self._strike()
+
+    def at(self, place: str) -> None:
+        """Take note of a call, and strike where it is the one."""
+        self.calls[place] += 1
+        fault = self._fault
+        if (fault.place, fault.nth, fault.rank) == (place, self.calls[place], self._rank):
+            self._strike()
+
+    def settings(self) -> dict[str, Any]:
+        """Options of the strategy."""
+        return {"step_timeout": STEP_TIMEOUT} if self._fault.kind == "stalls" else {}
+
+    def callback(self) -> Callback:
+        """Return a callback whose every hook is a place."""
+        callback = Callback()
+        for name in [*HOOKS, "state_dict", "load_state_dict"]:
+            setattr(callback, name, self._then(name, getattr(callback, name)))
+        return callback
+
+    def module(self, module: Any) -> Any:
+        """Return the module, with its steps being places."""
+        module.validation_step = lambda batch, batch_idx: None
+        for name in ("training_step", "validation_step", "configure_optimizers"):
+            setattr(module, name, self._then(name, getattr(module, name)))
+        return module
+
+    def data(self, data: Any) -> Any:
+        """Return the data set, with reading it being a place."""
+        plain = type(data)
+
+        class Read(plain):  # type: ignore[valid-type,misc]
+            def __getitem__(this, index: int) -> Any:
+                self.at("reading")
+                return super().__getitem__(index)
+
+        return Read()
+
+    def _then(self, place: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        # Not *args alone: a step's signature says what it takes.
+        if place in ("training_step", "validation_step"):
+
+            def step(batch: Any, batch_idx: int) -> Any:
+                self.at(place)
+                return plain(batch, batch_idx)
+
+            return step
+
+        def hook(*args: Any) -> Any:
+            self.at(place)
+            return plain(*args)
+
+        return hook
+
+    def _strike(self) -> None:
+        if self._fault.kind != "none":
+            self._tell("struck", time.monotonic())
+            KINDS[self._fault.kind](self._fault)
+
+
+def _raise(fault: Fault) -> None:
+    raise Struck(f"in {fault.place} for the {fault.nth}. time")
+
+
+def _kill(fault: Fault) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(fault: Fault) -> None:
+    sys.exit(7)
+
+
+def _leave(fault: Fault) -> None:
+    os._exit(8)
+
+
+def _stall(fault: Fault) -> None:
+    time.sleep(1000)
+
+
+def _be_slow(fault: Fault) -> None:
+    time.sleep(0.1 + 0.05 * fault.nth)
+
+
+def _fill_the_disk(fault: Fault) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def _sockets() -> dict[str, int]:
+    """The sockets of this process, by what they are known by, with their descriptors."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[os.readlink(f"/proc/self/fd/{name}")] = int(name)
+    return {link: number for link, number in found.items() if link.startswith("socket:")}
+
+
+def _cut_off(fault: Fault) -> None:
+    """Cut every connection that this process has opened; those that it was forked with are its parent's."""
+    for link, number in _sockets().items():
+        if link not in _inherited:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _refuse(fault: Fault) -> None:
+    """Let the way to the others lead to a port at which nobody listens."""
+    world = current_world()
+    assert world is not None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        world.port = free.getsockname()[1]
+
+
+KINDS: dict[str, Callable[[Fault], None]] = {
+    "raises": _raise,
+    "killed": _kill,
+    "exits": _exit,
+    "leaves": _leave,
+    "stalls": _stall,
+    "slow": _be_slow,
+    "full disk": _fill_the_disk,
+    "cut off": _cut_off,
+    "refused": _refuse,
+}
