@@ -27,6 +27,7 @@ THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
 
 _MEET_PAUSE = 0.02  # seconds
 _CONNECT_LIMIT = timedelta(seconds=300)
+_CONNECT_LIMIT_HERE = timedelta(seconds=3)  # torch tries twice
 
 
 class World:
@@ -72,7 +73,10 @@ class World:
         It lives as long as the process that hosts it: the caller, on the first node.
         """
         if self._store is None:
-            self._store = TCPStore(self.address, self.port, is_master=False, timeout=_CONNECT_LIMIT)
+            # On one node the store was there before this process was.
+            limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
+            self._store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
+            self._store.set_timeout(_CONNECT_LIMIT)
         return PrefixStore(prefix, self._store)
 
     def meet(self) -> None:
