@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain.errors import ConfigurationError as ConfigurationError
     from drivetrain.errors import DistributedError as DistributedError
     from drivetrain.errors import DrivetrainError as DrivetrainError
+    from drivetrain.errors import LossSpikeError as LossSpikeError
     from drivetrain.errors import NonFiniteError as NonFiniteError
     from drivetrain.fit import Fit as Fit
     from drivetrain.loggers import Logger as Logger
@@ -42,6 +43,7 @@ _HOMES = {
     "DrivetrainError": "drivetrain.errors",
     "Fit": "drivetrain.fit",
     "Logger": "drivetrain.loggers",
+    "LossSpikeError": "drivetrain.errors",
     "NonFiniteError": "drivetrain.errors",
     "Precision": "drivetrain.precision",
     "Strategy": "drivetrain.strategy",
@@ -61,6 +63,7 @@ __all__ = [
     "DrivetrainError",
     "Fit",
     "Logger",
+    "LossSpikeError",
     "NonFiniteError",
     "Precision",
     "Strategy",

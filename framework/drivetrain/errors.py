@@ -47,6 +47,10 @@ class NonFiniteError(DrivetrainError):
     """A loss, gradient or parameter became NaN or infinite."""
 
 
+class LossSpikeError(DrivetrainError):
+    """The loss jumped, and going back has not helped."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from drivetrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
     from drivetrain.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
@@ -30,6 +31,7 @@ _HOME = {
     "GradientAccumulationScheduler": "accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
+    "LossSpikeGuard": "loss_spike_guard",
     "ModelSummary": "model_summary",
     "NonFiniteGuard": "non_finite_guard",
     "ProgressBar": "progress_bar",
@@ -47,6 +49,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LossSpikeGuard",
     "ModelSummary",
     "NonFiniteGuard",
     "ProgressBar",

@@ -154,6 +154,14 @@ class Checkpoint(Callback):
             self._unfinished = state_dict["going"], state_dict["moment"]
             self._interim = state_dict.get("interim")
 
+    def written(self) -> dict[str, Any]:
+        """Return the list of what is kept, for `go_on_with`."""
+        return self._retention.state_dict()
+
+    def go_on_with(self, written: Mapping[str, Any]) -> None:
+        """Keep the list of what was written although the run has gone back to one of them."""
+        self._retention.load_state_dict(written)
+
     # When
 
     def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from drivetrain.control import LocalControl
@@ -78,6 +79,44 @@ class RunCheckpoints:
         """Go on from what was opened, if anything. Collective."""
         if self.opened is not None:
             self._contents().load(self.opened)
+
+    def before(self, step: int) -> tuple[str, int] | None:
+        """Return the newest whole one of this run's that holds no step after ``step``, and its own. Collective."""
+        from drivetrain.checkpoint_format import load
+
+        self.finish()
+        control, found = self._session.strategy.control, None
+        if control.rank == 0:
+            for path in {path for one in self._callbacks() for path in one.best_k_models}:
+                with suppress(CheckpointError):  # somebody else has removed it
+                    checkpoint = load(path)
+                    at = int(checkpoint.progress["global_step"])
+                    if at <= step and not checkpoint.weights_only and (found is None or at > found[1]):
+                        found = path, at
+        found = control.from_rank_0(found)
+        return None if found is None else (found[0], found[1])
+
+    def roll_back(self, path: str) -> None:
+        """Go back to a checkpoint of this run as soon as all hooks are through, and train on from there. Collective.
+
+        What the `Checkpoint` callbacks have written stays in their lists, and callbacks see their state loaded.
+
+        Raises:
+            CheckpointError: it cannot be opened; later, from the loop: it is damaged.
+        """
+        from drivetrain.checkpoint_format import agreed, load
+
+        session = self._session
+        checkpoint = agreed(session.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path))
+
+        def back() -> None:
+            self.finish()
+            lists = [(one, one.written()) for one in self._callbacks()]
+            self._contents().load(checkpoint)
+            for one, written in lists:
+                one.go_on_with(written)
+
+        session.saves.go_back(back)
 
     def load_weights(self) -> None:
         """Take the weights of what was opened, if anything. Collective."""

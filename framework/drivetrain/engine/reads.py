@@ -229,6 +229,23 @@ class RunReads:
 
         return next((callback for callback in self.callbacks if isinstance(callback, Checkpoint)), None)
 
+    def checkpoint_before(self, step: int) -> tuple[str, int] | None:
+        """Return the newest whole checkpoint of this run without any optimizer step after ``step``, and its own step.
+
+        Waits for one that is being written. Collective.
+        """
+        return self._running("checkpoint_before").checkpoints.before(step)
+
+    def roll_back(self, path: str) -> None:
+        """Go back to a checkpoint of this run, a whole one, and train on from there; ask on every rank alike.
+
+        That is once all hooks of the event are through and the accumulation window is closed.
+
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+        self._running("roll_back").checkpoints.roll_back(path)
+
     def _running(self, what: str) -> Session:
         if self.session is None:
             raise ConfigurationError(

@@ -49,6 +49,7 @@ class Ended(Enum):
     LIMIT = "max_steps"
     STOPPED = "somebody asked to stop"
     LEFT = "a signal asked to save and leave"
+    BACK = "somebody asked to go back to a checkpoint"
 
 
 class TrainLoop:
@@ -141,8 +142,20 @@ class TrainLoop:
                     self._validation.load_state_dict(resumed["validation"], self._progress)
             over = resumed is not None and resumed["data_is_over"]
             fresh, resumed = True, None
-            if self._end_epoch(Ended.DATA if over else self._train_epoch()):
+            ended = Ended.DATA if over else self._train_epoch()
+            over = ended is not Ended.BACK and self._end_epoch(ended)
+            if self._saves.back is not None and not self._stop.leaving:
+                resumed = self._go_back(self._saves.back)
+            elif over:
                 return
+
+    def _go_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
+        """Let ``load`` put everything where it was at a checkpoint; return where the loop stood then."""
+        self._saves.back = None
+        load()
+        self._flushed_at = self._progress.global_step
+        resumed, self._resumed = self._resumed, None
+        return resumed
 
     def _finished(self) -> bool:
         limits, progress = self._limits, self._progress
@@ -201,10 +214,14 @@ class TrainLoop:
                 self._flush()
             if waiting and micro.closes:
                 self._saves.run()
+                if self._saves.back is not None:
+                    return Ended.BACK
             if progress.batch_idx == validation.next_at:
                 validation.run()
                 if waiting and micro.closes:
                     self._saves.run()
+                    if self._saves.back is not None:
+                        return Ended.BACK
             if stepped:
                 if progress.global_step == max_steps:
                     return Ended.DATA if progress.batch_idx == length else Ended.LIMIT

@@ -346,8 +346,10 @@ class MetricStore:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Take back what `state_dict` returned, on this rank or on several that it stands in for from here on.
 
-        Called before the first stage is entered.
+        A stage has to be entered after it. Whatever else was logged is forgotten.
         """
+        self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
+        self.stage, self.had_data = None, False
         for number, state in enumerate(states):
             for stage, entries in state["stages"].items():
                 known = self._stages.setdefault(stage, {})
