@@ -63,8 +63,8 @@ class ForwardSwap:
         self._before = []
 
 
-def checkpointing(policy: Policy) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return what makes a forward one whose activations are computed again in backward, without re-entering autograd.
+class Checkpointing:
+    """Makes a forward one whose activations are computed again in backward, without re-entering autograd.
 
     Args:
         policy: a name of `POLICIES`, or a function as `create_selective_checkpoint_contexts` takes it.
@@ -72,31 +72,31 @@ def checkpointing(policy: Policy) -> Callable[[Callable[..., Any]], Callable[...
     Raises:
         ConfigurationError: an unknown name; lists the known ones.
     """
-    options: dict[str, Any] = {"use_reentrant": False}
-    selective = policy != "full"
-    if isinstance(policy, str):
-        if policy not in POLICIES:
+
+    def __init__(self, policy: Policy) -> None:
+        if isinstance(policy, str) and policy not in POLICIES:
             raise ConfigurationError(
                 f"activation_policy={policy!r}.{nearest(policy, POLICIES)}",
                 "it names what is kept for backward.",
                 f"use one of {', '.join(POLICIES)}, or a function (context, operator, *args) -> CheckpointPolicy.",
             )
-        saved = POLICIES[policy]
-        if saved is not None:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, list(saved))
-    else:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        self._policy = policy
 
-    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        kept = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
+        options: dict[str, Any] = {"use_reentrant": False}
+        region = forward
+        if kept is not None:
+            chosen = list(kept) if isinstance(kept, tuple) else kept
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, chosen)
+            region = _casting_anew(forward)
+
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             return checkpoint(region, *args, **options, **kwargs)
 
-        region = _casting_anew(forward) if selective else forward
         return checkpointed
-
-    return wrap
 
 
 def _casting_anew(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -174,6 +174,10 @@ class Processes:
         with _quiet():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
         shutil.rmtree(self._folder, ignore_errors=True)
+        started = getattr(self._context, "_pc", None)  # functions' processes, where they were started
+        for path in getattr(started, "error_files", ()):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 class _Wake:

@@ -18,7 +18,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
-from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing, modules_of
+from drivetrain_strategies.activation_checkpointing import Checkpointing, ForwardSwap, Policy, modules_of
 from drivetrain_strategies.deepspeed.checks import (
     check_leaves,
     check_module,
@@ -150,7 +150,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.resolved_config: dict[str, Any] | None = None
         """What DeepSpeed got in the last run."""
         self.collective_forward = self.shards_parameters = self.stage == 3
-        self._checkpointing = checkpointing(activation_policy)
+        self._checkpointing = Checkpointing(activation_policy)
         self._reset()
 
     def _reset(self) -> None:

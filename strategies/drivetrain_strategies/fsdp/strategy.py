@@ -18,7 +18,7 @@ from drivetrain.optimizer_state import load_named_optimizer_state, named_optimiz
 from drivetrain.precision import Precision
 from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
-from drivetrain_strategies.activation_checkpointing import ForwardSwap, Policy, checkpointing
+from drivetrain_strategies.activation_checkpointing import Checkpointing, ForwardSwap, Policy
 from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.fsdp import lbfgs, whole_step
 from drivetrain_strategies.fsdp.checks import check_arguments, check_module, check_optimizer, check_reshard_size
@@ -121,7 +121,7 @@ class FSDPStrategy(DistributedStrategy):
         self.find_unused_parameters = find_unused_parameters
         self.gather_limit = gather_limit
         self.meta = meta
-        self._checkpointing = checkpointing(activation_policy)
+        self._checkpointing = Checkpointing(activation_policy)
         self._layout: Layout | None = None
         self._reset()
 

@@ -1,0 +1,89 @@
+"""After a run, whether it failed or not, nothing of it is left in the process or on the machine: G-07, A-03."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, os, socket, sys, threading
+import torch
+from drivetrain import Fit, TrainModule
+
+class Small(TrainModule):
+    def __init__(self, fails=False):
+        super().__init__()
+        self.layer, self.fails = torch.nn.Linear(2, 1), fails
+    def training_step(self, batch, batch_idx):
+        if self.fails and self.global_rank == self.trainer.world_size - 1 and batch_idx == 1:
+            raise RuntimeError("planted")
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def held():
+    me = os.getpid()
+    children = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        command = open(f"/proc/{pid}/cmdline").read() if fields[0] != "Z" else "zombie"
+        if int(fields[1]) == me and "resource_tracker" not in command and "forkserver" not in command:
+            children.append(command)
+    sockets = 0
+    for one in os.listdir("/proc/self/fd"):
+        try:
+            sockets += os.readlink(f"/proc/self/fd/{one}").startswith("socket:")
+        except OSError:
+            pass  # the listing's own
+    return {"children": children, "threads": [one.name for one in threading.enumerate()], "sockets": sockets}
+
+def fit(strategy, fails):
+    devices = 1 if strategy == "single_device" else 2
+    options = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    loader = torch.utils.data.DataLoader(torch.randn(16, 2), batch_size=4, num_workers=1)
+    runner = Fit(strategy=strategy, devices=devices, accelerator="cpu", launcher="forkserver", max_epochs=1, **options)
+    try:
+        runner.fit(Small(fails), loader)
+    except Exception as error:
+        assert fails and "planted" in str(error), error
+    else:
+        assert not fails
+
+if __name__ == "__main__":
+    fit("single_device", False)  # what a first run imports and starts for good is none of a later one's
+    fit("ddp", False)
+    before = held()
+    found = []
+    for strategy in ("single_device", "ddp", "fsdp"):
+        for fails in (True, False):
+            fit(strategy, fails)
+            found.append((strategy, fails, held()))
+    print(json.dumps([before, found]))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it reads /proc")
+def test_a_run_leaves_no_process_thread_socket_or_file(tmp_path: Path) -> None:
+    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+    script.write_text(SCRIPT)
+    temporary.mkdir()
+    shared = set(os.listdir("/dev/shm"))
+    environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr
+    before, found = json.loads(ended.stdout.splitlines()[-1])
+    for strategy, fails, after in found:
+        assert after == before, (strategy, fails)
+    assert [name for name in os.listdir(temporary) if not name.startswith("torchinductor_")] == []  # torch's own cache
+    left = {name for name in set(os.listdir("/dev/shm")) - shared if name.startswith(("torch_", "psm_", "sem.mp"))}
+    assert not left
