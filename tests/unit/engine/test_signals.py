@@ -127,10 +127,14 @@ def test_where_there_is_nothing_to_save_it_goes_to_whom_it_would_have_gone(
 
 
 def test_none_takes_none(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, preemption_signals=None, enable_checkpointing=True, callbacks=Sending(signal.SIGINT)).fit(
-            Tiny(), loader(20)
-        )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fit(tmp_path, preemption_signals=None, enable_checkpointing=True, callbacks=Sending(signal.SIGINT)).fit(
+                Tiny(), loader(20)
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "checkpoints").exists()
 
 
