@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,11 +72,17 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    # Workers share memory through sockets in it, whose paths may have 108 characters: pytest's own are long.
+    with tempfile.TemporaryDirectory(prefix="left-") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="it reads /proc")
-def test_a_run_leaves_no_process_thread_socket_or_file(tmp_path: Path) -> None:
-    script, temporary = tmp_path / "script.py", tmp_path / "temporary"
+def test_a_run_leaves_no_process_thread_socket_or_file(tmp_path: Path, temporary: Path) -> None:
+    script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    temporary.mkdir()
     shared = set(os.listdir("/dev/shm"))
     environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
