@@ -18,13 +18,6 @@ import torch.distributed as dist  # noqa: E402
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests are dealt to several processes, a file stays in one, and so do those that share the parity runs."""
-    for item in items:
-        group = "parity" if item.path.parent.name == "parity" else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process group, an environment variable or a default dtype behind (A-02, A-03)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -59,6 +60,7 @@ def test_values_come_back_and_nothing_of_the_caller_changes(
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
     temporary = tmp_path / "temporary"  # other runs on this machine come and go in the usual one
     temporary.mkdir()
+    multiprocessing.util.get_temp_dir()  # for this process's sockets, where it is always; that path would be too long
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
 
     results = FunctionLauncher(method).launch_all(_TWO, _train, weight, "weight")
