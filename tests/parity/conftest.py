@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 from parity_pools import Results, run
@@ -15,6 +16,12 @@ BY_NAME = {candidate.name: candidate for candidate in STRATEGIES}
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "row(name, shows): the line of the parity matrix that a test is part of")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))  # the first of a strategy's tests waits for all of its runs
 
 
 @pytest.fixture(scope="session")

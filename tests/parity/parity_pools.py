@@ -53,7 +53,7 @@ def run(candidate: Candidate, ranks: int) -> Results:
     if ranks == 1:
         by_rank = [_work(candidate, 1, jobs, looks)]
     else:
-        by_rank = run_distributed(_work, ranks, candidate, ranks, jobs, looks, timeout=300)
+        by_rank = run_distributed(_work, ranks, candidate, ranks, jobs, looks, timeout=500)
     records = {job: [one[number] for one, _ in by_rank] for number, job in enumerate(jobs)}
     return Results(records, [findings for _, findings in by_rank])
 
