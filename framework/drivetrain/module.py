@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.errors import ConfigurationError
 from drivetrain.hyper_parameters import KeepsHyperParameters
 from drivetrain.module_hooks import ModuleHooks
 from drivetrain.run_handle import RunHandle
+from drivetrain.weights_fit import Misfit
 
 
 class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
@@ -277,7 +278,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         Args:
             path: the checkpoint's path or URL.
             map_location: the device to put the weights on.
-            strict: refuse missing and unexpected names.
+            strict: refuse missing and unexpected names; else they are skipped, and said in a warning.
             overrides: hyper-parameters that replace the saved ones.
 
         Raises:
@@ -289,26 +290,10 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         weights = checkpoint.weights()
         module = cls(**{**checkpoint.hyper_parameters, **overrides})
         module.configure_model()
-        own, saved = module.state_dict(), weights.sources()
-        misshaped = [
-            f"{name} of shape {saved[name].shape} for {tuple(tensor.shape)}"
-            for name, tensor in own.items()
-            if name in saved and saved[name].shape != tuple(tensor.shape)
-        ]
-        if misshaped:
-            raise CheckpointError(
-                f"The weights of {os.fspath(path)!r} do not fit {cls.__name__}: {', '.join(misshaped[:10])}.",
-                "a tensor is taken as a whole or not at all.",
-                "build the module as it was trained; its hyper-parameters can be given by name.",
-            )
+        called = f"The weights of {os.fspath(path)!r}"
+        Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)
         missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
-        if strict and (missing or unexpected):
-            raise CheckpointError(
-                f"The weights of {os.fspath(path)!r} do not fit {cls.__name__}: "
-                f"missing {missing[:10]}, unexpected {unexpected[:10]}.",
-                "strict=True asks for the same names.",
-                "build the module as it was trained, or pass strict=False.",
-            )
+        Misfit(missing, unexpected).settle(called, cls.__name__, strict)
         return module if map_location is None else module.to(map_location)
 
     def freeze(self) -> None:

@@ -33,7 +33,7 @@ FLOORS: list[set[str]] = [
             "run_handle",
             "seed",
         },
-        *{"run_settings", "shards", "transfer"},
+        *{"run_settings", "shards", "transfer", "weights_fit"},
     },
     {"checkpoint_format"},
     {"callback", "handshake", "module", "strategy"},

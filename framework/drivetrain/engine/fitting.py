@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.errors import CheckpointError
+from drivetrain.weights_fit import Misfit
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint_format import Checkpoint
-
-_SHOWN = 10
 
 
 def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: str) -> None:
@@ -20,21 +19,10 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
         CheckpointError: lists what is missing, what is unexpected and what has another shape.
     """
     weights = checkpoint.weights()
-    saved = weights.sources()
-    missing = [name for name in own if name not in weights]
-    unexpected = [name for name in weights if name not in own]
-    misshaped = [
-        f"{name} ({saved[name].shape} instead of {tuple(value.shape)})"
-        for name, value in own.items()
-        if name in saved and hasattr(value, "shape") and saved[name].shape != tuple(value.shape)
-    ]
-    if missing or unexpected or misshaped:
-        raise CheckpointError(
-            f"The weights of {checkpoint.path!r} do not fit {module}: missing {_some(missing)}, "
-            f"unexpected {_some(unexpected)}, of another shape {_some(misshaped)}.",
-            "weights are matched by name.",
-            "build the module as it was trained; load_from_checkpoint(path, strict=False) takes what fits.",
-        )
+    saved = {**dict.fromkeys(weights), **weights.sources()}
+    Misfit.between(own, saved).settle(
+        f"The weights of {checkpoint.path!r}", module, remedy="use load_from_checkpoint(path, strict=False)"
+    )
 
 
 def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int, schedulers: int) -> None:
@@ -75,8 +63,3 @@ def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
             "the order of samples follows from it: what was seen would be seen again.",
             "leave seed out: a run takes it from the checkpoint.",
         )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{names[:_SHOWN]}{more}"

@@ -15,6 +15,7 @@ from torch import nn
 
 from drivetrain.errors import CheckpointError
 from drivetrain.shards import Region, Shard, Span, cut
+from drivetrain.weights_fit import Misfit
 from drivetrain_strategies.deepspeed.private import Fragment, Zero
 
 
@@ -143,21 +144,10 @@ class State:
             CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
         """
         own = self._module.state_dict(keep_vars=True)
-        shapes = {name: self._shape(value) for name, value in own.items() if isinstance(value, torch.Tensor)}
-        missing = [name for name in own if name not in state]
-        unexpected = [name for name in state if name not in own]
-        wrong = [
-            f"{name} ({tuple(state[name].shape)} instead of {shape})"
-            for name, shape in shapes.items()
-            if name in state and tuple(state[name].shape) != shape
-        ]
-        if wrong or (strict and (missing or unexpected)):
-            raise CheckpointError(
-                f"The weights do not fit {type(self._module).__name__}: missing {missing[:10]}, unexpected "
-                f"{unexpected[:10]}, wrongly shaped {wrong[:10]}.",
-                "weights are matched by name.",
-                "build the module as it was trained, or load with strict=False.",
-            )
+        held = {
+            name: self._fragments.get(id(value)) or self._exact.get(id(value)) or value for name, value in own.items()
+        }
+        Misfit.between(held, state).settle("The weights", type(self._module).__name__, strict)
         extra, wanted = {}, {}
         for name, value in own.items():
             if name not in state:
@@ -173,10 +163,6 @@ class State:
         if extra:
             self._module.load_state_dict(extra, strict=False)
         self._publish()
-
-    def _shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        held = self._fragments.get(id(value)) or self._exact.get(id(value))
-        return tuple(value.shape) if held is None else held.shape
 
     # The optimizer's state
 

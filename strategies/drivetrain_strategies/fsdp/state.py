@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.errors import CheckpointError
 from drivetrain.shards import Box, Region, Shard
+from drivetrain.weights_fit import Misfit
 from drivetrain_strategies.fsdp.private import local_region
 
 
@@ -87,20 +87,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
         CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
     """
     own = module.state_dict(keep_vars=True)
-    missing = [name for name in own if name not in state]
-    unexpected = [name for name in state if name not in own]
-    wrong = [
-        f"{name} ({tuple(state[name].shape)} instead of {tuple(place.shape)})"
-        for name, place in own.items()
-        if isinstance(place, torch.Tensor) and name in state and tuple(state[name].shape) != tuple(place.shape)
-    ]
-    if wrong or (strict and (missing or unexpected)):
-        raise CheckpointError(
-            f"The weights do not fit {type(module).__name__}: missing {missing[:10]}, unexpected {unexpected[:10]}, "
-            f"wrongly shaped {wrong[:10]}.",
-            "weights are matched by name.",
-            "build the module as it was trained, or load with strict=False.",
-        )
+    Misfit.between(own, state).settle("The weights", type(module).__name__, strict)
     extra = {}
     for name, place in own.items():
         if name not in state:

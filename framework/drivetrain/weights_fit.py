@@ -1,0 +1,70 @@
+"""Whether weights fit a module, by name and shape."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.errors import CheckpointError
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """What of some weights does not fit a module.
+
+    Attributes:
+        missing: names that the module has and the weights have not.
+        unexpected: names that the weights have and the module has not.
+        misshaped: names of both with their two shapes, in words.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    misshaped: Sequence[str] = ()
+
+    @classmethod
+    def between(cls, own: Mapping[str, Any], saved: Mapping[str, Any]) -> Misfit:
+        """Compare by name what a module has with what there is; what has no ``shape`` is compared by name alone."""
+        return cls(
+            [name for name in own if name not in saved],
+            [name for name in saved if name not in own],
+            [
+                f"{name} ({tuple(saved[name].shape)} instead of {tuple(value.shape)})"
+                for name, value in own.items()
+                if hasattr(value, "shape")
+                and hasattr(saved.get(name), "shape")
+                and tuple(saved[name].shape) != tuple(value.shape)
+            ],
+        )
+
+    def settle(self, weights: str, module: str, strict: bool = True, remedy: str = "pass strict=False") -> None:
+        """Refuse what does not fit, or say what is skipped. Another shape is always refused, as torch does.
+
+        Args:
+            weights: what they are called in the text: "The weights of ...".
+            module: its class.
+            strict: refuse missing and unexpected names; else they are skipped with a warning.
+            remedy: how to take the weights with names that differ.
+
+        Raises:
+            CheckpointError: lists the names.
+        """
+        parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshaped}
+        listed = ", ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
+        if self.misshaped or (listed and strict):
+            raise CheckpointError(
+                f"{weights} do not fit {module}: {listed}.",
+                "weights are matched by name, and a tensor is taken as a whole or not at all.",
+                "build the module as it was trained" + ("." if self.misshaped else f", or {remedy} to take what fits."),
+            )
+        if listed:
+            warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {listed}.", stacklevel=3)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{list(names[:_SHOWN])}{more}"

@@ -1,0 +1,134 @@
+"""Weights that do not fit are listed by name, and what is skipped is said: F-11."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import Callback, CheckpointError, Fit, TrainModule
+from drivetrain.testing import requires_package, run_distributed
+
+OPTIONS: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "accelerator": "cpu",
+    "max_steps": 1,
+}
+BATCHES = [torch.ones(2, 4)] * 2
+
+
+class Net(TrainModule):
+    """A body, and heads by name; one is never used and gets no gradient."""
+
+    def __init__(self, heads: tuple[str, ...] = ("used", "unused"), width: int = 8) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(4, width)
+        self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(width, 1) for name in heads})
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.heads["used"](self.body(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Grown(Net):
+    """Another head in the place of one."""
+
+    def __init__(self) -> None:
+        super().__init__(("used", "other"))
+
+
+class Wide(Net):
+    """Another width."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("fit") / "c"
+    fit = Fit(**OPTIONS)
+    fit.fit(Net(), BATCHES)
+    fit.save_checkpoint(path)
+    return str(path)
+
+
+DIFFERENT = (
+    r"missing \['heads.other.weight', 'heads.other.bias'\], unexpected \['heads.unused.weight', 'heads.unused.bias'\]"
+)
+MISSHAPED = r"of another shape \['body.weight \(\(8, 4\) instead of \(16, 4\)\)'"
+
+
+def test_names_that_differ_are_listed(saved: str) -> None:
+    with pytest.raises(CheckpointError, match=f"do not fit Grown: {DIFFERENT}"):
+        Grown.load_from_checkpoint(saved)
+    with pytest.raises(CheckpointError, match=f"do not fit Grown: {DIFFERENT}") as caught:
+        Fit(**OPTIONS).fit(Grown(), BATCHES, ckpt_path=saved)
+    assert "load_from_checkpoint(path, strict=False)" in str(caught.value)
+
+
+def test_what_is_skipped_is_said(saved: str) -> None:
+    with pytest.warns(UserWarning, match=f"skipped, with strict=False: {DIFFERENT}"):
+        module = Grown.load_from_checkpoint(saved, strict=False)
+    assert torch.equal(module.body.weight, Net.load_from_checkpoint(saved).body.weight)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_shape_is_refused_with_both(saved: str, strict: bool) -> None:
+    with pytest.raises(CheckpointError, match=MISSHAPED) as caught:
+        Wide.load_from_checkpoint(saved, strict=strict)
+    assert "strict=False" not in str(caught.value)  # it would not help
+
+
+def test_a_run_goes_on_with_a_parameter_that_never_had_a_gradient(saved: str) -> None:
+    fit = Fit(**{**OPTIONS, "max_steps": 2})
+    fit.fit(Net(), BATCHES, ckpt_path=saved)
+    assert fit.global_step == 2
+
+
+class Loading(Callback):
+    """Gives the strategy weights that do not fit, in the midst of a run."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        strategy = trainer.strategy
+        whole = {name: torch.ones(value.shape) for name, value in Net().state_dict().items()}
+        renamed = {name.replace("unused", "other"): value for name, value in whole.items()}
+        wide = {**whole, "body.weight": torch.ones(16, 4)}
+        for what, weights, strict in (("names", renamed, True), ("shapes", wide, False)):
+            try:
+                strategy.load_model_state(weights, strict=strict)
+            except CheckpointError as error:
+                self.found[what] = str(error)
+        with pytest.warns(UserWarning, match="do not fit Net") as warned:
+            strategy.load_model_state(renamed, strict=False)
+        self.found["said"] = str(warned[0].message)
+
+
+def _loaded(strategies: list[str]) -> list[dict[str, str]]:
+    every = []
+    for strategy in strategies:
+        loading, module = Loading(), Net()
+        Fit(**OPTIONS, strategy=strategy, callbacks=loading).fit(
+            module, torch.utils.data.DataLoader(torch.ones(8, 4), 2)
+        )
+        every.append(loading.found)
+    return every
+
+
+@requires_package("deepspeed")
+def test_strategies_that_cut_parameters_say_it_too() -> None:
+    other = "unexpected ['heads.other.weight', 'heads.other.bias']"
+    for found in run_distributed(_loaded, 2, ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])[0]:
+        assert other in found["names"]
+        assert "body.weight ((16, 4) instead of (8, 4))" in found["shapes"]
+        assert "skipped" in found["said"]
+        assert other in found["said"]
