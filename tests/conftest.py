@@ -18,6 +18,13 @@ import torch.distributed as dist  # noqa: E402
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Deal a file's tests to one process, and all of parity's: they read the same runs."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group("parity" if folder == "parity" else item.path.stem))
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a process group, an environment variable or a default dtype behind (A-02, A-03)."""
