@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -13,11 +13,15 @@ from drivetrain.checkpoint_format.manifest import FileRecord
 COPIES = 2
 """Pieces made for a file alone that may wait for the disk while the next is gathered."""
 
+_TOGETHER = 16 * 2**20  # bytes that are written by one call, where as many wait
+
+_Content = bytes | memoryview
+
 
 class Sink(Protocol):
     """Where bytes go."""
 
-    def write(self, content: Any, /) -> Any:
+    def writelines(self, contents: Sequence[_Content], /) -> Any:
         """Take the next bytes, all of them."""
 
 
@@ -33,13 +37,14 @@ class FileWriter:
         self._sums = BlockSums()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._summer = ThreadPoolExecutor(1, "checkpoint-sum")
+        self._waiting: deque[_Content] = deque()
         self._written: Future[None] | None = None
         self._summed: Future[None] | None = None
         self._copies: deque[tuple[Future[None], Future[None]]] = deque()
         self._error: Exception | None = None
 
-    def write(self, content: bytes | memoryview, borrowed: bool = False) -> None:
-        """Write the next bytes.
+    def write(self, content: _Content, borrowed: bool = False) -> None:
+        """Write the next bytes, together with what else waits for the disk.
 
         Args:
             content: must stay as it is until `record` has returned.
@@ -52,7 +57,8 @@ class FileWriter:
             for future in self._copies.popleft():
                 future.result()
         self._raise()
-        self._written = self._writer.submit(self._do, self._sink.write, content)
+        self._waiting.append(content)
+        self._written = self._writer.submit(self._do, self._write_waiting)
         self._summed = self._summer.submit(self._do, self._sums.update, content)
         if not borrowed:
             self._copies.append((self._written, self._summed))
@@ -81,10 +87,19 @@ class FileWriter:
         self._writer.shutdown()
         self._summer.shutdown()
 
-    def _do(self, work: Callable[[Any], Any], content: bytes | memoryview) -> None:
+    def _write_waiting(self) -> None:
+        together: list[_Content] = []
+        size = 0
+        while self._waiting and size < _TOGETHER:
+            together.append(self._waiting.popleft())
+            size += len(together[-1])
+        if together:  # else an earlier call took it along
+            self._sink.writelines(together)
+
+    def _do(self, work: Callable[..., Any], *contents: _Content) -> None:
         if self._error is None:
             try:
-                work(content)
+                work(*contents)
             except Exception as error:
                 self._error = error
 

@@ -232,7 +232,7 @@ def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
 def _put(place: Place, name: str, content: bytes) -> FileRecord:
     sums = sums_of(content)
     with place.open(name) as sink:
-        sink.write(content)
+        sink.writelines([content])
     return FileRecord(sums.size, sums.text())
 
 

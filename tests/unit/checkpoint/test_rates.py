@@ -1,0 +1,142 @@
+"""What the rates of saving and loading rest on, counted: each byte is summed, written and checked once (F-17).
+
+`make bench ARGS=checkpoint` measures the rates themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import Fit, TrainModule
+from drivetrain.checkpoint import load
+from drivetrain.checkpoint_format import checksums, reading
+from drivetrain.checkpoint_format.eager_file import EagerFile
+from drivetrain.checkpoint_format.file_writer import FileWriter
+
+NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
+
+
+class Net(TrainModule):
+    """9 MiB of weights, more than one block of checksums, and twice as much in moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(1536, 1536)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.body(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture
+def fit() -> Fit:
+    fit = Fit(max_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    fit.fit(Net(), [torch.ones(1, 1536)])
+    return fit
+
+
+def _counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, size: Callable[..., int]) -> list[int]:
+    """Note what each call of ``owner.name`` is about, which does its work as ever."""
+    seen: list[int] = []
+    work = getattr(owner, name)
+
+    def counted(*args: Any) -> Any:
+        seen.append(size(*args))
+        return work(*args)
+
+    monkeypatch.setattr(owner, name, counted)
+    return seen
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_size for file in folder.iterdir()}
+
+
+def test_a_save_sums_and_writes_each_byte_once(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = _counting(monkeypatch, checksums, "crc32", lambda content, *_: len(content))
+    written = _counting(monkeypatch, os, "writev", lambda _, contents: sum(map(len, contents)))
+    synced = _counting(monkeypatch, os, "fsync", lambda descriptor: descriptor)
+    fit.save_checkpoint(tmp_path / "c")
+    sizes = _sizes(tmp_path / "c")
+    assert sum(written) == sum(sizes.values())
+    assert sum(summed) == sum(sizes.values()) - sizes["manifest.json"]
+    # Every file, the folder before it gets its name, and the folder that holds the name.
+    assert len(synced) == len(sizes) + 2
+
+
+def test_a_read_checks_each_byte_once_and_copies_none(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit.save_checkpoint(tmp_path / "c")
+    checked = _counting(monkeypatch, reading, "crc32", len)
+    checkpoint = load(tmp_path / "c")
+    sources = [
+        source
+        for part in checkpoint.manifest.parts()
+        if set(part.tensors) & set(NUMBERS)
+        for source in checkpoint.tensors(part).values()
+    ]
+    first = [source.read() for source in sources]
+    again = [source.read() for source in sources]
+    assert sum(checked) == sum(_sizes(tmp_path / "c")[name] for name in NUMBERS)
+    assert [one.data_ptr() for one in first] == [one.data_ptr() for one in again]
+
+
+class _SlowDisk:
+    """Takes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[bytes]] = []
+        self.ready = threading.Event()
+
+    def writelines(self, contents: Sequence[Any]) -> None:
+        self.calls.append([bytes(content) for content in contents])
+        assert self.ready.wait(30)
+
+
+def test_what_waits_for_the_disk_is_written_together() -> None:
+    disk = _SlowDisk()
+    writer = FileWriter(disk)
+    contents = [bytes([number]) * number for number in range(20)]
+    writer.write(b"header")
+    while not disk.calls:
+        pass
+    for content in contents:
+        writer.write(content, borrowed=True)
+    disk.ready.set()
+    record = writer.record()
+    writer.close()
+    assert disk.calls == [[b"header"], contents]
+    assert record.size == len(b"header") + sum(map(len, contents))
+
+
+@pytest.fixture
+def _short_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes 700 bytes a call, as one that is nearly full may."""
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda descriptor, contents: real(descriptor, [b"".join(contents)[:700]]))
+
+
+@pytest.mark.usefixtures("_short_writes")
+def test_what_a_call_leaves_is_written_by_the_next(tmp_path: Path) -> None:
+    contents = [b"", b"a" * 1000, b"", b"bc", *(bytes([number % 256]) for number in range(3000)), b""]
+    with EagerFile(tmp_path / "f") as file:
+        file.writelines(contents)
+        file.write(b"end")
+    assert (tmp_path / "f").read_bytes() == b"".join(contents) + b"end"
+
+
+def test_more_contents_than_one_call_takes(tmp_path: Path) -> None:
+    contents = [bytes([number % 256]) for number in range(5000)]
+    with EagerFile(tmp_path / "f") as file:
+        file.writelines(contents)
+    assert (tmp_path / "f").read_bytes() == b"".join(contents)
