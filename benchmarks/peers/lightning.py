@@ -12,13 +12,12 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 
 from benchmarks.nets import checksum
 from benchmarks.peers import on_a_terminal
+from benchmarks.peers.trained_module import Trained
 from benchmarks.work import NEVER, Way, Work
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -26,23 +25,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
 
 
-class Module(pl.LightningModule):
-    def __init__(self, work: Work, way: Way) -> None:
-        super().__init__()
-        self.net = work.net()
-        self.loss_of = work.loss
-        self.make_optimizer = work.optimizer
-        self.names = way.names
-        self.shown = way.typical
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss_of(self.net, batch)
-        for name in self.names:
-            self.log(name, loss, prog_bar=self.shown)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.net)
+class Module(Trained, pl.LightningModule):
+    """`Trained` as Lightning takes it."""
 
 
 def train(work: Work, way: Way, steps: int) -> float:

@@ -7,34 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks.nets import checksum
 from benchmarks.peers import on_a_terminal
+from benchmarks.peers.trained_module import Trained
 from benchmarks.work import NEVER, Way, Work
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
 
 
-class Module(TrainModule):
-    def __init__(self, work: Work, way: Way) -> None:
-        super().__init__()
-        self.net = work.net()
-        self.loss_of = work.loss
-        self.make_optimizer = work.optimizer
-        self.names = way.names
-        self.shown = way.typical
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss_of(self.net, batch)
-        for name in self.names:
-            self.log(name, loss, prog_bar=self.shown)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.net)
+class Module(Trained, TrainModule):
+    """`Trained` as drivetrain takes it."""
 
 
 def train(work: Work, way: Way, steps: int) -> float:
