@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any
@@ -92,6 +92,25 @@ def without_storage() -> Iterator[Recording]:
         ) from error
     finally:
         torch.set_rng_state(recording.generator)
+
+
+class Building:
+    """How a run's module is built: keeps the recording, where there is one, for whoever gives the module storage."""
+
+    def __init__(self) -> None:
+        self._recording: Recording | None = None
+
+    @contextmanager
+    def without_storage(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Within ``context`` and `without_storage`; what was recorded is kept if nothing raised."""
+        with context, without_storage() as recording:
+            yield
+        self._recording = recording
+
+    def take(self) -> Recording | None:
+        """Hand over what was recorded, and hold it no longer: it keeps tensors alive."""
+        recording, self._recording = self._recording, None
+        return recording
 
 
 class _Recorder(TorchDispatchMode):

@@ -40,7 +40,7 @@ from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision, check_
 from drivetrain_strategies.deepspeed.run import DeepSpeedRun, Setting
 from drivetrain_strategies.deepspeed.traces import World
 from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.materialize import Recording, without_storage
+from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.module_checks import refuse_meta
 from drivetrain_strategies.placement import HomeDevice
 
@@ -159,7 +159,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._deepspeed: Any = None
         self._quiet: Quiet | None = None
         self._world: World | None = None
-        self._recording: Recording | None = None
+        self._building = Building()
         self._home: HomeDevice | None = None
         self._swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
@@ -183,13 +183,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
-        return self._without_storage(context) if self.meta and self.stage == 3 else context
-
-    @contextmanager
-    def _without_storage(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        with context, without_storage() as recording:
-            yield
-        self._recording = recording
+        return self._building.without_storage(context) if self.meta and self.stage == 3 else context
 
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
         return compiling_explained()
@@ -246,8 +240,7 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.find_unused_parameters,
             ),
         )
-        self._run.start(optimizers, self._recording)
-        self._recording = None
+        self._run.start(optimizers, self._building.take())
         self.schedulers = self._run.schedulers
         return super().setup_optimizers(self._run.optimizers)
 

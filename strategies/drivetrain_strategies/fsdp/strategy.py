@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, cast
 
@@ -35,7 +35,7 @@ from drivetrain_strategies.fsdp.shards_left import gather_back, leave_shards, ta
 from drivetrain_strategies.fsdp.start import start_alike
 from drivetrain_strategies.fsdp.state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp.unused import UnusedParameters
-from drivetrain_strategies.materialize import Recording, without_storage
+from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
 
@@ -129,7 +129,7 @@ class FSDPStrategy(DistributedStrategy):
         """Hold nothing of a run."""
         self.plan: Plan | None = None
         self._mesh: Mesh | None = None
-        self._recording: Recording | None = None
+        self._building = Building()
         self._originals: list[Original] = []
         self._root: StepModule | None = None
         self._sharded: Sharded | None = None
@@ -179,13 +179,7 @@ class FSDPStrategy(DistributedStrategy):
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
         # Under tensor parallelism configure_model hands parts of tensors to other ranks, for which there must be some.
-        return self._without_storage(context) if self.meta and self.tensor_parallel == 1 else context
-
-    @contextmanager
-    def _without_storage(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        with context, without_storage() as recording:
-            yield
-        self._recording = recording
+        return self._building.without_storage(context) if self.meta and self.tensor_parallel == 1 else context
 
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
@@ -194,7 +188,7 @@ class FSDPStrategy(DistributedStrategy):
         mesh = require_mesh(self._mesh)
         self.module = module
         take_up_shards(module, mesh.whole)
-        bare = BareModule(module, self._recording)
+        bare = BareModule(module, self._building.take())
         self.precision.convert_module(module)
         self._originals = originals_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
@@ -208,7 +202,6 @@ class FSDPStrategy(DistributedStrategy):
         root = shard(self._root, plan, mesh, self._how(), self._originals)
         sharded = self._sharded = Sharded(root)
         bare.initialise(self._originals, sharded, plan, self.device, self.control)
-        self._recording = None
         start_alike(module.buffers(), self.device)
         for other in sharded.meshes():
             mesh.also(other)
