@@ -12,7 +12,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Fit, TrainModule
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.testing import run_distributed
 
 FEATURES = 4
 
@@ -69,6 +70,33 @@ class Regression(TrainModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
+class Counting(Callback):
+    """Has state that a checkpoint would keep."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.batches = state_dict["batches"]
+
+
+class Saver(Callback):
+    """Writes a checkpoint at the end of the first epoch."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
 def weights(module: nn.Module) -> torch.Tensor:
     """All parameters in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
@@ -97,6 +125,13 @@ def global_batches(samples: int, size: int) -> list[Any]:
 def each(run: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
     """What ``run`` returns for each case, in one start of the processes."""
     return [run(*case) for case in cases]
+
+
+def same_on_two_ranks(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """What ``run`` returns on each of two ranks, which must not differ by a bit."""
+    first, second = run_distributed(run, 2, timeout=150)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    return first
 
 
 @contextlib.contextmanager

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp_nets import Block, DeepRegression
-from small_runs import global_batches, loader, quiet, train_by_hand, weights
+from small_runs import global_batches, loader, quiet, same_on_two_ranks, train_by_hand, weights
 
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
 
 TIGHT = {"atol": 1e-5, "rtol": 1e-5}
@@ -82,9 +81,7 @@ def _runs() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, torch.Tensor]:
-    first, second = run_distributed(_runs, 2, timeout=150)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    return first
+    return same_on_two_ranks(_runs)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from fsdp_nets import DeepRegression, Tied
-from small_runs import each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import Saver, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 
 from drivetrain import Callback, Strategy
 from drivetrain.callbacks import LambdaCallback
@@ -27,15 +27,6 @@ def _strategy(name: str) -> str | Strategy:
     if name == "zero 3":
         return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)  # E-13
     return DeepSpeedStrategy(stage=int(name[-1])) if name in ZERO else name
-
-
-class Saver(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
 
 def _save(folder: str, name: str, batch: int) -> None:

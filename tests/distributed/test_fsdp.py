@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied
 from small_runs import (
+    Saver,
     counting_collectives,
     data,
     failing,
     global_batches,
     loader,
     quiet,
+    same_on_two_ranks,
     seeded,
     train_by_hand,
     weights,
@@ -81,9 +83,7 @@ def _runs() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> dict[str, torch.Tensor]:
-    first, second = run_distributed(_runs, 2, timeout=150)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    return first
+    return same_on_two_ranks(_runs)
 
 
 @pytest.fixture(scope="module")
@@ -404,15 +404,6 @@ def test_gradients_are_exchanged_once_a_window() -> None:
 
 
 # State, and saving
-
-
-class Saver(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
 
 def _saved(folder: str, strategy: str) -> Any:

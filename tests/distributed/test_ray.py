@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import Counting, Regression, global_batches, loader, quiet, train_by_hand, weights
 
-from drivetrain import Callback, Fit
+from drivetrain import Fit
 from drivetrain.errors import ConfigurationError
 from drivetrain.failure import RankFailedError
 from drivetrain.launchers import RayLauncher
@@ -45,22 +45,6 @@ class Model(Regression):
         loss = self.loss(batch)
         self.log("loss", loss, on_epoch=True)
         return loss
-
-
-class Counting(Callback):
-    """Has state that a checkpoint would keep."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.batches = state_dict["batches"]
 
 
 def _fit(**settings: Any) -> Fit:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from small_runs import Regression, data, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import Counting, Regression, data, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
 
-from drivetrain import Callback, Fit
+from drivetrain import Fit
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.errors import ConfigurationError, DistributedError
 
@@ -55,22 +55,6 @@ class Model(Regression):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[0]
-
-
-class Counting(Callback):
-    """Has state that a checkpoint would keep."""
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.batches = state_dict["batches"]
 
 
 def _launched(launcher: str, **settings: Any) -> Fit:
