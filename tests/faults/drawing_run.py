@@ -90,7 +90,7 @@ def train(
     data: Any = Augmented()
     more: dict[str, Any] = {}
     if fault is not None:
-        striker = Striker(fault, tell)
+        striker = Striker(fault, tell, folder)
         module, data, more = striker.module(module), striker.data(data), striker.settings()
     trainer = Fit(
         strategy=STRATEGIES[strategy](**more),
@@ -106,7 +106,7 @@ def train(
     )
     validation = None if fault is None else DataLoader(torch.zeros(4, 1), batch_size=2)
     trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), validation, ckpt_path="auto")
-    if fault is not None and trainer.is_global_zero:
+    if fault is not None:
         tell("calls", dict(striker.calls))
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

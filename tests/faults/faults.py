@@ -2,171 +2,190 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
+import itertools
+import os
 import random
-import shutil
-import statistics
-from collections import Counter
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drawing_run import KEPT
+from damaging import check_and_remove, damage
+from drawing_run import KEPT, STRATEGIES
 from killing import IMPORTED
 from lives import Life, Run
-from striking import HOOKS, OTHERS, Fault
+from outcomes import Outcome, Tally
+from striking import HOOKS, OTHERS, WHERE_RESUMED, Fault
 
-from drivetrain.checkpoint import load, verify
-from drivetrain.errors import CheckpointError
 from drivetrain.launchers import RankFailedError
 
-WEIGHTS = {"raises": 10, "killed": 3, "exits": 1, "leaves": 1, "stalls": 2, "slow": 2, "full disk": 2, "cut off": 2}
-WEIGHTS |= {"damaged": 2, "refused": 1}
-_ALONE = {"raises", "killed", "exits", "leaves", "slow", "full disk", "damaged"}
+_TURNS = ["raises", "killed", "slow", "raises", "killed in a save", "cut off", "exits", "damaged", "full disk"]
+_TURNS += ["stalls", "leaves", "raises", "refused"]
+"""What the first faults of runs are, by turns; exceptions more often, since every hook is to see some."""
+_NOT_ALONE = {"stalls", "cut off", "refused"}
+_STALLS_IN = ["on_train_batch_start", "on_validation_start", "training_step", "on_train_epoch_end", "state_dict"]
 LIMIT = 15.0
 """Seconds from a fault until every process has ended: G-01, G-02."""
 
 
-@dataclass
-class Tally:
-    """What came of the faults in the runs of one strategy."""
-
-    strategy: str
-    kinds: Counter[str] = field(default_factory=Counter)
-    survived: int = 0
-    runs: int = 0
-    resumes: int = 0
-    lost: int = 0
-    noticed: list[float] = field(default_factory=list)
-    """Seconds from a rank's exception to the end of every process."""
-    waited: list[float] = field(default_factory=list)
-    """The same from any fault that ends a run."""
-
-    @property
-    def faults(self) -> int:
-        return self.kinds.total()
-
-    def row(self) -> dict[str, Any]:
-        """What a table shows."""
-        median = statistics.median(self.noticed) if self.noticed else 0.0
-        return {
-            "strategy": self.strategy,
-            "faults": self.faults,
-            "survived": self.survived,
-            "runs": self.runs,
-            "resumes": self.resumes,
-            "steps lost at most": self.lost,
-            "exception to end, median": f"{median:.1f} s",
-            "longest": f"{max(self.noticed, default=0.0):.1f} s",
-            "longest wait": f"{max(self.waited, default=0.0):.1f} s",
-        }
-
-
-def table(tallies: list[Tally]) -> str:
-    """Rows under a head, and how many there were of each kind."""
-    rows = [tally.row() for tally in tallies]
-    lines = [" | ".join(rows[0]), *(" | ".join(str(value) for value in row.values()) for row in rows)]
-    kinds = sum((tally.kinds for tally in tallies), Counter())
-    return "\n".join([*lines, ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())])
-
-
-def try_faults(folder: Path, strategy: str, faults: int, seed: int, first: Sequence[Fault] = ()) -> Tally:
+def try_faults(
+    folder: Path, strategy: str, faults: int, seed: int, first: Sequence[Fault] = (), only: Sequence[int] = ()
+) -> Tally:
     """Let so many faults strike runs of ``strategy``, one to three each, and compare what they come to.
 
-    ``first`` come before those that are drawn.
+    To be called on every rank of some: each takes its share of the runs.
 
-    Raises:
-        AssertionError: a run hung, named another cause, lost more than it had not saved, or came to something else.
+    Args:
+        folder: where runs save.
+        strategy: one of `STRATEGIES`.
+        faults: how many at least.
+        seed: what all is drawn from, with the run's number.
+        first: these strike one run, before all that are drawn.
+        only: the numbers of the runs to make, whatever ``faults`` says.
+
+    Returns:
+        What came of them. A run that hung, named another cause, lost more than it had not saved, or came to something
+        else is among its ``failed``.
     """
     importlib.import_module(IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
-    draw, tally, given = random.Random(f"{strategy} {seed}"), Tally(strategy), list(first)
-    undisturbed = Life(Run(folder / "undisturbed", strategy, every=1, beside=False)).live(fault=Fault())
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    share, tally = faults // ranks + (rank < faults % ranks), Tally()
+    undisturbed = Life(Run(folder / f"undisturbed {rank}", strategy, every=1, beside=False)).live(fault=Fault())
     assert undisturbed.ended, undisturbed.error
-    while tally.faults < faults:
-        run = Run(folder / str(tally.runs), strategy, every=draw.choice((1, 2)), beside=draw.random() < 0.3)
-        tally.runs += 1
-        struck: list[Any] = []
-        try:
-            count = min(draw.randint(1, 3), faults - tally.faults)
-            _until_its_end(run, undisturbed, draw, tally, count, struck, given)
-        except Exception as error:
-            error.add_note(f"{run}, seed {seed}: {struck}")
-            raise
+    numbers: Any = list(only)[rank::ranks] if only else itertools.count(rank, ranks)
+    for number in numbers:
+        if not only and len(tally.outcomes) >= share:
+            break
+        _Struck(folder, strategy, number, seed, undisturbed, tally).live(first if number == 0 else ())
     return tally
 
 
-def _until_its_end(
-    run: Run,
-    undisturbed: Life,
-    draw: random.Random,
-    tally: Tally,
-    faults: int,
-    struck: list[Any],
-    given: list[Fault],
-) -> None:
-    life = Life(run)
-    while not life.ended:
-        before, whole = life, run.newest_step()
-        fault = Fault()
-        if faults:
-            fault = given.pop(0) if given else _draw(run, draw, undisturbed.calls)
-        struck.append(fault)
-        if fault.kind == "damaged":
-            damaged = _damage(run, draw)
-            if damaged is None:
-                continue
-            life = Life(run).live(fault=Fault())
-            _remove_damaged(run, damaged, life)
-            whole = run.newest_step() if not life.ended else whole
+class _Struck:
+    """A run that is struck."""
+
+    def __init__(self, folder: Path, strategy: str, number: int, seed: int, undisturbed: Life, tally: Tally) -> None:
+        self._draw = random.Random(f"{strategy} {seed} {number}")
+        self._run = Run(
+            folder / f"run {number}", strategy, every=self._draw.choice((1, 2)), beside=self._draw.random() < 0.3
+        )
+        self._number, self._undisturbed, self._tally = number, undisturbed, tally
+        turns = [kind for kind in _TURNS if self._run.ranks > 1 or kind not in _NOT_ALONE]
+        self._kinds = [turns[number % len(turns)], *self._draw.choices(turns, k=self._draw.randint(0, 2))]
+        # Exceptions that come first take the places by turns too, and go on from one strategy to the next.
+        self._turn = (number // len(turns) * 3 + turns[: number % len(turns)].count("raises")) * len(STRATEGIES)
+        self._turn += list(STRATEGIES).index(strategy)
+
+    def live(self, given: Sequence[Fault]) -> None:
+        """Start it again and again until it has come to its end."""
+        tally, outcomes = self._tally, []
+        tally.runs += 1
+        try:
+            self._until_its_end(list(given), outcomes)
+        except Exception as error:
+            struck = "; ".join(str(one.fault) for one in outcomes)
+            tally.failed[self._number] = (
+                f"{self._run}, struck by {struck}\n{''.join(traceback.format_exception(error))}"
+            )
+            print(f"FAILED: {self._run.strategy}, run {self._number}: {tally.failed[self._number]}", flush=True)
         else:
-            tally.resumes += whole > 0
-            life = Life(run).live(fault=fault)
-            if life.struck is None and fault.kind != "none":
-                fault = Fault()  # it never came there
+            for one in outcomes:
+                one.survived = True
+        tally.outcomes += outcomes
+
+    def _until_its_end(self, given: list[Fault], outcomes: list[Outcome]) -> None:
+        run, undisturbed, life = self._run, self._undisturbed, Life(self._run)
+        kinds = [fault.kind for fault in given] or self._kinds
+        while not life.ended:
+            before, whole = life, run.newest_step()
+            fault = given.pop(0) if given else self._next(kinds[0], whole) if kinds else Fault()
+            outcome, before_it = Outcome(run.strategy, self._number, fault), outcomes[-1] if outcomes else None
+            damaged = None
+            if fault.kind == "damaged":
+                damaged = damage(run, self._draw)
+                if damaged is None:
+                    # To be damaged there have to be two: one more start that is killed late enough.
+                    life = Life(run).live(fault=self._late_kill())
+                    continue
+                fault = outcome.fault = dataclasses.replace(fault, place=f"{damaged.path.name}, {damaged.how}")
+            self._tally.resumes += whole > 0
+            if fault.kind != "none":
+                outcomes.append(outcome)
+            # What is damaged does not strike while the run lives.
+            life = Life(run).live(fault=Fault() if damaged else fault)
+            assert not life.hung, life.error
+            assert life.losses.items() <= undisturbed.losses.items(), "other losses"
+            intervals = 2 if run.beside else 1
+            if damaged is not None:
+                check_and_remove(damaged, life)
+                # What had been saved last is lost too.
+                intervals += 1
+                whole, before_it = life.began_at if life.ended else run.newest_step(), outcome
             lost = max(0, before.reached - whole)
-            assert lost <= run.every * (2 if run.beside else 1), f"{lost} steps were lost"
-            tally.lost = max(tally.lost, lost)
-        assert life.losses.items() <= undisturbed.losses.items(), "other losses"
-        if fault.kind != "none":
-            print(f"{run.strategy}: {fault}, {life.waited:.1f} s", flush=True)
-            _check(life, fault, tally)
-            tally.kinds[fault.kind] += 1
-            tally.survived += 1
-            faults -= 1
-        else:
-            assert life.ended, life.error
-    assert life.results == undisturbed.results, "another end"
-    assert len(run.checkpoints()) <= KEPT + 1, f"{run.checkpoints()} are left"
+            assert lost <= run.every * intervals, f"{lost} steps were lost"
+            if before_it is not None:
+                before_it.lost = max(before_it.lost, lost)
+            if damaged is None and life.struck is None and fault.kind != "none":
+                assert life.ended, life.error
+                outcomes.pop()  # it never came there
+                break
+            if kinds:
+                kinds.pop(0)
+            if damaged is None:
+                _check(life, fault, outcome)
+            if fault.kind != "none":
+                waited = "" if outcome.waited is None else f", {outcome.waited:.1f} s"
+                print(f"{run.strategy}, run {self._number}: {fault}{waited}", flush=True)
+        assert life.results == undisturbed.results, "another end"
+        assert len(run.checkpoints()) <= KEPT + 1, f"{run.checkpoints()} are left"
+
+    def _next(self, kind: str, whole: int) -> Fault:
+        run, draw = self._run, self._draw
+        rank = draw.randrange(run.ranks)
+        calls = self._undisturbed.calls[rank]
+        places = [place for place in (*HOOKS, *OTHERS) if calls.get(place)]
+        if whole:
+            # A run that goes on makes no sanity check, and comes to where state is loaded.
+            places = [place for place in places if "sanity" not in place] + [*WHERE_RESUMED] * 4
+        place = draw.choice(places)
+        if kind == "raises" and not whole:
+            place = places[self._turn % len(places)]
+        elif kind == "full disk":
+            place = "on_save_checkpoint"
+        elif kind == "killed in a save":
+            place = "writing"
+            rank = rank if calls.get(place) else 0
+        elif kind == "stalls":  # where the shorter timeout holds: after a step
+            place = draw.choice(_STALLS_IN)
+        often = self._undisturbed.calls[rank].get(place, 1)
+        if place in ("writing", "on_save_checkpoint", "state_dict"):
+            often = max(1, often // run.every)
+        # What is left of them, where the run goes on.
+        often = max(1, int(often * (1 - whole / self._undisturbed.reached)))
+        first = 3 if kind == "stalls" and often > 3 else 1
+        return Fault("killed" if kind == "killed in a save" else kind, rank, place, draw.randint(first, often))
+
+    def _late_kill(self) -> Fault:
+        missing = 2 - len(self._run.checkpoints()) + self._run.beside
+        return Fault("killed", 0, "training_step", 2 * self._run.every * missing + 1)
 
 
-def _draw(run: Run, draw: random.Random, calls: dict[str, int]) -> Fault:
-    kinds = [kind for kind in WEIGHTS if run.ranks > 1 or kind in _ALONE]
-    kind = draw.choices(kinds, [WEIGHTS[kind] for kind in kinds])[0]
-    places = [place for place in (*HOOKS, *OTHERS) if calls.get(place)]
-    if kind == "full disk":
-        places = ["on_save_checkpoint"]
-    elif kind == "stalls":  # where the shorter timeout holds: after a step
-        places = ["on_train_batch_start", "on_validation_start", "training_step", "on_train_epoch_end", "state_dict"]
-    place = draw.choice(places)
-    first = 3 if kind == "stalls" and calls[place] > 3 else 1
-    return Fault(kind, draw.randrange(run.ranks), place, draw.randint(first, calls[place]))
-
-
-def _check(life: Life, fault: Fault, tally: Tally) -> None:
+def _check(life: Life, fault: Fault, outcome: Outcome) -> None:
     """Whether the run ended, soon, and whether the user is told why."""
-    if fault.kind == "slow":
+    if fault.kind in ("slow", "none"):
         assert life.error is None, life.error
         return
-    assert not life.ended or fault.kind == "full disk", "nothing came of it"
-    tally.waited.append(life.waited)
+    # A disk that is full, or a connection that is gone, when nothing is left to be done with it.
+    harmless = fault.kind in ("full disk", "cut off")
+    assert not life.ended or harmless, "nothing came of it"
+    outcome.waited = life.waited
     assert life.waited < LIMIT, f"{life.waited:.1f} s"
     error, told = life.error, str(life.error)
     failure = error.failure if isinstance(error, RankFailedError) else None
     if fault.kind == "raises":
-        tally.noticed.append(life.waited)
         assert "Struck" in told or type(error).__name__ == "Struck", told
         assert failure is None or failure.rank == fault.rank, told
     elif fault.kind in ("killed", "exits", "leaves"):
@@ -179,33 +198,4 @@ def _check(life: Life, fault: Fault, tally: Tally) -> None:
     elif fault.kind == "full disk":
         assert life.ended or "File too large" in told, told
     else:
-        assert error is not None
-
-
-def _damage(run: Run, draw: random.Random) -> Path | None:
-    """Damage the newest checkpoint, if there is one and another to fall back to; return its path."""
-    paths = sorted((run.folder / name for name in run.checkpoints()), key=lambda path: load(path).manifest.written)
-    if len(paths) < 2:
-        return None
-    files = [path for path in sorted(paths[-1].rglob("*")) if path.is_file() and path.stat().st_size]
-    path = draw.choice(files)
-    content = bytearray(path.read_bytes())
-    how = draw.choice(("altered", "cut short", "gone"))
-    if how == "gone":
-        path.unlink()
-    elif how == "cut short":
-        path.write_bytes(content[: len(content) // 2])
-    else:
-        content[draw.randrange(len(content))] ^= 0x10
-        path.write_bytes(content)
-    return paths[-1]
-
-
-def _remove_damaged(run: Run, damaged: Path, life: Life) -> None:
-    """A damaged checkpoint is either never chosen, or refused by name, before anything has changed."""
-    if not life.ended:
-        assert isinstance(life.error, CheckpointError | RankFailedError), life.error
-        assert damaged.name in str(life.error), life.error
-        assert life.reached == 0
-    if damaged.exists() and (not life.ended or verify(damaged)):
-        shutil.rmtree(damaged)
+        assert life.ended or error is not None

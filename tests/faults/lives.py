@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from drivetrain.checkpoint import load, verify
 from drivetrain.environments import Placement
 from drivetrain.launchers import FunctionLauncher, RankFailedError
 
+_HUNG = 100.0  # seconds after which ranks that are still there leave their stacks in the run's log, and are ended
 _GRACE = 0.5  # seconds that the ranks left over get, which then wait for one that is gone: the launcher ends them
 
 
@@ -68,11 +70,13 @@ class Life:
     """From the first step to the end."""
     waited: float = 0.0
     """From the kill, or from when the fault struck, to the end."""
-    calls: dict[str, int] = field(default_factory=dict)
-    """How often each place was come to at which a fault could have struck rank 0."""
+    calls: dict[int, dict[str, int]] = field(default_factory=dict)
+    """How often each rank came to each place at which a fault could have struck it."""
     struck: float | None = None
     """When the fault struck, by the clock that all processes share."""
     error: BaseException | None = None
+    hung: bool = False
+    """Whether ranks had to be ended because nothing else did."""
 
     @property
     def ended(self) -> bool:
@@ -124,17 +128,29 @@ class _Killer(threading.Thread):
         self._pipes = pipes
         self._instant = instant
         self._processes: dict[int, int] = {}
+        self._begun: dict[int, int] = {}
+        self._hung_at = time.monotonic() + _HUNG
 
     def run(self) -> None:
         pipes: list[Any] = list(self._pipes)
         while pipes:
-            for pipe in wait(pipes, self._pause()):
+            until_hung = max(0.0, self._hung_at - time.monotonic())
+            pause = self._pause()
+            for pipe in wait(pipes, until_hung if pause is None else min(pause, until_hung)):
                 try:
                     self._take_down(self._pipes.index(pipe), *pipe.recv())
                 except (EOFError, OSError):
                     pipes.remove(pipe)
             if self._pause() == 0:
                 self._kill()
+            if time.monotonic() >= self._hung_at:
+                self._end_hung()
+
+    def _end_hung(self) -> None:
+        self._life.hung, self._hung_at = True, float("inf")
+        for number in self._begun.values():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGABRT)
 
     def _pause(self) -> float | None:
         """How long it is until the kill; None where there is none to come."""
@@ -149,7 +165,9 @@ class _Killer(threading.Thread):
 
     def _take_down(self, rank: int, what: str, *values: Any) -> None:
         life = self._life
-        if what == "from":
+        if what == "begun":
+            [self._begun[rank]] = values
+        elif what == "from":
             life.began_at, self._processes[rank] = values
             self.began_at = time.monotonic()
         elif what == "loss":
@@ -157,7 +175,7 @@ class _Killer(threading.Thread):
         elif what == "step":
             life.reached = max(life.reached, *values)
         elif what == "calls":
-            [life.calls] = values
+            [life.calls[rank]] = values
         elif what == "struck":
             [life.struck] = values
         elif what == "end":
@@ -175,4 +193,6 @@ def _live(run: Run, pipes: list[Connection], fault: Fault | None) -> None:
     torch.set_num_threads(1)
     with open(f"{run.folder}.log", "a") as log:
         os.dup2(log.fileno(), sys.stderr.fileno())
+    faulthandler.enable()
+    tell("begun", os.getpid())
     tell("end", train(run.folder, run.strategy, run.every, run.beside, tell, fault))

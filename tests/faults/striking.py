@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from drivetrain import Callback
@@ -27,7 +28,11 @@ HOOKS = [
     for name in vars(Callback)
     if name.startswith(("on_", "setup", "teardown")) and not name.startswith(_NOT_CALLED)
 ]
-OTHERS = ["state_dict", "load_state_dict", "training_step", "validation_step", "configure_optimizers", "reading"]
+WHERE_RESUMED = ["load_state_dict", "on_load_checkpoint"]
+OTHERS = ["state_dict", "training_step", "validation_step", "configure_optimizers", "reading"]
+
+
+_WRITING = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
 class Struck(Exception):
@@ -39,9 +44,9 @@ class Fault:
     """What goes wrong.
 
     Attributes:
-        kind: one of `KINDS`; "none" counts calls and does nothing.
+        kind: one of `KINDS`; "none" counts calls and does nothing, "damaged" strikes between two starts.
         rank: on which rank.
-        place: in which hook or step.
+        place: in which hook or step; "writing" is an operation on files within the run's folder.
         nth: at which call of it, from 1.
     """
 
@@ -60,14 +65,18 @@ class Striker:
     Args:
         fault: which.
         tell: gets the moment at which it strikes.
+        folder: where the run saves. Whatever is opened, made, renamed or removed there is the place "writing".
     """
 
-    def __init__(self, fault: Fault, tell: Callable[..., None]) -> None:
+    def __init__(self, fault: Fault, tell: Callable[..., None], folder: Path) -> None:
         self._fault = fault
         self._tell = tell
         self._rank = int(os.environ["RANK"])
         self.calls: Counter[str] = Counter()
         _inherited.update(_sockets())
+        if fault.kind == "none" or fault.place == "writing":
+            self._folder = str(folder)
+            sys.addaudithook(self._on_event)
         if fault.kind == "refused" and self._rank == fault.rank:
             self._strike()
 
@@ -77,6 +86,10 @@ class Striker:
         fault = self._fault
         if (fault.place, fault.nth, fault.rank) == (place, self.calls[place], self._rank):
             self._strike()
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _WRITING and str(arguments[0]).startswith(self._folder):
+            self.at("writing")
 
     def settings(self) -> dict[str, Any]:
         """Options of the strategy."""
@@ -175,13 +188,15 @@ def _cut_off(fault: Fault) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
+_held = socket.socket()
+
+
 def _refuse(fault: Fault) -> None:
     """Let the way to the others lead to a port at which nobody listens."""
     world = current_world()
     assert world is not None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        world.port = free.getsockname()[1]
+    _held.bind(("127.0.0.1", 0))  # and held, so that nobody else gets it
+    world.port = _held.getsockname()[1]
 
 
 KINDS: dict[str, Callable[[Fault], None]] = {

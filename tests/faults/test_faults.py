@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 from drawing_run import STRATEGIES
+from outcomes import Tally, table
 from striking import Fault
 
 from drivetrain.testing import requires_linux, run_distributed
-from faults import LIMIT, Tally, table, try_faults
+from faults import LIMIT, try_faults
 
 FIRST = {
     "ddp": [Fault("stalls", 1, "training_step", 9), Fault("killed", 0, "on_validation_start")],
@@ -21,7 +22,9 @@ FIRST = {
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
 SEED = int(os.environ.get("FAULTS_SEED", "5"))
-ROWS: list[Tally] = []
+RUNS = [int(number) for number in os.environ.get("FAULTS_RUNS", "").split(",") if number]
+AT_ONCE = int(os.environ.get("FAULTS_AT_ONCE", "2" if FAULTS else "1"))
+TALLIES: list[Tally] = []
 
 
 @requires_linux()
@@ -30,11 +33,19 @@ ROWS: list[Tally] = []
 def test_a_struck_run_comes_to_the_same_end(strategy: str, tmp_path: Path) -> None:
     first = FIRST.get(strategy, [])
     faults = max(len(first), -(-FAULTS // len(STRATEGIES)))
-    # In a process that has imported torch and has no threads, so that ranks are forked from it in no time.
+    # In processes that have imported torch and have no threads, so that ranks are forked from them in no time.
     limit = 50 + 25 * FAULTS
-    [tally] = run_distributed(try_faults, 1, tmp_path, strategy, faults, SEED, first, process_group=None, timeout=limit)
-    ROWS.append(tally)
-    print(f"\n{table(ROWS)}")
-    assert tally.survived == tally.faults >= faults
-    assert max(tally.waited, default=0.0) < LIMIT
-    assert len(tally.noticed) < 3 or statistics.median(tally.noticed) < 5
+    task = (tmp_path, strategy, faults, SEED, first, RUNS)
+    tally = Tally()
+    for share in run_distributed(try_faults, AT_ONCE, *task, process_group=None, timeout=limit):
+        tally.add(share)
+    TALLIES.append(tally)
+    print(f"\n{table(TALLIES)}")
+    failed = ",".join(str(number) for number in sorted(tally.failed))
+    variables = f"FAULTS={FAULTS} FAULTS_SEED={SEED} FAULTS_RUNS={failed}"
+    again = f"""{variables} make faults ARGS="-k 'struck and {strategy.split()[0]}'\""""
+    assert not failed, "\n".join([f"again: {again}", *tally.failed.values()])
+    assert RUNS or len(tally.outcomes) >= faults
+    assert max(tally.waits(), default=0.0) < LIMIT
+    raised = tally.waits("raises")
+    assert len(raised) < 3 or statistics.median(raised) < 5
