@@ -39,11 +39,8 @@ class KeyedIndex(NamedTuple):
     key: MicroBatch
 
 
-class SeededDataset:
-    """Stands before a map-style data set in the workers and seeds their generators before each micro-batch.
-
-    What the worker drew before then does not matter: draws are the same for any number of workers, with persistent
-    workers, and after a resume in the middle of an epoch.
+class _Seeded:
+    """Stands before a data set and is, to whoever asks, that data set.
 
     Args:
         dataset: the user's data set.
@@ -55,6 +52,23 @@ class SeededDataset:
         self.dataset = dataset
         self._seed = seed
         self._rank = rank
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder lookups while unpickling come before ``dataset`` is there.
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class SeededDataset(_Seeded):
+    """Stands before a map-style data set in the workers and seeds their generators before each micro-batch.
+
+    What the worker drew before then does not matter: draws are the same for any number of workers, with persistent
+    workers, and after a resume in the middle of an epoch.
+    """
 
     def __getitem__(self, index: Any) -> Any:
         if type(index) is KeyedIndex:
@@ -73,35 +87,19 @@ class SeededDataset:
             return self.dataset.__getitems__(indices)
         return [self.dataset[index] for index in indices]
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        # Dunder lookups while unpickling come before ``dataset`` is there.
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
     def _seed_for(self, key: MicroBatch) -> None:
         seed_generators(derive_seed(_WORKER_DRAWS, self._seed, key.epoch, self._rank, key.number))
 
 
-class SeededIterable:
+class SeededIterable(_Seeded):
     """Stands before an iterable data set in a worker and seeds its generators as each epoch begins.
 
     An iterable data set decides by itself what a worker reads, so its draws go on from batch to batch. They differ
     between epochs (also with persistent workers, which torch seeds once), ranks and workers.
-
-    Args:
-        dataset: the user's data set.
-        seed: the seed of the run.
-        rank: this rank.
     """
 
     def __init__(self, dataset: Any, seed: int, rank: int) -> None:
-        self.dataset = dataset
-        self._seed = seed
-        self._rank = rank
+        super().__init__(dataset, seed, rank)
         self._epoch = 0
 
     def begin(self, epoch: int) -> None:
@@ -116,16 +114,8 @@ class SeededIterable:
         self._epoch += 1
         return iter(self.dataset)
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     def __repr__(self) -> str:
         return repr(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
 
 class WorkerStart:
@@ -145,7 +135,7 @@ class WorkerStart:
         with contextlib.suppress(OSError, AttributeError):  # where there are no process groups
             os.setpgid(0, 0)
         worker = get_worker_info()
-        if worker is not None and isinstance(worker.dataset, SeededDataset | SeededIterable):
+        if worker is not None and isinstance(worker.dataset, _Seeded):
             # `WorkerInfo` refuses assignment; users reach through it to open files or split the data.
             object.__setattr__(worker, "dataset", worker.dataset.dataset)
         if self._then is not None:
