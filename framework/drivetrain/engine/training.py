@@ -25,7 +25,7 @@ from drivetrain.loops.validation import ValidationPlan
 from drivetrain.loops.windows import MicroBatch, dealt_windows, exchanged_windows, single_windows, weighed_windows
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategy import StepRunner
+from drivetrain.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain.engine.session import Session
@@ -109,7 +109,8 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
     if is_overridden("optimizer_step", module, TrainModule):
         steps = OverriddenSteps(module, session.handles, session.progress)
     return kind(
-        module, runner, strategy, session.optimizers, hooks, session.metrics, _clipping(session), arguments, steps
+        *(module, runner, strategy, session.optimizers, hooks, session.metrics, _clipping(session), arguments, steps),
+        unscales=_unscales_apart(session),
     )
 
 
@@ -144,6 +145,17 @@ def _clipping(session: Session) -> Callable[[Sequence[Optimizer]], Any] | None:
         session.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
+
+
+def _unscales_apart(session: Session) -> bool:
+    """Whether scaled gradients are unscaled in a pass of their own: where nothing clips, or somebody looks before."""
+    trainer, module, strategy = session.trainer, session.module, session.strategy
+    looked_at = bool(session.hooks.on_before_optimizer_step) or is_overridden(
+        "configure_gradient_clipping", module, TrainModule
+    )
+    clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
+    precision = strategy.precision
+    return precision.scales_loss and (looked_at or not clips or not precision.clips_scaled)
 
 
 def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], Iterator[MicroBatch]]:

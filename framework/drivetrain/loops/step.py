@@ -50,6 +50,7 @@ class AutomaticStep:
         metrics: where values are logged.
         clip: clips before a step; None where nothing is clipped.
         step_optimizers: steps them where the module overrides ``optimizer_step``; None for the plain way.
+        unscales: whether scaled gradients are unscaled before anything else is done; else ``clip`` does it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class AutomaticStep:
         clip: ClipGradients | None,
         arguments: Callable[[Any, int], tuple[Any, ...]] | None,
         step_optimizers: StepOptimizers | None = None,
+        unscales: bool = False,
     ) -> None:
         self.module = module
         self.strategy = strategy
@@ -78,6 +80,7 @@ class AutomaticStep:
         self._after_backward = hooks.on_after_backward
         self._before_step = hooks.on_before_optimizer_step
         self._scales_loss = strategy.precision.scales_loss
+        self._unscales = unscales
         self._backward = backward_of(strategy)
         self._defers_sync = is_overridden("gradient_sync", strategy, Strategy)
         self._step_optimizer = step_of(strategy)
@@ -127,7 +130,7 @@ class AutomaticStep:
         if (self._skipped or not micro.window_weight) and not self._rescale(micro.window_weight):
             return False
         strategy = self.strategy
-        if self._scales_loss:
+        if self._unscales:
             for optimizer in self.optimizers:
                 strategy.unscale(optimizer)
         for hook in self._before_step:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, get_total_norm
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
@@ -20,7 +20,9 @@ ALGORITHMS = ("norm", "value")
 
 
 @torch.no_grad()
-def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float, algorithm: str = "norm") -> Tensor:
+def clip_gradients(
+    optimizers: Iterable[Optimizer], max_norm: float, algorithm: str = "norm", scale: Tensor | None = None
+) -> Tensor:
     """Clip the gradients of all ``optimizers`` together, in place.
 
     Gives what `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` give on whole gradients, bit for bit where all
@@ -32,6 +34,7 @@ def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float, algorithm: 
         optimizers: whose parameters' gradients are clipped; the norm is over all of them.
         max_norm: the largest norm, or with ``"value"`` the largest magnitude of one element.
         algorithm: ``"norm"`` or ``"value"``.
+        scale: of shape (), what all gradients were multiplied by and are divided by in the same pass; for ``"norm"``.
 
     Returns:
         Tensor of shape (): the total norm before clipping, for ``"value"`` the largest magnitude; 0 without gradients.
@@ -63,13 +66,17 @@ def clip_gradients(optimizers: Iterable[Optimizer], max_norm: float, algorithm: 
         for parameters in sharded.values():
             clip_grad_value_(parameters, max_norm)
         return total
+    if scale is not None:
+        total = total / scale.to(device)
     # As torch does it: multiplying always, by 1 where nothing is to clip, spares the device a question.
     # `max_norm / ...` is this very product, behind three calls of Python's.
     coefficient = torch.clamp((total + 1e-6).reciprocal() * max_norm, max=1.0)
+    if scale is not None:
+        coefficient = coefficient / scale.to(device)
+    # What a rank holds of a sharded gradient is multiplied where it lies: no other rank is asked.
+    buckets.extend([cast(Any, parameter.grad).to_local() for parameter in held] for held in sharded.values())
     for bucket in buckets:
         torch._foreach_mul_(bucket, coefficient.to(bucket[0].device))
-    for parameters in sharded.values():
-        clip_grads_with_norm_(parameters, max_norm, total)
     return total
 
 

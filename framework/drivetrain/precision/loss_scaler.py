@@ -5,7 +5,7 @@ The one place that reads what `torch.amp.GradScaler` keeps to itself (``_scale``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from drivetrain.precision.clipping import clip_gradients
 from drivetrain.precision.gradients import by_mesh
 
 
@@ -51,6 +52,31 @@ class LossScaler:
             self._found.extend(scaler._per_optimizer_states[id(part)]["found_inf_per_device"].values())
         self._unscaled[id(optimizer)] = (optimizer, parts)
         self._overflowed = None
+
+    def clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
+        """Unscale the gradients of ``optimizers`` and clip them to a norm over all, in one pass, without waiting.
+
+        The norm tells whether a gradient overflowed: a sum of squares is finite where all of them are, unless it
+        itself is beyond float32, and then the scale was too large as well.
+
+        Returns:
+            Tensor of shape (): the norm of the unscaled gradients before clipping.
+        """
+        scale = self.scaler._scale
+        gradients = _gradients(optimizers)
+        apart = not gradients or not self._unscaled.keys().isdisjoint({id(optimizer) for optimizer in optimizers})
+        # GradScaler refuses gradients in fp16, and says why.
+        if scale is None or apart or torch.float16 in {gradient.dtype for gradient in gradients}:
+            for optimizer in optimizers:
+                self.unscale(optimizer)
+            return clip_gradients(optimizers, max_norm)
+        norm = clip_gradients(optimizers, max_norm, scale=scale)
+        found = norm.isfinite().logical_not().float()
+        self.scaler._per_optimizer_states[id(optimizers[0])]["found_inf_per_device"] = {found.device: found}
+        self._found.append(found)
+        self._unscaled.update({id(optimizer): (optimizer, []) for optimizer in optimizers})
+        self._overflowed = None
+        return norm
 
     def step(self, optimizer: Optimizer, reducer: Callable[[Tensor], None] | None) -> bool:
         """Step ``optimizer`` unless anything unscaled since the last update overflowed.
@@ -99,6 +125,16 @@ class LossScaler:
         for other in found[1:]:
             total = total + other.to(total.device)
         return bool(total.item())
+
+
+def _gradients(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
 
 
 class _Parameters:

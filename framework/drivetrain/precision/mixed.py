@@ -53,6 +53,7 @@ class MixedPrecision(Precision):
         self.device_type = torch.device(device).type
         self.compute_dtype = self.output_dtype = _DTYPES[precision]
         self.scales_loss = precision == "16-mixed"
+        self.clips_scaled = self.scales_loss and type(self).clip_gradients is MixedPrecision.clip_gradients
         if not torch.amp.is_autocast_available(self.device_type):
             raise ConfigurationError(
                 f"precision={precision!r} cannot run on device type {self.device_type!r}.",
@@ -116,10 +117,12 @@ class MixedPrecision(Precision):
     def clip_gradients(
         self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"
     ) -> Tensor:
-        """Clip as `Precision.clip_gradients` does, after unscaling what is not unscaled yet."""
+        """Clip as `Precision.clip_gradients` does; what is not unscaled yet is unscaled, by norm in the same pass."""
         optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         if self.scales_loss:
             scaler = self._scaler or self._build()
+            if algorithm == "norm":
+                return scaler.clip(optimizers, max_norm)
             for optimizer in optimizers:
                 scaler.unscale(optimizer)
         return clip_gradients(optimizers, max_norm, algorithm)

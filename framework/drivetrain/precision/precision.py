@@ -56,6 +56,10 @@ class Precision:
     scales_loss: bool = False
     """Whether `unscale` and `update` do anything, and `backward` more than ``loss.backward()``."""
 
+    clips_scaled: bool = False
+    """Whether `clip_gradients` unscales what is not unscaled yet. The engine leaves it to it where nobody else looks at
+    the gradients before: one pass over them for both."""
+
     found_inf_reducer: Callable[[Tensor], None] | None = None
     """Makes a found overflow known to every rank, in place, on a float tensor of shape () that is above zero where one
     was found. Replicated gradients and those of one device mesh do not need it: there an infinity spreads by itself."""

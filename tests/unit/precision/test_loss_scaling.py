@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain import Callback, Fit, TrainModule
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import requires_cuda
@@ -137,6 +138,88 @@ def test_an_overflow_in_one_optimizer_skips_all_and_counts_once(device: str, sid
     for now, then in zip(snapshot(module), before, strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0)
     assert precision.state_dict()["scale"] == 512.0
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operations that go over gradients in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if "foreach" in name:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_unscaling_and_clipping_are_one_pass(device: str, max_norm: float) -> None:
+    # B-05, B-15: the same gradients and norm, to the last bit, as from a pass for each
+    found = []
+    for apart in (True, False):
+        module = Two().to(device)
+        optimizers = [adam(module.left), adam(module.right)]
+        precision = precision_for(device)
+        gradients(precision, module, device)
+        with Passes() as passes:
+            if apart:
+                for optimizer in optimizers:
+                    precision.unscale(optimizer)
+            norm = precision.clip_gradients(optimizers, max_norm)
+        assert passes.names[-2:] == ["_foreach_norm", "_foreach_mul_"]
+        assert len(passes.names) == (4 if apart else 2)
+        found.append([norm, *(p.grad for p in module.parameters() if p.grad is not None)])
+        assert [precision.step(optimizer) for optimizer in optimizers] == [True, True]
+        precision.update()
+    for together, one_by_one in zip(*found, strict=True):
+        torch.testing.assert_close(together, one_by_one, rtol=0, atol=0)
+
+
+class Scaled(TrainModule):
+    """Clips by norm under fp16, or says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Two()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Looking(Callback):
+    """Looks at the gradients before they are clipped."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])))
+
+
+def test_a_run_passes_once_unless_somebody_looks_between() -> None:
+    # B-05, B-15
+    found = []
+    for looking in ([], [Looking()]):
+        torch.manual_seed(0)
+        module = Scaled()
+        fit = Fit(
+            accelerator="cpu", precision="16-mixed", gradient_clip_val=0.1, max_steps=2, callbacks=looking,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        with Passes() as passes:
+            fit.fit(module, [X, X])
+        assert ("_amp_foreach_non_finite_check_and_unscale_" in passes.names) == bool(looking)
+        found.append([fit.gradient_norm, *module.parameters()])
+        if looking:
+            assert looking[0].norms[-1] == pytest.approx(float(fit.gradient_norm), rel=1e-6)
+    for together, one_by_one in zip(*found, strict=True):
+        torch.testing.assert_close(together, one_by_one, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("count", [1, 2])
