@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+_RUNS = 8
+
 
 def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 15) -> float:
     """How many calls one step of ``run(steps)`` makes on this thread, whatever it does before and after."""
     run(2)  # what is done and imported once
-    few, many = (
-        min(_calls(run, steps) for _ in range(3)) for steps in (short, long)
-    )  # who waits for others asks often
+    # Who waits for others asks more or less often; all else is the same in every run.
+    few, many = (min(_calls(run, steps) for _ in range(_RUNS)) for steps in (short, long))
     return (many - few) / (long - short)
 
 
