@@ -104,6 +104,20 @@ class Tiny(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class Bare(TrainModule):
+    """A step that does next to nothing, so that what surrounds it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 class Regression(TrainModule):
     """A linear layer on `regression`."""
 

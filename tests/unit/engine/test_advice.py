@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from engine_case import Bare
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Fit, TrainModule
+from drivetrain import Fit
 from drivetrain.engine.advice import left_on_the_table
 
 
@@ -50,14 +51,7 @@ def test_a_kernel_that_does_not_take_every_parameter_is_not_named() -> None:
     assert left_on_the_table([]) is None
 
 
-class Module(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch[0]).mean()
-
+class Module(Bare):
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters(), lr=0.1)
 

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engine_case import fit
-from torch import nn
+from engine_case import Bare, fit
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import TrainModule
 from drivetrain.callbacks import Checkpoint, ProgressBar
 from drivetrain.loggers import CSVLogger
 
@@ -31,20 +29,6 @@ class Terminal(StringIO):
 
 
 TYPICAL = {"progress bar": True, "CSV logger": True, "checkpoint callback": True}
-
-
-class Bare(TrainModule):
-    """A step that does next to nothing, so that what surrounds it shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Logging(Bare):
