@@ -17,7 +17,7 @@ from drivetrain.config import Settings, resolved_settings
 from drivetrain.data import DataModule
 from drivetrain.engine.collective_calls import CollectiveCalls
 from drivetrain.engine.defaults import default_callbacks, default_loggers
-from drivetrain.engine.launching import launch
+from drivetrain.engine.launching import Request, launch
 from drivetrain.engine.loaders import Given
 from drivetrain.engine.reads import RunReads
 from drivetrain.environments import Environment, check_environment_name
@@ -342,7 +342,7 @@ class Fit(RunReads):
                 "it would take the module, its metrics and the processes away from that run.",
                 "call it after the run, on every rank; validation within fit is val_check_interval's.",
             )
-        return launch(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path))
+        return launch(Request(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path)))
 
     # What modules and callbacks call
 

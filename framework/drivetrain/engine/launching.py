@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -38,28 +38,48 @@ logger = logging.getLogger("drivetrain")
 DEFAULT_MAX_EPOCHS = 1000
 
 
-def launch(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Any:
-    """Run ``stage``, starting processes first where they are missing; returns what the stage returns."""
-    check_requirements(stage, module, given)
+class Request(NamedTuple):
+    """What the caller wants run.
+
+    Attributes:
+        trainer: whose settings hold.
+        stage: "fit", "validate", "test" or "predict".
+        module: what is run.
+        given: the loaders or the data module.
+        ckpt_path: what to start from, or None.
+    """
+
+    trainer: Fit
+    stage: str
+    module: TrainModule
+    given: Given
+    ckpt_path: str | None
+
+
+def launch(request: Request) -> Any:
+    """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
+    trainer = request.trainer
+    check_requirements(request.stage, request.module, request.given)
     setting = trainer.environment
     environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
     single = trainer.chosen_strategy is not None and trainer.chosen_strategy.single_process
     ray = _ray_launcher(trainer)
     if ray is not None and stands_alone(environment):
-        return _on_ray(ray, single, trainer, stage, module, given, ckpt_path)
+        return _on_ray(ray, single, request)
     place = find_place(environment, resolve_devices(trainer.accelerator, trainer.devices), trainer.num_nodes, single)
     if place.missing:
         launcher = choose_launcher(_launcher_setting(trainer), place.placement.local_world_size)
         if isinstance(launcher, FunctionLauncher):
-            return _in_other_processes(launcher, place, trainer, stage, module, given, ckpt_path)
+            return _in_other_processes(launcher, place, request)
         assert isinstance(launcher, SubprocessLauncher)
         world = launcher.launch(place.placement, address=place.address, port=place.port)
         place = replace(place, store=world.store("runs"), world=world, missing=False)
-    return run_here(trainer, stage, module, given, ckpt_path, place)
+    return run_here(request, place)
 
 
-def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, place: Place) -> Any:
-    """Run ``stage`` in this process, which has its place."""
+def run_here(request: Request, place: Place) -> Any:
+    """Run what is asked for in this process, which has its place."""
+    trainer, stage = request.trainer, request.stage
     if place.world is not None and place.placement.world_size > 1:
         place.world.meet()
     device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
@@ -73,8 +93,8 @@ def run_here(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_p
         if strategy.rank == 0:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
-        warn_of_unused_loader(stage, module, given)
-    session = Session(trainer, stage, module, given, ckpt_path, strategy, place)
+        warn_of_unused_loader(stage, request.module, request.given)
+    session = Session(*request, strategy, place)
     if stage != "fit":
         session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
     trainer.session = session
@@ -127,61 +147,38 @@ def _sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> N
 # In processes started for the run
 
 
-def _in_other_processes(
-    launcher: FunctionLauncher,
-    place: Place,
-    trainer: Fit,
-    stage: str,
-    module: TrainModule,
-    given: Given,
-    ckpt_path: str | None,
-) -> Any:
+def _in_other_processes(launcher: FunctionLauncher, place: Place, request: Request) -> Any:
+    trainer = request.trainer
     try:
         outcome = launcher.launch(
             place.placement,
             _worker,
-            *(trainer, stage, module, given, ckpt_path),
+            *request,
             address=place.address,
             port=place.port,
-            pass_on=awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else (),
+            pass_on=awaited_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else (),
         )
     except (SystemExit, KeyboardInterrupt):
         trainer.state = "interrupted"
         raise
-    _take_over(outcome, place, trainer, stage, module, given, ckpt_path)
+    _take_over(outcome, place, request)
     return outcome.result
 
 
-def _on_ray(
-    launcher: RayLauncher,
-    single: bool,
-    trainer: Fit,
-    stage: str,
-    module: TrainModule,
-    given: Given,
-    ckpt_path: str | None,
-) -> Any:
+def _on_ray(launcher: RayLauncher, single: bool, request: Request) -> Any:
+    trainer = request.trainer
     devices = launcher.devices(trainer.accelerator, trainer.devices)
     place = place_of_first(devices, trainer.num_nodes, single)
-    outcome = launcher.launch(
-        place.placement, _worker, *(trainer, stage, module, given, ckpt_path), device=devices.type
-    )
-    _take_over(outcome, place, trainer, stage, module, given, ckpt_path)
+    outcome = launcher.launch(place.placement, _worker, *request, device=devices.type)
+    _take_over(outcome, place, request)
     return outcome.result
 
 
-def _take_over(
-    outcome: Outcome,
-    place: Place,
-    trainer: Fit,
-    stage: str,
-    module: TrainModule,
-    given: Given,
-    ckpt_path: str | None,
-) -> None:
+def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
     """Make the caller's objects what they would be had the run been here."""
-    outcome.fill(module)
-    session = Session(trainer, stage, module, given, ckpt_path, _stand_in(trainer, place), place)
+    trainer = request.trainer
+    outcome.fill(request.module)
+    session = Session(*request, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
     session.metrics.restore(outcome.metrics)
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
@@ -200,7 +197,7 @@ def _stand_in(trainer: Fit, place: Place) -> Strategy:
 
 
 def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:
-    """Run on one rank, in a process started for it."""
+    """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
     shapes = shapes_of(module)
-    result = launch(trainer, stage, module, given, ckpt_path)
+    result = launch(Request(trainer, stage, module, given, ckpt_path))
     return Outcome.of(trainer, module, result, shapes)
