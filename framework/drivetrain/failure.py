@@ -123,6 +123,11 @@ class Failure:
             return f"Rank {self.rank} failed with {self.error_type}: {self.message}"
         return f"Rank {self.rank} was {self.message}" if self.signal_name else f"Rank {self.rank} {self.message}"
 
+    def in_a_line(self) -> str:
+        """`describe`, at its shortest; with what to do where the rank itself could print nothing."""
+        first = (self.describe().splitlines() or [""])[0]
+        return first if self.error_type is not None else f"{first}; {_fix(self)}"
+
 
 class RankFailedError(DistributedError):
     """A rank other than the caller's failed. `failure` says which and how."""

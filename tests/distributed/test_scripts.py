@@ -115,6 +115,7 @@ for ranks in ((1,), (0,), (0, 1)):
         quiet(strategy="ddp", devices=2).fit(Failing(ranks), loader(64, 4))
     text = error["text"].splitlines()
     say(ranks, error["type"], text[0], "in training_step" in error["text"])
+    say(ranks, "python prints errors", sys.excepthook is sys.__excepthook__)
     module = Model()
     quiet(strategy="ddp", devices=2).fit(module, loader(64, 4))
     reference = weights(train_by_hand(Model(), global_batches(64, 8)))
@@ -133,6 +134,7 @@ say("seconds", time.monotonic() - began < 20)
         assert f"{rank} (0, 1) ValueError boom on {rank} False" in run.said
         for ranks in ("(1,)", "(0,)", "(0, 1)"):
             assert f"{rank} {ranks} again True" in run.said
+            assert f"{rank} {ranks} python prints errors True" in run.said
         assert f"{rank} seconds True" in run.said
 
 

@@ -16,6 +16,7 @@ from drivetrain.engine.place import Place, find_place, place_of_first, stands_al
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
 from drivetrain.engine.signals import awaited_signals
+from drivetrain.engine.telling import told_by_its_own_rank
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import (
@@ -66,7 +67,9 @@ def launch(request: Request) -> Any:
     ray = _ray_launcher(trainer)
     if ray is not None and stands_alone(environment):
         return _on_ray(ray, single, request)
-    place = find_place(environment, resolve_devices(trainer.accelerator, trainer.devices), trainer.num_nodes, single)
+    devices = resolve_devices(trainer.accelerator, trainer.devices)
+    with told_by_its_own_rank():
+        place = find_place(environment, devices, trainer.num_nodes, single)
     if place.missing:
         launcher = choose_launcher(_launcher_setting(trainer), place.placement.local_world_size)
         if isinstance(launcher, FunctionLauncher):
@@ -74,7 +77,8 @@ def launch(request: Request) -> Any:
         assert isinstance(launcher, SubprocessLauncher)
         world = launcher.launch(place.placement, address=place.address, port=place.port)
         place = replace(place, store=world.store("runs"), world=world, missing=False)
-    return run_here(request, place)
+    with told_by_its_own_rank(place.placement.rank):
+        return run_here(request, place)
 
 
 def run_here(request: Request, place: Place) -> Any:

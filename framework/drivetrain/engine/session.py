@@ -32,6 +32,7 @@ from drivetrain.engine.seeding import seed_rank
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.signals import Signals, awaited_signals, interruption
 from drivetrain.engine.stage_data import StageData
+from drivetrain.engine.telling import note_where
 from drivetrain.engine.training import build_training, under_context
 from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
@@ -129,7 +130,10 @@ class Session:
                 cause = self._fail(error)
                 if cause is error:
                     raise
-                raise cause from error
+                try:
+                    raise cause from error
+                finally:
+                    del cause  # the error would hold this frame, and the frame the error
             finally:
                 for child, training in flags:
                     child.training = training
@@ -376,8 +380,9 @@ class Session:
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell hooks and ranks, let go of everything, and return what to raise."""
-        control = self.strategy.control
+        control, raised_at = self.strategy.control, error.__traceback__
         error = in_vain(control, error)
+        note_where(error, raised_at, self)
         failure = Failure.of_exception(self.strategy.rank, error)
         tell_others(control, failure)
         release(self.module)

@@ -144,7 +144,7 @@ def _host(address: str, port: int) -> TCPStore:
 def _exit_with(failure: Failure) -> None:
     # Nothing that runs at exit can change the exit code of the interpreter but leaving at once. What Python would still
     # do is to flush; functions registered with atexit before the launch are not called.
-    print(RankFailedError(failure), file=sys.stderr)
+    print(failure.in_a_line(), file=sys.stderr)  # its traceback, where it has one, it has printed itself
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
