@@ -51,6 +51,21 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
             )
 
 
+def refuse_sparse_embeddings(module: nn.Module, why: str) -> None:
+    """Refuse ``nn.Embedding(sparse=True)``, for a strategy whose gradients are dense.
+
+    Raises:
+        ConfigurationError: names the embedding, and says ``why``.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ConfigurationError(
+                f"{name!r} is an {type(child).__name__} with sparse=True.",
+                why,
+                "use sparse=False, or strategy='ddp'.",
+            )
+
+
 def refuse_meta(module: nn.Module) -> None:
     """Refuse parameters without storage, for a strategy that does not give them any.
 

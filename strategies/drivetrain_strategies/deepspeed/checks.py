@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.errors import ConfigurationError
 from drivetrain.run_settings import RunSettings
 from drivetrain_strategies.deepspeed.leaving import left_by_deepspeed
-from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
+from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
 from drivetrain_strategies.weights_left import refuse_weights_left
 
 _TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
@@ -42,13 +42,7 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
     if not left_by_deepspeed(module):
         refuse_weights_left(module)
     refuse_embedding_max_norm(module, world_size)
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise ConfigurationError(
-                f"{name!r} is an {type(child).__name__} with sparse=True.",
-                "ZeRO's gradients are dense.",
-                "use sparse=False, or strategy='ddp'.",
-            )
+    refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():

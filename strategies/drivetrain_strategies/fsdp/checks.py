@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm
+from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 
@@ -79,13 +79,7 @@ def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> No
     """
     refuse_device_map(module)
     refuse_embedding_max_norm(module, world_size)
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-            raise ConfigurationError(
-                f"{name!r} is an {type(child).__name__} with sparse=True.",
-                "sharded gradients travel dense, all rows of a unit together.",
-                "use sparse=False, or strategy='ddp'.",
-            )
+    refuse_sparse_embeddings(module, "sharded gradients travel dense, all rows of a unit together.")
     if tensor_parallel > 1 and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ConfigurationError(
             f"tensor_parallel={tensor_parallel}, and no layer of {type(module).__name__} is split.",
