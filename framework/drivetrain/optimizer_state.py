@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,15 +46,7 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
     """
     names = parameter_names(module)
     own_groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
-    own = {name for group in own_groups for name in group}
-    missing = sorted(set(saved["state"]) - own)
-    if missing or len(saved["param_groups"]) != len(own_groups):
-        raise CheckpointError(
-            f"The saved optimizer state does not fit {type(optimizer).__name__}: "
-            f"{len(saved['param_groups'])} saved groups against {len(own_groups)}, saved but not held: {missing[:10]}.",
-            "state is matched by parameter name and groups by their order.",
-            "build the optimizer over the same parameters, or load the weights alone.",
-        )
+    check_optimizer_fits(optimizer, own_groups, saved)
     index = {name: number for number, name in enumerate(name for group in own_groups for name in group)}
     groups = []
     for group, group_names in zip(saved["param_groups"], own_groups, strict=True):
@@ -62,3 +54,24 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
         groups.append({**settings, "params": [index[name] for name in group_names]})
     state = {index[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
+    """Refuse saved state that is not for ``optimizer``.
+
+    Args:
+        optimizer: that is to be loaded; named in the error.
+        groups: the names of its parameters, by group.
+        saved: in the form that `named_optimizer_state` gives.
+
+    Raises:
+        CheckpointError: a saved name is not in the optimizer, or the number of groups differs.
+    """
+    missing = sorted(set(saved["state"]) - {name for group in groups for name in group})
+    if missing or len(saved["param_groups"]) != len(groups):
+        raise CheckpointError(
+            f"The saved optimizer state does not fit {type(optimizer).__name__}: "
+            f"{len(saved['param_groups'])} saved groups against {len(groups)}, saved but not held: {missing[:10]}.",
+            "state is matched by parameter name and groups by their order.",
+            "build the optimizer over the same parameters, or load the weights alone.",
+        )

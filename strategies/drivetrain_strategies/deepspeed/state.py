@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.errors import CheckpointError
+from drivetrain.optimizer_state import check_optimizer_fits
 from drivetrain.shards import Region, Shard, Span, cut
 from drivetrain.weights_fit import Misfit
 from drivetrain_strategies.deepspeed.private import Fragment, Zero
@@ -201,14 +202,7 @@ class State:
             CheckpointError: it is for other parameters or groups, or cannot live in one flat tensor a group.
         """
         zero, optimizer, groups = self._begun, self._begun.base_optimizer, self._groups()
-        missing = sorted(set(saved["state"]) - {name for group in groups for name in group})
-        if missing or len(saved["param_groups"]) != len(groups):
-            raise CheckpointError(
-                f"The saved optimizer state does not fit {type(optimizer).__name__}: "
-                f"{len(saved['param_groups'])} saved groups against {len(groups)}, saved but not held: {missing[:10]}.",
-                "state is matched by parameter name and groups by their order.",
-                "build the optimizer over the same parameters, or load the weights alone.",
-            )
+        check_optimizer_fits(optimizer, groups, saved)
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
         for number, fragments in self._flats():
