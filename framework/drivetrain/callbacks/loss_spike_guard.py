@@ -187,17 +187,15 @@ class LossSpikeGuard(Callback):
             return
         means = self._means(trainer)
         spikes: dict[int, float] = {}
-        middle, limit = self._statistic.middle, self._statistic.limit
+        usual = ""
         for step, loss in means.items():
             if self._statistic.is_spike(loss) and step not in self.passed_over:
-                if not spikes:
-                    middle, limit = self._statistic.middle, self._statistic.limit
+                usual = usual or self._usual()  # before the first of them
                 spikes[step] = loss
             self._statistic.add(loss)
         if not spikes or self.action == "skip":  # those that were skipped are told of as they come
             return
         first = min(spikes)
-        usual = f"the usual is {middle:.4g}, the limit {limit:.4g}"
         what = f"The loss rose to {spikes[first]:.4g} in the step after global_step={first} ({usual})"
         if self.action == "warn":
             self._say(trainer, f"LossSpikeGuard: {what}, {len(spikes)} step(s) of the last {len(means)} like it.")
@@ -207,15 +205,16 @@ class LossSpikeGuard(Callback):
     def _means(self, trainer: Fit) -> dict[int, float]:
         """Each step's mean loss over its micro-batches on all ranks, by the step before it."""
         marks, self._marks = self._marks, []
-        steps = list(dict.fromkeys(mark.step for mark in marks))  # alike on every rank
-        sums = torch.zeros(len(steps), 2, dtype=torch.float64)
+        sums = {mark.step: [0.0, 0.0] for mark in marks}  # the steps are alike on every rank
         if self._losses is not None:
             for mark, loss in zip(marks, self._losses[: len(marks)].tolist(), strict=True):
                 if float(mark.weight) > 0:
-                    sums[steps.index(mark.step)] += torch.tensor([loss, 1.0], dtype=torch.float64)
+                    sums[mark.step][0] += loss
+                    sums[mark.step][1] += 1
             self._losses.zero_()
-        everyone = trainer.strategy.control.all_gather(sums.flatten()).sum(0).view(-1, 2).tolist()
-        return {step: total / count for step, (total, count) in zip(steps, everyone, strict=True) if count}
+        told = torch.tensor(list(sums.values()), dtype=torch.float64)
+        everyone = trainer.strategy.control.all_gather(told.flatten()).sum(0).view(-1, 2).tolist()
+        return {step: total / count for step, (total, count) in zip(sums, everyone, strict=True) if count}
 
     def _is_dropped(self, trainer: Fit) -> bool:
         """Whether the step that comes next is not to be made; alike on every rank."""
@@ -230,12 +229,15 @@ class LossSpikeGuard(Callback):
         loss = total / count if count else 0.0
         if not self._statistic.is_spike(loss):
             return False
-        usual = f"the usual is {self._statistic.middle:.4g}, the limit {self._statistic.limit:.4g}"
         self._say(
             trainer,
-            f"LossSpikeGuard: no step is made from a loss of {loss:.4g} ({usual}) after global_step={self._step}.",
+            f"LossSpikeGuard: no step is made from a loss of {loss:.4g} ({self._usual()}) after "
+            f"global_step={self._step}.",
         )
         return True
+
+    def _usual(self) -> str:
+        return f"the usual is {self._statistic.middle:.4g}, the limit {self._statistic.limit:.4g}"
 
     def _go_back(self, trainer: Fit, what: str, spikes: Iterable[int]) -> None:
         first, last = min(spikes), max(spikes)
