@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, nearest
 
 _OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -25,7 +25,11 @@ def reduce(tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
         ConfigurationError: ``op`` is not "mean", "sum", "max" or "min".
     """
     if op not in _OPERATIONS:
-        raise ConfigurationError(f"reduce(op={op!r})", "", f"use one of {', '.join(_OPERATIONS)}.")
+        raise ConfigurationError(
+            f"reduce(op={op!r}).{nearest(str(op), _OPERATIONS)}",
+            "it says how the ranks' tensors become one.",
+            f"use one of {', '.join(_OPERATIONS)}.",
+        )
     result = tensor.detach().clone()
     dist.all_reduce(result, _OPERATIONS[op])
     return result / dist.get_world_size() if op == "mean" else result

@@ -81,7 +81,9 @@ def read_config(given: Config) -> dict[str, Any]:
             ) from error
         if not isinstance(config, dict):
             raise ConfigurationError(
-                f"config={os.fspath(given)!r} holds a {type(config).__name__}.", "", "use an object."
+                f"config={os.fspath(given)!r} holds a {type(config).__name__}.",
+                "DeepSpeed's configuration is one object, of settings by their names.",
+                "write {...} around what is in the file.",
             )
     for key, value in config.items():
         if key in SECTIONS and not isinstance(value, Mapping):
