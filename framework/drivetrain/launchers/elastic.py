@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import shutil
 import signal
 import tempfile
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -28,6 +30,7 @@ LEFT = "left"
 
 _POLL = 0.02  # seconds between two looks at the processes
 _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
+_COME_OUT = 2  # seconds for the others where elastic sees a process fail before we do, once more after SIGTERM
 _LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
@@ -90,6 +93,8 @@ class Processes:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         if isinstance(context, MultiprocessContext):
+            if context._pc is not None:  # else it tells the others at once, and waits half a minute for them
+                context._pc.join = partial(context._pc.join, grace_period=_COME_OUT)
             context._worker_finished_event = _Wake(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
         return cls(first_rank, context, folder)
 
@@ -122,13 +127,17 @@ class Processes:
 
         To be called only while none has failed: elastic would kill the others there and then.
         """
-        with _quiet():
-            result = self._context.wait(timeout=0)
-        if result is None:
-            return None
-        if result.is_failed():
-            # One has failed since the caller looked.
+        failed: set[int] = set()
+        try:
+            with _quiet():
+                result = self._context.wait(timeout=0)
+            if result is None:
+                return None
             failed = {self._first_rank + index for index in result.failures}
+        except (pickle.UnpicklingError, EOFError):
+            result = None  # the one that failed had no room on its disk for the file that elastic reads
+        if result is None or result.is_failed():
+            # One has failed since the caller looked.
             self._ended_by_us |= {
                 rank for rank, code in self.exit_codes().items() if self._was_told(rank, code)
             } - failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -200,6 +201,32 @@ def test_whom_elastic_ends_has_not_failed(tmp_path: Path) -> None:  # G-02
     finally:
         processes.end(kill=True)
     assert (failure.rank, failure.signal_name) == (0, "SIGKILL")
+
+
+def _fail_on_a_full_disk(rank: int, ready: Path) -> None:
+    if rank == 0:
+        while not ready.exists():
+            time.sleep(0.01)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+        raise OSError("no room")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as if it were deep within a collective
+    ready.touch()
+    time.sleep(60)
+
+
+def test_elastic_cannot_read_what_a_rank_on_a_full_disk_left(tmp_path: Path) -> None:  # F-05, G-01
+    arguments: list[Any] = [(rank, tmp_path / "ready") for rank in range(2)]
+    processes = Processes.of_function(0, _fail_on_a_full_disk, arguments, "fork")
+    began = time.monotonic()
+    try:
+        while processes.exit_codes()[0] is None:
+            time.sleep(0.01)
+        assert processes.values() is None
+        assert {failure.rank for failure in processes.failures()} >= {0}
+    finally:
+        processes.end(kill=True)
+    assert time.monotonic() - began < 15  # elastic alone waits half a minute for the other
 
 
 def _tell_process(path: Path) -> None:
