@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,12 @@ import torch
 from torch import nn
 
 from drivetrain.errors import ConfigurationError
+from drivetrain.shards import Span
+
+logger = logging.getLogger("drivetrain")
+
+GATHER_LIMIT = 8 * 2**30
+"""Bytes of parameters up to which a module is whole again after a run, where the user says nothing."""
 
 
 @dataclass(slots=True)
@@ -29,6 +36,65 @@ left: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Part]]] =
 """By module: the sizes of the mesh, and this rank's parts."""
 
 
+def are_gathered(nbytes: int, limit: int, strategy: str, tell: bool) -> bool:
+    """Whether parameters of ``nbytes`` become whole after a run; says so where they do not.
+
+    Args:
+        nbytes: of all that are spread.
+        limit: the strategy's ``gather_limit``.
+        strategy: its class.
+        tell: say so in the log.
+    """
+    if nbytes <= limit:
+        return True
+    logger.log(
+        logging.WARNING if tell else logging.DEBUG,
+        "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise %s(gather_limit=...), "
+        "or save_checkpoint within the run, to have them whole.",
+        nbytes / 2**30,
+        strategy,
+    )
+    return False
+
+
+def leave(module: nn.Module, sizes: tuple[int, ...], parts: list[Part], under: str, tell: bool) -> None:
+    """Keep this rank's parts for a later run, and say so. Talks to nobody.
+
+    Args:
+        module: whose parameters hold nothing from now on.
+        sizes: of the mesh over which they are spread.
+        parts: this rank's.
+        under: the strategy that goes on from them, as users call it.
+        tell: say so in the log.
+    """
+    left[module] = sizes, parts
+    logger.log(
+        logging.WARNING if tell else logging.DEBUG,
+        "The weights of %s are left as shards over %s ranks: another run under %s on as many goes on from them. "
+        "For anything else, load weights first.",
+        type(module).__name__,
+        _in_words(sizes),
+        under,
+    )
+
+
+def parts_for(module: nn.Module, sizes: tuple[int, ...]) -> list[Part]:
+    """This rank's parts for a run over a mesh of ``sizes``; none where the module holds its weights.
+
+    Raises:
+        ConfigurationError: they are spread over another one.
+    """
+    found, parts = still_left(module)
+    if parts and found != sizes:
+        raise ConfigurationError(
+            f"The weights of {type(module).__name__} were left as shards over {_in_words(found)} ranks, and there are "
+            f"{_in_words(sizes)}.",
+            "an earlier run failed, or the parameters are above gather_limit: each rank holds its part only.",
+            "use as many ranks and the same sharding again, or load weights (load_state_dict) before.",
+        )
+    return parts
+
+
 def refuse_weights_left(module: nn.Module) -> None:
     """Refuse a module whose weights are NaN, its shards being left on several ranks.
 
@@ -38,10 +104,16 @@ def refuse_weights_left(module: nn.Module) -> None:
     sizes, parts = still_left(module)
     if parts:
         raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as shards over {sizes} ranks.",
+            f"The weights of {type(module).__name__} were left as shards over {_in_words(sizes)} ranks.",
             "an earlier run under FSDP or DeepSpeed failed, or the parameters are above its gather_limit.",
             "fit it under the same strategy on as many ranks, or load weights (load_state_dict) before.",
         )
+
+
+def left_by_deepspeed(module: nn.Module) -> bool:
+    """Whether an earlier run under DeepSpeed left this module as parts."""
+    _, parts = still_left(module)
+    return bool(parts) and isinstance(parts[0].placements[0], Span)
 
 
 def still_left(module: nn.Module) -> tuple[tuple[int, ...], list[Part]]:
@@ -58,3 +130,7 @@ def still_left(module: nn.Module) -> tuple[tuple[int, ...], list[Part]]:
         del left[module]
         return (), []
     return sizes, parts
+
+
+def _in_words(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))

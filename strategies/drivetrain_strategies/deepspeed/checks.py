@@ -11,9 +11,8 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.run_settings import RunSettings
-from drivetrain_strategies.deepspeed.leaving import left_by_deepspeed
 from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
-from drivetrain_strategies.weights_left import refuse_weights_left
+from drivetrain_strategies.weights_left import left_by_deepspeed, refuse_weights_left
 
 _TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 
@@ -10,11 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drivetrain.errors import ConfigurationError
 from drivetrain.shards import Shard, Span
-from drivetrain_strategies.weights_left import Part, left, still_left
-
-logger = logging.getLogger("drivetrain")
+from drivetrain_strategies.weights_left import Part, leave, left, parts_for
 
 
 @torch.no_grad()
@@ -41,14 +37,7 @@ def leave_parts(module: nn.Module, parts: Mapping[str, Shard], limit: int, ranks
             Part(name, part.local.clone(), (part.region,), shape, known.stride(), known._version, known.data_ptr())
         )
     if kept:
-        left[module] = (ranks,), kept
-        logger.log(
-            logging.WARNING if tell else logging.DEBUG,
-            "The weights of %s are left as parts over %d ranks: another run under DeepSpeed on as many goes on from "
-            "them. For anything else, load weights first.",
-            type(module).__name__,
-            ranks,
-        )
+        leave(module, (ranks,), kept, "DeepSpeed", tell)
 
 
 @torch.no_grad()
@@ -58,15 +47,9 @@ def take_up_parts(module: nn.Module, ranks: int) -> None:
     Raises:
         ConfigurationError: they were spread over another number of ranks.
     """
-    sizes, parts = still_left(module)
+    parts = parts_for(module, (ranks,))
     if not parts:
         return
-    if sizes != (ranks,):
-        raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as parts over {sizes[0]} ranks, and there are {ranks}.",
-            "an earlier run failed, or the parameters are above gather_limit: each rank holds its part only.",
-            "use as many ranks again, or load weights (load_state_dict) before.",
-        )
     parameters = dict(module.named_parameters())
     for part in parts:
         (span,) = part.placements
@@ -76,9 +59,3 @@ def take_up_parts(module: nn.Module, ranks: int) -> None:
         dist.all_reduce(whole)
         parameters[part.name].data = whole
     del left[module]
-
-
-def left_by_deepspeed(module: nn.Module) -> bool:
-    """Whether an earlier run under DeepSpeed left this module as parts."""
-    _, parts = still_left(module)
-    return bool(parts) and isinstance(parts[0].placements[0], Span)

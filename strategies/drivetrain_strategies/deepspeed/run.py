@@ -33,6 +33,7 @@ from drivetrain_strategies.deepspeed.traces import ModuleTraces, forget_root
 from drivetrain_strategies.deepspeed.unused import UnusedParameters
 from drivetrain_strategies.materialize import Recording
 from drivetrain_strategies.unit_order import UnitOrder
+from drivetrain_strategies.weights_left import are_gathered
 
 logger = logging.getLogger("drivetrain")
 
@@ -312,14 +313,9 @@ class DeepSpeedRun:
     @torch.no_grad()
     def restore(self) -> None:
         """Make the module whole and plain, in the dtypes of its masters. Collective."""
-        nbytes = self.state.nbytes_spread()
-        if nbytes > self._setting.gather_limit and self._setting.stage == 3:
-            logger.log(
-                logging.WARNING if self._setting.control.rank == 0 else logging.DEBUG,
-                "The parameters take %.1f GiB, more than gather_limit. Raise DeepSpeedStrategy(gather_limit=...), or "
-                "save_checkpoint within the run, to have them whole.",
-                nbytes / 2**30,
-            )
+        setting = self._setting
+        nbytes, tell = self.state.nbytes_spread(), setting.control.rank == 0
+        if setting.stage == 3 and not are_gathered(nbytes, setting.gather_limit, "DeepSpeedStrategy", tell):
             return
         weights = self.state.weights()
         parameters = dict(self._module.named_parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -43,10 +42,7 @@ from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIME
 from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.module_checks import refuse_meta
 from drivetrain_strategies.placement import HomeDevice
-
-logger = logging.getLogger("drivetrain")
-
-GATHER_LIMIT = 8 * 2**30
+from drivetrain_strategies.weights_left import GATHER_LIMIT
 
 NATIVE = ".deepspeed"
 """What the name of a checkpoint of DeepSpeed's own ends with."""

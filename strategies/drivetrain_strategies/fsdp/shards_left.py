@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,12 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain.errors import ConfigurationError
-from drivetrain.shards import Span
 from drivetrain_strategies.fsdp.originals import Original
-from drivetrain_strategies.weights_left import Part, left, refuse_weights_left, still_left
-
-logger = logging.getLogger("drivetrain")
+from drivetrain_strategies.weights_left import Part, leave, left, left_by_deepspeed, parts_for, refuse_weights_left
 
 
 @torch.no_grad()
@@ -53,14 +48,7 @@ def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, t
         known = original.parameter
         parts.append(Part(original.name, local, placements, shape, stride, known._version, known.data_ptr()))
     if parts:
-        left[module] = sizes, parts
-        logger.log(
-            logging.WARNING if tell else logging.DEBUG,
-            "The weights of %s are left as shards over %s ranks: another run under FSDP on as many goes on from them. "
-            "For anything else, load weights first.",
-            type(module).__name__,
-            " x ".join(map(str, sizes)),
-        )
+        leave(module, sizes, parts, "FSDP", tell)
 
 
 @torch.no_grad()
@@ -70,18 +58,11 @@ def take_up_shards(module: nn.Module, mesh: Any) -> None:
     Raises:
         ConfigurationError: they were spread over another number of ranks.
     """
-    sizes, parts = still_left(module)
+    if left_by_deepspeed(module):
+        refuse_weights_left(module)
+    parts = parts_for(module, tuple(mesh.shape))
     if not parts:
         return
-    if isinstance(parts[0].placements[0], Span):  # DeepSpeed's
-        refuse_weights_left(module)
-    if sizes != tuple(mesh.shape):
-        raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as shards over {sizes} ranks, and there are "
-            f"{tuple(mesh.shape)}.",
-            "an earlier run failed, or the parameters are above gather_limit: each rank holds its part only.",
-            "use as many ranks and the same sharding again, or load weights (load_state_dict) before.",
-        )
     parameters = dict(module.named_parameters())
     for part in parts:
         local = part.local.to(mesh.device_type)

@@ -38,10 +38,9 @@ from drivetrain_strategies.fsdp.unused import UnusedParameters
 from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
+from drivetrain_strategies.weights_left import GATHER_LIMIT, are_gathered
 
 logger = logging.getLogger("drivetrain")
-
-GATHER_LIMIT = 8 * 2**30
 
 
 class FSDPStrategy(DistributedStrategy):
@@ -353,13 +352,7 @@ class FSDPStrategy(DistributedStrategy):
             return
         self.sync_buffers(module)
         nbytes = sum(one.current.numel() * one.current.element_size() for one in self._originals)
-        if nbytes > self.gather_limit:
-            logger.log(
-                logging.WARNING if self.rank == 0 else logging.DEBUG,
-                "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise "
-                "FSDPStrategy(gather_limit=...), or save_checkpoint within the run, to have them whole.",
-                nbytes / 2**30,
-            )
+        if not are_gathered(nbytes, self.gather_limit, "FSDPStrategy", tell=self.rank == 0):
             return
         self._undo()
         gather_back(self._originals)
