@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain_strategies.ddp import DDPStrategy
@@ -14,18 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
 
 _HOMES = {
-    "DDPStrategy": "drivetrain_strategies.ddp",
-    "DeepSpeedStrategy": "drivetrain_strategies.deepspeed",
-    "FSDPStrategy": "drivetrain_strategies.fsdp",
-    "SingleDeviceStrategy": "drivetrain_strategies.single_device",
+    "DDPStrategy": ".ddp",
+    "DeepSpeedStrategy": ".deepspeed",
+    "FSDPStrategy": ".fsdp",
+    "SingleDeviceStrategy": ".single_device",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.accumulation_scheduler import (
@@ -25,21 +26,21 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.timer import Timer as Timer
 
 _HOME = {
-    "Checkpoint": "checkpoint",
-    "EarlyStopping": "early_stopping",
-    "GarbageCollection": "garbage_collection",
-    "GradientAccumulationScheduler": "accumulation_scheduler",
-    "LambdaCallback": "lambda_callback",
-    "LearningRateMonitor": "lr_monitor",
-    "LossSpikeGuard": "loss_spike_guard",
-    "ModelSummary": "model_summary",
-    "NonFiniteGuard": "non_finite_guard",
-    "ProgressBar": "progress_bar",
-    "ReplicaCheck": "replica_check",
-    "RichProgressBar": "rich_progress_bar",
-    "ThroughputMonitor": "throughput_monitor",
-    "Timer": "timer",
-    "default_progress_bar": "progress_default",
+    "Checkpoint": ".checkpoint",
+    "EarlyStopping": ".early_stopping",
+    "GarbageCollection": ".garbage_collection",
+    "GradientAccumulationScheduler": ".accumulation_scheduler",
+    "LambdaCallback": ".lambda_callback",
+    "LearningRateMonitor": ".lr_monitor",
+    "LossSpikeGuard": ".loss_spike_guard",
+    "ModelSummary": ".model_summary",
+    "NonFiniteGuard": ".non_finite_guard",
+    "ProgressBar": ".progress_bar",
+    "ReplicaCheck": ".replica_check",
+    "RichProgressBar": ".rich_progress_bar",
+    "ThroughputMonitor": ".throughput_monitor",
+    "Timer": ".timer",
+    "default_progress_bar": ".progress_default",
 }
 
 __all__ = [
@@ -60,14 +61,4 @@ __all__ = [
     "default_progress_bar",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain.checkpoint.consolidating import consolidate as consolidate
@@ -17,24 +18,14 @@ if TYPE_CHECKING:
 _FORMAT = "drivetrain.checkpoint_format"
 _HOME = {
     "Checkpoint": _FORMAT,
-    "consolidate": f"{__name__}.consolidating",
-    "convert": f"{__name__}.converting",
-    "diff": f"{__name__}.showing",
+    "consolidate": ".consolidating",
+    "convert": ".converting",
+    "diff": ".showing",
     "load": _FORMAT,
-    "show": f"{__name__}.showing",
+    "show": ".showing",
     "verify": _FORMAT,
 }
 
 __all__ = ["Checkpoint", "consolidate", "convert", "diff", "load", "show", "verify"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from drivetrain.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain.loggers.csv_logger import CSVLogger as CSVLogger
@@ -12,22 +13,12 @@ if TYPE_CHECKING:
     from drivetrain.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
 
 _HOME = {
-    "CSVLogger": "csv_logger",
-    "Logger": "logger",
-    "TensorBoardLogger": "tensorboard_logger",
-    "default_logger": "default",
+    "CSVLogger": ".csv_logger",
+    "Logger": ".logger",
+    "TensorBoardLogger": ".tensorboard_logger",
+    "default_logger": ".default",
 }
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "default_logger"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
