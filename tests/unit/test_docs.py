@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -92,6 +93,14 @@ def test_the_reference_has_every_public_class_and_test_helper(package: str) -> N
     if package == ".testing":
         public = {name for name in module.__all__ if not name.startswith("requires_")} | {"marks"}
     assert not public - named
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP", "DeepSpeed"])
+def test_the_page_on_strategies_names_every_argument(name: str) -> None:
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    section = page.partition(f"## {name}'s knobs")[2].partition("\n## ")[0]
+    strategy = getattr(importlib.import_module("drivetrain_strategies"), f"{name}Strategy")
+    assert [one for one in inspect.signature(strategy).parameters if not re.search(rf"\b{one}\b", section)] == []
 
 
 def test_every_id_of_a_behaviour_is_explained() -> None:
