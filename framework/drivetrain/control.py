@@ -78,8 +78,17 @@ class ControlPlane(Protocol):
     def after_first_step(self) -> None:
         """Wait less for the others from now on. Not collective."""
 
-    def whereabouts(self, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
-        """Ask ranks, all others by default, for their stacks; who does not answer has None. Not collective."""
+    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+        """Ask ranks, all others by default, for their stacks; who does not answer has None. Not collective.
+
+        Where they are ``late``, every rank leaves its last collectives too, as `keep_records` has said.
+        """
+
+    def keep_records(self, folder: str | None) -> None:
+        """Let this rank leave its last collectives in ``folder`` where somebody waits in vain. Not collective."""
+
+    def records(self) -> str | None:
+        """Return which files they were left in, a pattern for those of all ranks; None where none was."""
 
     def report_failure(self, failure: Failure) -> None:
         """Tell the others. Not collective."""
@@ -149,8 +158,14 @@ class LocalControl:
     def after_first_step(self) -> None:
         return None
 
-    def whereabouts(self, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
+    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
         return {}
+
+    def keep_records(self, folder: str | None) -> None:
+        return None
+
+    def records(self) -> str | None:
+        return None
 
     def report_failure(self, failure: Failure) -> None:
         return None
@@ -171,7 +186,9 @@ class LocalControl:
         return None
 
 
-def absent_error(what: str, why: str, fix: str, where: Mapping[int, str | None]) -> DistributedError:
+def absent_error(
+    what: str, why: str, fix: str, where: Mapping[int, str | None], records: str | None = None
+) -> DistributedError:
     """Return the error for ranks that did not come in time.
 
     Args:
@@ -179,13 +196,17 @@ def absent_error(what: str, why: str, fix: str, where: Mapping[int, str | None])
         why: what is known of the reason.
         fix: what to look for.
         where: what `ControlPlane.whereabouts` gave.
+        records: what `ControlPlane.records` gave.
     """
     ranks, lines = list(where), []
     for stack, indices in spread(list(where.values())).items():
         told = f"at work, innermost call first:\n{stack}" if stack else f"no answer. {_SILENT}"
         lines.append(f"rank(s) {[ranks[index] for index in indices]}: {told}")
+    lines = lines[:_SHOWN]
+    if records is not None:
+        lines.append(f"The last collectives of each rank: {records}")
     kind = DistributedError if None in where.values() else AbsentRanksError
-    return kind(what, "\n".join([why, "Where they are:", *lines[:_SHOWN]]), fix)
+    return kind(what, "\n".join([why, "Where they are:", *lines]), fix)
 
 
 def spread(values: Sequence[Any]) -> dict[Any, list[int]]:

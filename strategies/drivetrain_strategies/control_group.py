@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from drivetrain.control import Pending, absent_error, spread
 from drivetrain.errors import DistributedError
 from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain_strategies.flight_recorder import FlightRecord
 from drivetrain_strategies.watchdog import stacks
 
 _FIELD = 20  # bits an agreement spends on one count: up to a million ranks
@@ -65,6 +66,7 @@ class GroupControl:
         self.store = store
         self.rank = rank
         self.world_size = world_size
+        self.flight = FlightRecord(rank)
         self._twins: list[GroupControl] = []
         self._agreements = 0
         self._shared = 0
@@ -109,6 +111,7 @@ class GroupControl:
         twin = GroupControl(group, store, self.rank, self.world_size, self.timeout)
         # Its own corner of the store knows neither of failures nor of where ranks are.
         twin.hearsay, twin.whereabouts = self._reports, self.whereabouts  # type: ignore[method-assign]
+        twin.flight = self.flight
         self._twins.append(twin)
         return twin
 
@@ -170,12 +173,12 @@ class GroupControl:
             failure = self.first_failure()
             if failure is not None:
                 raise RankFailedError(failure)
-            late = time.monotonic() > end
-            if late or time.monotonic() > ping:
+            if time.monotonic() > min(end, ping):
                 # Named here and not before: on thousands of ranks each agreement would make thousands of names.
                 arrivals = [] if agreement is None else self._arrivals(agreement)
                 absent = [rank for rank, arrival in enumerate(arrivals) if not self.store.check([arrival])] or [0]
-                where = self.whereabouts(absent)
+                late = time.monotonic() > end
+                where = self.whereabouts(absent, late)
                 # A rank that is alive answers, whatever it is at: one that has not done so twice is gone.
                 gone = silent & {rank for rank, stack in where.items() if stack is None}
                 silent = {rank for rank, stack in where.items() if stack is None}
@@ -189,12 +192,21 @@ class GroupControl:
                     "look for a call under `if trainer.is_global_zero:` and move it out; where one only takes long, "
                     "raise the strategy's timeout or step_timeout.",
                     where,
+                    self.flight.left,
                 )
 
-    def whereabouts(self, ranks: Sequence[int] | None = None) -> dict[int, str | None]:
-        told = stacks(self.store, self.rank, self.world_size)
+    def whereabouts(self, ranks: Sequence[int] | None = None, late: bool = False) -> dict[int, str | None]:
+        told = stacks(self.store, self.rank, self.world_size, late)
+        if late:
+            self.flight.leave()
         asked = [rank for rank in range(self.world_size) if rank != self.rank] if ranks is None else ranks
         return {rank: told.get(rank) for rank in asked}
+
+    def keep_records(self, folder: str | None) -> None:
+        self.flight.folder = folder
+
+    def records(self) -> str | None:
+        return self.flight.left
 
     def after_first_step(self) -> None:
         self._then()

@@ -75,7 +75,7 @@ class ProcessGroup:
             self._control_group, control_store, rank, world_size, self._timeout, then=self._after_first_step
         )
         own: Store = control_store.clone()  # type: ignore[attr-defined]
-        self._watchdog = Watchdog(own, rank)
+        self._watchdog = Watchdog(own, rank, self.control.flight.leave)
         return self.control
 
     def _after_first_step(self) -> None:

@@ -7,6 +7,7 @@ import faulthandler
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -22,9 +23,11 @@ class Watchdog:
     Args:
         store: the run's, for this thread alone: a call that waits holds a connection.
         rank: this rank.
+        leave_record: called where somebody waits in vain.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, leave_record: Callable[[], None] = lambda: None) -> None:
+        self._leave_record = leave_record
         self._store = store
         self._rank = rank
         self._watched = threading.get_ident()
@@ -39,13 +42,16 @@ class Watchdog:
             self._thread.join()
 
     def _run(self) -> None:
-        answered = 0
+        answered = late = 0
         with contextlib.suppress(RuntimeError):  # the store is gone, and the main thread will notice
             while not self._over.wait(_LOOK):
                 asked = self._store.add("stacks/asked", 0)
                 if asked > answered:
                     answered = asked
                     self._store.set(f"stacks/{asked}/{self._rank}", stack_of(self._watched))
+                    if self._store.add("stacks/late", 0) > late:
+                        late = self._store.add("stacks/late", 0)
+                        self._leave_record()
 
 
 def stack_of(thread: int) -> str:
@@ -61,8 +67,13 @@ def stack_of(thread: int) -> str:
     return text.strip()
 
 
-def stacks(store: Store, rank: int, world_size: int) -> dict[int, str]:
-    """Ask all ranks where they are; return what they answer, by rank. Who does not is missing from it."""
+def stacks(store: Store, rank: int, world_size: int, late: bool = False) -> dict[int, str]:
+    """Ask all ranks where they are; return what they answer, by rank. Who does not is missing from it.
+
+    Where it is ``late``, and not only a look at who is alive, they leave their last collectives too.
+    """
+    if late:
+        store.add("stacks/late", 1)
     number = store.add("stacks/asked", 1)
     store.set(f"stacks/{number}/{rank}", stack_of(threading.get_ident()))
     keys = {other: f"stacks/{number}/{other}" for other in range(world_size)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import threading
 import time
@@ -298,7 +299,7 @@ class Skipping(Regression):
         return -1 if batch_idx == self.at and self.global_rank in self.ranks else None
 
 
-def _skipping() -> dict[str, Any]:
+def _skipping(folder: str) -> dict[str, Any]:
     train._SKIP_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
     for name, module in (
@@ -306,7 +307,7 @@ def _skipping() -> dict[str, Any]:
         ("rank 1", Skipping((1,))),
         ("rank 0 at the end", Skipping((0,), at=7)),
     ):
-        trainer = quiet(strategy="ddp", max_epochs=2)
+        trainer = quiet(strategy="ddp", max_epochs=2, default_root_dir=os.path.join(folder, name))
         began = time.monotonic()
         with failing() as error:
             trainer.fit(module, loader(64, 4))
@@ -314,8 +315,8 @@ def _skipping() -> dict[str, Any]:
     return found
 
 
-def test_minus_one_on_one_rank_is_named_and_never_hangs() -> None:  # B-19
-    for found in run_distributed(_skipping, 2, process_group=None):
+def test_minus_one_on_one_rank_is_named_and_never_hangs(tmp_path: Path) -> None:  # B-19, G-04
+    for found in run_distributed(_skipping, 2, str(tmp_path), process_group=None):
         error, steps, _ = found["both"]
         assert error["text"] == ""
         assert steps == 4
@@ -324,6 +325,13 @@ def test_minus_one_on_one_rank_is_named_and_never_hangs() -> None:  # B-19
             assert error["type"] in ("AbsentRanksError", "RankFailedError"), error
             assert "on_train_batch_start returned -1" in error["text"], error
             assert seconds < 10
+            # Both ranks have left what the flight recorder holds, and the error says where.
+            logs = tmp_path / name / "logs"
+            assert f"The last collectives of each rank: {logs}/flight-rank-*.txt" in error["text"], error
+            for rank in (0, 1):
+                assert "all_reduce" in (logs / f"flight-rank-{rank}.txt").read_text()
+                assert pickle.loads((logs / f"flight_rank_{rank}").read_bytes())["entries"]
+    assert not (tmp_path / "both").exists()  # where nothing was the matter
 
 
 # collective calls that one rank makes alone

@@ -9,30 +9,53 @@ from scripts import run_script
 
 # Two epochs of eight micro-batches a rank, two of them a window.
 _SCRIPT = """
+import logging, warnings
+
 class Failing(Model):
+    def on_train_start(self):
+        if self.global_rank == 0:
+            warnings.warn("odd weather")
+            logging.getLogger("drivetrain").warning("on rank 0")
     def training_step(self, batch, batch_idx):
         if self.current_epoch == 1 and batch_idx == 3 and self.global_rank == 1:
-            if "--kill" in sys.argv:
-                os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("boom")
         return super().training_step(batch, batch_idx)
 
-quiet(strategy="ddp", devices=2, max_epochs=2, accumulate_grad_batches=2).fit(Failing(), loader(64, 4))
+settings = dict(strategy="ddp", devices=2, launcher=LAUNCHER, accumulate_grad_batches=2)
+quiet(**settings, default_root_dir="undisturbed").fit(Model(), loader(64, 4))
+quiet(**settings, default_root_dir="run", max_epochs=2).fit(Failing(), loader(64, 4))
 """
 _WHERE = "Where: rank 1, epoch 1, global step 5, batch index 3"
 
 
-@pytest.mark.parametrize("launched", ["subprocess", "torchrun"])
+@pytest.mark.parametrize("launched", ["subprocess", "torchrun", "fork"])
 def test_the_first_cause_is_printed_once_with_its_place(tmp_path: Path, launched: str) -> None:  # G-01
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     # In files of their own: torchrun ends with a traceback of itself, which no rank can help.
     logs = ("--log-dir", str(tmp_path / "torchrun"), "--redirects", "2")
-    run = run_script(tmp_path, _SCRIPT, *((*torchrun, *logs) if launched == "torchrun" else ()))
+    script = _SCRIPT.replace("LAUNCHER", repr("fork" if launched == "fork" else "auto"))
+    run = run_script(tmp_path, script, *((*torchrun, *logs) if launched == "torchrun" else ()))
     assert run.code == 1
     errors = run.errors
     if launched == "torchrun":
         errors = "".join(file.read_text() for file in (tmp_path / "torchrun").rglob("stderr.log"))
-    assert errors.count("Traceback (most recent call last)") == 1, errors
-    assert errors.count(f"ValueError: boom\n{_WHERE}\n") == 1, errors
-    told = [line for line in errors.splitlines() if line.startswith("Rank 0 ends")]
-    assert told == ["Rank 0 ends because of another: Rank 1 failed with ValueError: boom"], errors
+    assert errors.count(_WHERE) == 1, errors
+    logs = [tmp_path / "run" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
+    if launched == "fork":  # the ranks print nothing: what they said is in what their caller raises
+        assert "Rank 1 failed with ValueError: boom" in errors
+    else:
+        assert errors.count("Traceback (most recent call last)") == 1, errors
+        assert f"ValueError: boom\n{_WHERE}\nLog: {logs[1]}\n" in errors, errors
+        told = [line for line in errors.splitlines() if line.startswith("Rank 0 ends")]
+        assert told == [f"Rank 0 ends because of another: Rank 1 failed with ValueError: boom; Log: {logs[0]}"], errors
+
+    # What the others printed no more is kept, with what went before.
+    assert not (tmp_path / "undisturbed").exists()
+    first, second = (log.read_text() for log in logs)
+    assert [first.count(text) for text in ("odd weather\n", "WARNING: on rank 0\n")] == [1, 1], first
+    assert errors.count("odd weather\n") == errors.count("on rank 0\n") == 1  # and shown as ever
+    assert "in _train_epoch" in first
+    assert "Where: rank 0, epoch 1, global step 5, batch index 3" in first
+    assert "It follows from this:\nRank 1 failed with ValueError: boom" in first
+    assert f"ValueError: boom\n{_WHERE}\nThreads, innermost call first:\n" in second
+    assert "Thread 0x" in second

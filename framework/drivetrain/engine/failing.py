@@ -49,7 +49,7 @@ def in_vain(control: ControlPlane, error: BaseException) -> BaseException:
     if not any(text in str(error) for text in _TIMED_OUT) or control.first_failure(_LOOK) is not None:
         return error
     try:
-        where = control.whereabouts()
+        where = control.whereabouts(late=True)
     except RuntimeError:
         return error
     told = absent_error(
@@ -58,6 +58,7 @@ def in_vain(control: ControlPlane, error: BaseException) -> BaseException:
         "see what the rank that is elsewhere waits for; where it only takes long, raise the strategy's timeout "
         "or step_timeout.",
         where,
+        control.records(),
     )
     told.__cause__ = error
     return told

@@ -27,7 +27,9 @@ from drivetrain.engine.failing import cause_of, in_vain, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.out_of_memory import explain_out_of_memory
 from drivetrain.engine.place import Place
+from drivetrain.engine.rank_log import RankLog
 from drivetrain.engine.requeue import requeue
+from drivetrain.engine.run_loggers import log_hyper_parameters, share_versions
 from drivetrain.engine.seeding import seed_rank
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.signals import Signals, awaited_signals, interruption
@@ -110,6 +112,7 @@ class Session:
         self._compiled: CompiledSteps | None = None
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._signals = Signals(awaited, self._asked_to_leave)
+        self._log = RankLog(trainer, strategy.rank, strategy.world_size)
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
@@ -122,7 +125,7 @@ class Session:
         flags = [(child, child.training) for child in self.module.modules()]
         listen = self.strategy.rank == 0 and not self.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        with self._signals, state, heard(listen):
+        with self._signals, state, heard(listen), self._log:
             try:
                 result = self._run()
             except BaseException as error:
@@ -160,7 +163,8 @@ class Session:
         attach(self.module, trainer)
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)
-        self._share_log_versions()
+        share_versions(trainer.loggers, strategy.control)
+        strategy.control.keep_records(self._log.folder)
         self._assemble()
         self._prepare_data()
         self._set_up()
@@ -199,7 +203,8 @@ class Session:
         advice = left_on_the_table(self.optimizers)
         if advice is not None:
             logger.info(advice)
-        self._log_hyper_parameters()
+        if self.strategy.rank == 0:
+            log_hyper_parameters(self.trainer.loggers, self.module, self.given.datamodule)
         for hook in hooks.on_fit_start:
             hook()
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
@@ -234,13 +239,6 @@ class Session:
         for hook in self.hooks.on_exception:
             hook(self._left_with)
 
-    def _log_hyper_parameters(self) -> None:
-        datamodule = self.given.datamodule
-        params = {**({} if datamodule is None else datamodule.hparams), **self.module.hparams}
-        if params and self.strategy.rank == 0:
-            for one in self.trainer.loggers:
-                one.log_hyperparams(params)
-
     def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
         self.strategy.setup_optimizers([])
         self.checkpoints.load_weights()
@@ -249,16 +247,6 @@ class Session:
         return build_evaluation(self, self.stage, runner, move)()
 
     # Set-up
-
-    def _share_log_versions(self) -> None:
-        """Let every rank's loggers name the place where rank 0's write."""
-        loggers, control = self.trainer.loggers, self.strategy.control
-        if not loggers or control.world_size == 1:
-            return
-        versions = control.from_rank_0([one.version for one in loggers] if control.rank == 0 else None)
-        if control.rank > 0:
-            for one, version in zip(loggers, versions, strict=False):
-                one.adopt(version)
 
     def _prepare_data(self) -> None:
         if self.strategy.local_rank == 0:
@@ -385,6 +373,7 @@ class Session:
         note_where(error, raised_at, self)
         failure = Failure.of_exception(self.strategy.rank, error)
         tell_others(control, failure)
+        self._log.add_failure(error, failure.traceback)
         release(self.module)
         calls: list[Callable[[], Any]] = []
         if self._hooks is not None:
@@ -397,4 +386,7 @@ class Session:
                 call()
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
-        return cause_of(control, self.place.world, failure, error)
+        cause = cause_of(control, self.place.world, failure, error)
+        if cause is not error:
+            self._log.add_cause(cause)
+        return cause

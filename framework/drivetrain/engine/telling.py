@@ -72,7 +72,8 @@ def told_by_its_own_rank(rank: int | None = None) -> Iterator[None]:
         world = current_world() if rank is None else None
         rank = world.placement.rank if world is not None else rank or 0
         if threading.current_thread() is threading.main_thread() and _belongs_to_nobody(sys.excepthook):
-            sys.excepthook = OneLine(error, f"Rank {rank} ends because of another: {error.failure.in_a_line()}")
+            line = [f"Rank {rank} ends because of another: {error.failure.in_a_line()}"]
+            sys.excepthook = OneLine(error, "; ".join(line + getattr(error, "__notes__", [])))
         raise
 
 

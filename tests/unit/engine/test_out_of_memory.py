@@ -31,7 +31,8 @@ class Hungry(Regression):
 def _note(path: Path, width: int, **options: Any) -> list[str]:
     with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
         fit(path, **options).fit(Hungry(width), regression())
-    (note,) = caught.value.__notes__
+    note, where = caught.value.__notes__
+    assert where == "Where: rank 0, epoch 0, global step 2, batch index 2"
     assert note in "".join(traceback.format_exception(caught.value))
     return note.splitlines()
 
@@ -76,4 +77,4 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="of another kind") as caught:
         fit(tmp_path).fit(Failing(), regression())
-    assert not hasattr(caught.value, "__notes__")
+    assert caught.value.__notes__ == ["Where: rank 0, epoch 0, global step 0, batch index 0"]

@@ -1,0 +1,117 @@
+"""What one rank of many has to say, kept in a file of its own: warnings, and how it failed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import time
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+
+_LOGGER = logging.getLogger("drivetrain")
+
+
+class RankLog(logging.Handler):
+    """Keeps warnings and errors of this rank, for the length of its ``with``, in ``<run's folder>/logs/rank-N.log``.
+
+    The file is made by the first of them: a run in which nothing happens leaves none. What was shown before is shown
+    still.
+
+    Args:
+        trainer: whose run it is.
+        rank: this one.
+        world_size: among how many. One alone keeps nothing: what it has to say is on the terminal.
+    """
+
+    def __init__(self, trainer: Fit, rank: int, world_size: int) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self._trainer = trainer
+        self._rank = rank
+        self._keeps = world_size > 1 and not trainer.barebones
+        self._show: Any = None
+        self.written: str | None = None
+        """The file, once there is one."""
+
+    @property
+    def folder(self) -> str | None:
+        """Where all ranks' logs are; None where this run keeps none. Asking settles the number of the run's folder."""
+        root = run_folder(self._trainer) if self._keeps else None
+        return None if root is None else os.path.join(root, "logs")
+
+    def __enter__(self) -> Self:
+        if self._keeps:
+            _LOGGER.addHandler(self)
+            self._show, warnings.showwarning = warnings.showwarning, self._showwarning
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _LOGGER.removeHandler(self)
+        if warnings.showwarning == self._showwarning:
+            warnings.showwarning = self._show
+
+    def add(self, text: str) -> None:
+        """Write ``text`` as it is. Where that is impossible, as on a full disk, nothing is kept."""
+        with contextlib.suppress(Exception):  # it is not for this that a run fails
+            folder = self.folder
+            if folder is None:
+                return
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, f"rank-{self._rank}.log")
+            with open(path, "a", encoding="utf-8") as file:  # records are rare, and no descriptor is left open
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {text.rstrip()}\n")
+            self.written = path
+
+    def add_failure(self, error: BaseException, told: str) -> None:
+        """Write how this rank failed, and where its threads are; the error then names the file."""
+        if self._keeps:
+            self.add(f"The run failed.\n{told.rstrip()}\nThreads, innermost call first:\n{_threads()}")
+        self._tell(error)
+
+    def add_cause(self, cause: BaseException) -> None:
+        """Write what this rank's failure only follows from."""
+        self.add(f"It follows from this:\n{cause}")
+        self._tell(cause)
+
+    def _tell(self, error: BaseException) -> None:
+        if self.written is not None:
+            error.add_note(f"Log: {self.written}")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record of the framework's."""
+        if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
+            logging.lastResort.handle(record)  # which shows what nobody takes, and we are somebody
+        self.add(self.format(record))
+
+    def _showwarning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
+        self._show(message, category, filename, lineno, *rest, **more)
+        self.add(warnings.formatwarning(message, category, filename, lineno))
+
+
+def run_folder(trainer: Fit) -> str | None:
+    """Return the folder on this machine where a run's own files go, or None where it keeps none.
+
+    That is the first logger's; without one the ``default_root_dir``, if it was given or checkpoints go there.
+    """
+    place = next((one.log_dir for one in trainer.loggers if one.log_dir), None)
+    if place is None:
+        given = trainer.settings["default_root_dir"].source != "default"
+        place = trainer.default_root_dir if given or trainer.checkpoint_callback is not None else None
+    return None if place is None or "://" in place else os.path.abspath(place)
+
+
+def _threads() -> str:
+    import faulthandler  # by whoever fails, and nobody else
+
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

@@ -1,0 +1,79 @@
+"""Torch's flight recorder: the last collectives of this process. The one place that reaches for it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+# NCCL's, in builds for CUDA; then the one that other backends share.
+_DUMPS = ("_dump_nccl_trace", "_dump_fr_trace")
+_SHOWN = 50  # collectives that are written out
+
+
+class FlightRecord:
+    """Where a rank leaves what the recorder holds.
+
+    Attributes:
+        folder: where; None leaves nothing.
+        left: the texts of all ranks as a pattern, once this rank has left its own.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.folder: str | None = None
+        self.left: str | None = None
+
+    def leave(self) -> None:
+        """Write ``flight-rank-N.txt``, to read and compare, and ``flight_rank_N`` as torch dumps it, for its tools.
+
+        Without a record, or room for it, write nothing.
+        """
+        folder, dumped = self.folder, None if self.folder is None else dump()
+        if folder is None or dumped is None:
+            return
+        raw, record = dumped
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, f"flight_rank_{self._rank}"), "wb") as file:
+                file.write(raw)
+            with open(os.path.join(folder, f"flight-rank-{self._rank}.txt"), "w", encoding="utf-8") as text:
+                text.writelines(f"{line}\n" for line in described(record))
+        except OSError:
+            return
+        self.left = os.path.join(folder, "flight-rank-*.txt")
+
+
+def dump() -> tuple[bytes, dict[str, Any]] | None:
+    """Return the recorder's dump, pickled and as it is; None where there is no recorder, or it has seen nothing.
+
+    ``TORCH_FR_BUFFER_SIZE`` says how many collectives it holds: 2000 where nothing is said, none at 0.
+    """
+    bindings = importlib.import_module("torch._C._distributed_c10d")
+    for name in _DUMPS:
+        function: Callable[[], bytes] | None = getattr(bindings, name, None)
+        if function is None:
+            continue
+        try:
+            raw = function()
+            record: dict[str, Any] = pickle.loads(raw)  # of this very process
+            if record.get("entries"):
+                return raw, record
+        except Exception:
+            continue  # of a version that dumps something else
+    return None
+
+
+def described(record: dict[str, Any]) -> list[str]:
+    """Return a line for each of the last collectives, the latest at the end, alike on ranks that did the same."""
+    lines = []
+    for entry in record["entries"][-_SHOWN:]:
+        number = entry.get("p2p_seq_id") if entry.get("is_p2p") else entry.get("collective_seq_id")
+        group = " ".join(map(str, entry.get("process_group", ())))
+        sizes = f"{entry.get('input_sizes')} {' '.join(entry.get('input_dtypes', ()))}"
+        frames = [frame for frame in entry.get("frames", ()) if "/torch/" not in frame["filename"]]
+        caller = f" in {frames[0]['name']}, {frames[0]['filename']}:{frames[0]['line']}" if frames else ""
+        lines.append(f"group {group}, {number}: {entry.get('profiling_name')} {sizes} {entry.get('state')}{caller}")
+    return lines
