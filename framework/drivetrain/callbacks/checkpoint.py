@@ -158,9 +158,19 @@ class Checkpoint(Callback):
         """Return the list of what is kept, for `go_on_with`."""
         return self._retention.state_dict()
 
-    def go_on_with(self, written: Mapping[str, Any]) -> None:
-        """Keep the list of what was written although the run has gone back to one of them."""
+    def go_on_with(self, written: Mapping[str, Any], trainer: Fit, path: str) -> None:
+        """Keep the list of what was written although the run has gone back to ``path``; what came later goes.
+
+        Started again before it has come by once more, a run would go on from the newest.
+        """
         self._retention.load_state_dict(written)
+        later, self._whole_at = self._retention.drop_after(trainer.global_step), -1
+        if trainer.strategy.control.rank == 0:
+            for one in later:
+                remove(one)
+            folder, _, name = path.rpartition("/")
+            if later and folder == self._folder().rstrip("/"):
+                point_to(folder, name)
 
     # When
 
@@ -259,7 +269,7 @@ class Checkpoint(Callback):
         if not self._retention.wants(score):
             return
         path = self._choose(trainer, checkpoint_name(self.filename, values))
-        going = self._retention.add(path, score)
+        going = self._retention.add(path, score, trainer.global_step)
         if not self.save_weights_only:
             self._whole_at = trainer.global_step
             if self._interim is not None and self._interim[1] < trainer.global_step:

@@ -16,11 +16,13 @@ class Kept:
         path: where.
         score: the monitored value as it was saved; None where nothing is monitored.
         number: counts the run's checkpoints.
+        step: the optimizer step that it was written after.
     """
 
     path: str
     score: float | None
     number: int
+    step: int = 0
 
 
 class Retention:
@@ -45,13 +47,19 @@ class Retention:
         coming = Kept("", score, self._count)
         return coming in self._chosen([*self.kept, coming])
 
-    def add(self, path: str, score: float | None) -> list[str]:
+    def add(self, path: str, score: float | None, step: int = 0) -> list[str]:
         """Take note of a checkpoint; return the paths of those that go once it is whole."""
-        everything = [*(one for one in self.kept if one.path != path), Kept(path, score, self._count)]
+        everything = [*(one for one in self.kept if one.path != path), Kept(path, score, self._count, step)]
         self._count += 1
         self.kept = self._chosen(everything)
         self._going = [one.path for one in everything if one not in self.kept]
         return self._going
+
+    def drop_after(self, step: int) -> list[str]:
+        """Forget what was written after a later step, and return the paths: the run has gone back to this one."""
+        later = [one for one in self.kept if one.step > step]
+        self.kept = [one for one in self.kept if one.step <= step]
+        return [one.path for one in later]
 
     @property
     def best(self) -> Kept | None:

@@ -99,7 +99,8 @@ class RunCheckpoints:
     def roll_back(self, path: str) -> None:
         """Go back to a checkpoint of this run as soon as all hooks are through, and train on from there. Collective.
 
-        What the `Checkpoint` callbacks have written stays in their lists, and callbacks see their state loaded.
+        What the `Checkpoint` callbacks have written until then stays in their lists, and what they wrote after it is
+        removed. Callbacks see their state loaded.
 
         Raises:
             CheckpointError: it cannot be opened; later, from the loop: it is damaged.
@@ -114,7 +115,7 @@ class RunCheckpoints:
             lists = [(one, one.written()) for one in self._callbacks()]
             self._contents().load(checkpoint)
             for one, written in lists:
-                one.go_on_with(written)
+                one.go_on_with(written, session.trainer, path)
 
         session.saves.go_back(back)
 

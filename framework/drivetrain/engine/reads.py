@@ -239,7 +239,8 @@ class RunReads:
     def roll_back(self, path: str) -> None:
         """Go back to a checkpoint of this run, a whole one, and train on from there; ask on every rank alike.
 
-        That is once all hooks of the event are through and the accumulation window is closed.
+        That is once all hooks of the event are through and the accumulation window is closed. What the run's
+        `Checkpoint` callbacks wrote since goes.
 
         Raises:
             CheckpointError: it cannot be opened.

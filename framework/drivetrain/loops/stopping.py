@@ -158,6 +158,16 @@ class StopRequest:
         self._leave.settle(leaving)
         self.requested = self._agreed = stopping > 0
 
+    def went_back(self, step: int) -> None:
+        """Look again from optimizer step ``step`` on, an earlier one than before. Collective.
+
+        What was agreed for a later step is due at once.
+        """
+        self._look_at = step
+        if self._store is not None:  # before anybody goes on, who may ask then
+            self._store.set(f"looks/{self._control.rank}", str(step))
+        self.agree("going back to an earlier checkpoint")
+
     def after_epoch(self, step: int, epochs: int) -> bool:
         """Whether to stop between epochs, as `agree` has found."""
         self.leaving = self._leave.why

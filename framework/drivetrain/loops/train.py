@@ -154,6 +154,7 @@ class TrainLoop:
         self._saves.back = None
         load()
         self._flushed_at = self._progress.global_step
+        self._stop.went_back(self._progress.global_step)
         resumed, self._resumed = self._resumed, None
         return resumed
 

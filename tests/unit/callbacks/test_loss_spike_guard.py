@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import ConfigurationError, Fit, LossSpikeError, TrainModule
+from drivetrain import Callback, ConfigurationError, Fit, LossSpikeError, TrainModule
 from drivetrain.callbacks import Checkpoint, LossSpikeGuard
 from drivetrain.callbacks.spike_statistic import SpikeStatistic
 from drivetrain.testing import run_distributed
@@ -55,11 +55,18 @@ def by_hand(bad: int = BAD) -> torch.Tensor:
     return module.layer.weight.detach()
 
 
-def train(path: Path, *callbacks: Any, bad: int | None = BAD, batch_size: int = 4, **options: Any) -> tuple[Fit, Line]:
+def train(
+    path: Path,
+    *callbacks: Any,
+    bad: int | None = BAD,
+    batch_size: int = 4,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> tuple[Fit, Line]:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     module = Line()
     fit = Fit(accelerator="cpu", max_epochs=1, default_root_dir=path, callbacks=list(callbacks), **quiet, **options)
-    fit.fit(module, DataLoader(data(bad), batch_size=batch_size))
+    fit.fit(module, DataLoader(data(bad), batch_size=batch_size), ckpt_path=ckpt_path)
     return fit, module
 
 
@@ -111,6 +118,47 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
     assert f"Going back from global_step=16 to 12, {tmp_path}/checkpoints/epoch=0-step=12, rollback 1 of 3" in said
     assert _written(tmp_path) == {"epoch=0-step=20", "epoch=0-step=24", "latest"}
+
+
+class FailOnceBack(Callback):
+    """Fails in the step after the one that was gone back to."""
+
+    def on_train_batch_end(self, trainer: Fit, *args: Any) -> None:
+        if trainer.callbacks[0].rollbacks and trainer.global_step == BAD + 1:
+            raise InterruptedError
+
+
+def test_what_was_saved_since_the_spike_goes_as_the_run_goes_back(tmp_path: Path) -> None:  # F-05
+    # Noticed at step 16; 14 and 15 hold the spike, and "auto" would go on from the newest.
+    def callbacks() -> list[Any]:
+        best = Checkpoint(every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
+        return [guard("rollback"), Checkpoint(every_n_train_steps=2, keep_last=2), best]
+
+    with pytest.raises(InterruptedError):
+        train(tmp_path, *callbacks(), FailOnceBack())
+    names = {f"epoch=0-step={step}" for step in (3, 6, 9, 12)}
+    assert {name.partition("-v")[0] for name in _written(tmp_path)} == {*names, "latest"}
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"epoch=0-step={BAD}"
+    _, module = train(tmp_path, *callbacks(), ckpt_path="auto")
+    assert torch.equal(module.layer.weight, by_hand())
+
+
+def _ask_once_back(folder: str) -> int:
+    class AskOnceBack(Callback):
+        def on_train_batch_end(self, trainer: Fit, *args: Any) -> None:
+            if watching.rollbacks and trainer.global_step == 9 and trainer.global_rank == 1:
+                trainer.should_stop = True
+
+    watching = guard("rollback", every_n_steps=STEPS)
+    saving = Checkpoint(every_n_train_steps=8, save_top_k=-1)
+    fit, _ = train(Path(folder), watching, saving, AskOnceBack(), strategy="ddp", batch_size=2, bad=8)
+    return fit.global_step
+
+
+def test_who_asks_to_stop_after_going_back_is_heard_soon(tmp_path: Path) -> None:  # G-03
+    # Ranks look for requests every few steps, by number: without more they would look where they were before.
+    stopped = run_distributed(_ask_once_back, 2, str(tmp_path))
+    assert stopped in ([9, 9], [10, 10])  # the other may have looked just before
 
 
 def test_an_epochs_end_is_gone_back_from_too(tmp_path: Path) -> None:
