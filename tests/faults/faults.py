@@ -26,7 +26,9 @@ _TURNS = ["raises", "killed", "slow", "raises", "killed in a save", "cut off", "
 _TURNS += ["stalls", "leaves", "raises", "refused"]
 """What the first faults of runs are, by turns; exceptions more often, since every hook is to see some."""
 _NOT_ALONE = {"stalls", "cut off", "refused"}
-_STALLS_IN = ["on_train_batch_start", "on_validation_start", "training_step", "on_train_epoch_end", "state_dict"]
+_STALLS_IN = {"on_train_batch_start": 3, "training_step": 3, "state_dict": 2}
+"""Where ranks stall, and from which call on: the shorter timeout holds once a step has been made."""
+_STALLS_IN_FRESH = _STALLS_IN | {"on_validation_start": 2, "on_train_epoch_end": 1}
 LIMIT = 15.0
 """Seconds from a fault until every process has ended: G-01, G-02."""
 
@@ -158,15 +160,16 @@ class _Struck:
         elif kind == "killed in a save":
             place = "writing"
             rank = rank if calls.get(place) else 0
-        elif kind == "stalls":  # where the shorter timeout holds: after a step
-            place = draw.choice(_STALLS_IN)
+        elif kind == "stalls":
+            place = draw.choice([*(_STALLS_IN if whole else _STALLS_IN_FRESH)])
         often = self._undisturbed.calls[rank].get(place, 1)
         if place in ("writing", "on_save_checkpoint", "state_dict"):
             often = max(1, often // run.every)
         # What is left of them, where the run goes on.
         often = max(1, int(often * (1 - whole / self._undisturbed.reached)))
-        first = 3 if kind == "stalls" and often > 3 else 1
-        return Fault("killed" if kind == "killed in a save" else kind, rank, place, draw.randint(first, often))
+        first = _STALLS_IN_FRESH[place] if kind == "stalls" else 1
+        nth = draw.randint(first, max(first, often))
+        return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
 
     def _late_kill(self) -> Fault:
         missing = 2 - len(self._run.checkpoints()) + self._run.beside
