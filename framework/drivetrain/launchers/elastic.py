@@ -145,9 +145,11 @@ class Processes:
         return {self._first_rank + index: value for index, value in result.return_values.items()}
 
     def _was_told(self, rank: int, code: int | None) -> bool:
-        """Whether a rank ended because of SIGTERM, for which elastic has a handler in functions' processes."""
+        """Whether elastic ended a rank: by SIGTERM, which functions' processes have a handler for, then by SIGKILL."""
         left = self._left_by(rank)
-        return code == -signal.SIGTERM or (left is not None and (left.error_type or "").endswith("SignalException"))
+        return code in (-signal.SIGTERM, -signal.SIGKILL) or (
+            left is not None and (left.error_type or "").endswith("SignalException")
+        )
 
     def _left_by(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
