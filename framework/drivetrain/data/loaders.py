@@ -53,7 +53,8 @@ def prepare_loader(
         replace_sampler: False leaves the loader's sampler alone: each rank reads what its own loader gives.
 
     Raises:
-        ConfigurationError: there is no batch in it, or it is not an iterable of batches.
+        ConfigurationError: there is no batch in it, it is not an iterable of batches, or its workers could hand none
+            over.
     """
     if not 0 <= rank < world_size:
         raise ConfigurationError(
@@ -78,6 +79,10 @@ def prepare_loader(
             for index, part in enumerate(loader.flattened)
         ]
         return CombinedSource(loader, sources)
+    if isinstance(loader, DataLoader) and loader.num_workers > 0:
+        from drivetrain.data.socket_paths import check_temporary_folder  # for whoever has workers
+
+        check_temporary_folder(loader.num_workers)
     plan = _Plan(training, predicting, rank, world_size, seed, replace_sampler)
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         return plan.of_map_style(loader)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
+import os
 import random
+import shutil
+import socket
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -201,3 +206,29 @@ def test_an_error_in_a_worker_is_seen() -> None:
     with pytest.raises(Exception, match="the file is gone"):
         next(source.epoch(0))
     source.close()
+
+
+def test_a_temporary_folder_that_no_worker_could_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # G-06
+    if sys.platform != "linux" or hasattr(multiprocessing.util, "_get_base_temp_dir"):
+        pytest.skip("sockets' paths have another limit here, or Python looks after it")
+    monkeypatch.delitem(multiprocessing.process.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+    base = tempfile.mkdtemp(dir="/tmp")
+    try:
+        loader = DataLoader(torch.arange(4.0).unsqueeze(1), 2, num_workers=1)
+        for length, goes in ((75, True), (76, False)):
+            folder = os.path.join(base, "x" * (length - len(base) - 1))
+            os.mkdir(folder)
+            monkeypatch.setattr(tempfile, "tempdir", folder)
+            if goes:
+                source = prepare_loader(loader, training=True)
+                assert [batch.tolist() for batch, _ in source.epoch(0)] == [[[0.0], [1.0]], [[2.0], [3.0]]]
+                source.close()
+                continue
+            with pytest.raises(ConfigurationError, match=f"num_workers=1 .*{folder}.* 76 bytes") as caught:
+                prepare_loader(loader, training=True)
+            assert "TMPDIR" in caught.value.fix
+            with socket.socket(socket.AF_UNIX) as one, pytest.raises(OSError, match="AF_UNIX path too long"):
+                one.bind(f"{folder}/pymp-12345678/listener-12345678")
+            prepare_loader(DataLoader(torch.arange(4.0), 2), training=True)  # without workers it is all the same
+    finally:
+        shutil.rmtree(base)
