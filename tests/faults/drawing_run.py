@@ -55,6 +55,7 @@ class Drawing(TrainModule):
         loss = (self.net(batch[:, 1:]) - 0.01 * batch[:, :1]).square().mean()
         if not self.trainer.joining:
             self.tell("loss", (self.current_epoch, batch_idx), loss.item())
+            self.tell("seen", [(self.current_epoch, int(number)) for number in batch[:, 0]])
         self.mean.update(loss.detach())
         self.log("loss", loss, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawing_run import STRATEGIES, Drawing, train
+from drawing_run import SAMPLES, STRATEGIES, Drawing, train
 
 from drivetrain import Fit
 from drivetrain.testing import requires_linux, run_distributed
@@ -49,6 +49,37 @@ def test_all_leave_after_the_same_step_and_lose_nothing(tmp_path: Path) -> None:
             assert code == 128 + signal.SIGUSR1, name
             assert next(one for one in found if "step" in one).startswith("interrupted-step="), (name, found)
             assert alike, name
+
+
+def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, int]]]:
+    """Go on until the last rank is told to leave after ``step``; what became of it, and which samples were seen."""
+    seen: list[tuple[int, int]] = []
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+
+    def tell(what: str, *values: Any) -> None:
+        if what == "seen":
+            seen.extend(*values)
+        if what == "step" and values == (step,) and last:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    try:
+        train(folder, name, 100, False, tell)
+    except SystemExit as error:
+        return error.code, seen
+    return None, seen
+
+
+def test_who_comes_back_to_fewer_ranks_or_more_sees_every_sample_once(tmp_path: Path) -> None:  # F-02, G-03
+    seen, codes = [], []
+    env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
+    for name, ranks, step in (("fsdp", 2, 1), ("single", 1, 3), ("ddp", 2, -1)):
+        told = run_distributed(_leave_at, ranks, tmp_path, name, step, process_group=None, env=env)
+        codes.append({code for code, _ in told})
+        seen.append([one for _, samples in told for one in samples])
+    assert codes == [{128 + signal.SIGUSR1}, {128 + signal.SIGUSR1}, {None}]
+    assert all(any(epoch == 0 for epoch, _ in samples) for samples in seen)  # each had a part of one epoch
+    everything = [one for samples in seen for one in samples]
+    assert sorted(everything) == [(epoch, sample) for epoch in range(2) for sample in range(SAMPLES)]
 
 
 # As scripts, whose processes get their signals from outside.
