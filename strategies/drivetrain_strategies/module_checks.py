@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -42,8 +44,8 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
     """
     if world_size == 1:
         return
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+    for name, child in _embeddings(module):
+        if child.max_norm is not None:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
                 "its forward rewrites the rows that this rank looked up, so that replicas drift apart in silence.",
@@ -57,8 +59,8 @@ def refuse_sparse_embeddings(module: nn.Module, why: str) -> None:
     Raises:
         ConfigurationError: names the embedding, and says ``why``.
     """
-    for name, child in module.named_modules():
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+    for name, child in _embeddings(module):
+        if child.sparse:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with sparse=True.",
                 why,
@@ -80,3 +82,9 @@ def refuse_meta(module: nn.Module) -> None:
             "they have no values, and this strategy does not initialise them.",
             "build the layers in configure_model without torch.device('meta'), or call module.to_empty and initialise.",
         )
+
+
+def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            yield name, child
