@@ -17,6 +17,9 @@ from drivetrain.testing import run_distributed
 
 FEATURES = 4
 
+TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+"""How near to the reference float32 comes on several ranks (B-01)."""
+
 
 def quiet(**settings: Any) -> Fit:
     """A `Fit` on the CPU without anything but the loop, for as many ranks as there are."""

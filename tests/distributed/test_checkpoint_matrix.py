@@ -9,7 +9,7 @@ import pytest
 import torch
 from fsdp_nets import Tied
 from safetensors.torch import load_model
-from small_runs import Regression, global_batches, loader, quiet, seeded, weights
+from small_runs import TIGHT, Regression, global_batches, loader, quiet, seeded, weights
 from torch import nn
 
 from drivetrain.callbacks import LambdaCallback
@@ -17,7 +17,6 @@ from drivetrain.checkpoint import load, verify
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; in the middle it stops
 
 STRATEGIES: dict[str, tuple[int, Any]] = {

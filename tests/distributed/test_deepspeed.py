@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from fsdp_nets import Block, DeepRegression
-from small_runs import global_batches, loader, quiet, same_on_two_ranks, train_by_hand, weights
+from small_runs import TIGHT, global_batches, loader, quiet, same_on_two_ranks, train_by_hand, weights
 
 from drivetrain_strategies import DeepSpeedStrategy
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 EVERYTHING_SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
 CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import Deep, DeepRegression
-from small_runs import data, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import TIGHT, data, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +26,6 @@ from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.checks import check_module
 from drivetrain_strategies.deepspeed.library import import_library
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
 
 

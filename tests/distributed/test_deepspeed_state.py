@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from fsdp_nets import DeepRegression, Tied
-from small_runs import Saver, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import TIGHT, Saver, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 
 from drivetrain import Callback, Strategy
 from drivetrain.callbacks import LambdaCallback
@@ -18,7 +18,6 @@ from drivetrain.testing import assert_close_states, run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.library import import_library
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 ZERO = ("zero 1", "zero 2", "zero 3")
 OTHERS = ("ddp", "fsdp")
 

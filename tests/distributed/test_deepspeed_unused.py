@@ -16,7 +16,6 @@ from drivetrain.failure import RankFailedError
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 SPREAD = {"stage3_param_persistence_threshold": 0}
 
 

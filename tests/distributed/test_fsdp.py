@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp_nets import Block, Deep, DeepRegression, Experts, Tied
 from small_runs import (
+    TIGHT,
     Saver,
     counting_collectives,
     data,
@@ -36,7 +37,6 @@ from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.fsdp.plan import make_plan
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
     "grad_op": {"sharding": "grad_op"},

@@ -8,12 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import DeepRegression
-from small_runs import failing, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import TIGHT, failing, global_batches, loader, quiet, train_by_hand, weights
 
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
-
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 class Failing(DeepRegression):

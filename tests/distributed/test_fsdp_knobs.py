@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import WIDTH, Block, Deep, DeepRegression, Tied
-from small_runs import global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import TIGHT, global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,6 @@ from drivetrain.callbacks import LambdaCallback
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 OPERATIONS = torch.ops.aten
 
 

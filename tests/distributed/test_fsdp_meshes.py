@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import Block, DeepRegression
-from small_runs import Regression, data, global_batches, loader, quiet, train_by_hand, weights
+from small_runs import TIGHT, Regression, data, global_batches, loader, quiet, train_by_hand, weights
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,8 +17,6 @@ from drivetrain.environments import Placement
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.fsdp.device_mesh import find_layout
-
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 @pytest.mark.parametrize(

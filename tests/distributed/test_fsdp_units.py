@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from fsdp_nets import Block, Deep, DeepRegression, Tied
-from small_runs import failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import TIGHT, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import Tensor, nn
 
 from drivetrain import TrainModule
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
-
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
 
 
 class Shared(Deep):
