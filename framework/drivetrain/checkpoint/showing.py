@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from drivetrain.checkpoint_format import Checkpoint, load
 from drivetrain.checkpoint_format.reading import TensorSource
 from drivetrain.checkpoint_format.tensor_file import DTYPES
+from drivetrain.sizes import size_in_words
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
 _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -32,13 +31,12 @@ def show(path: str | os.PathLike[str]) -> str:
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
         f"  at      {_pairs(facts.progress)}",
         f"  from    {_pairs(facts.hyper_parameters)}",
-        f"  weights {count:,} numbers, {_size(_bytes(checkpoint, manifest.weights.files()))}",
+        f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):
-        lines.append(f"  optimizer {index}: {_size(_bytes(checkpoint, part.files()))}")
-    lines.append(
-        f"  in all  {_size(sum(record.size for record in manifest.files.values()))} in {len(manifest.files)} files"
-    )
+        lines.append(f"  optimizer {index}: {size_in_words(_bytes(checkpoint, part.files()))}")
+    nbytes = sum(record.size for record in manifest.files.values())
+    lines.append(f"  in all  {size_in_words(nbytes)} in {len(manifest.files)} files")
     rows = [(name, *_described(source), source.file.name) for name, source in sources.items()]
     for tied, first in manifest.aliases.items():
         rows = [(row[0], row[1], row[2], f"tied to {first}") if row[0] == tied else row for row in rows]
@@ -91,13 +89,6 @@ def _described(source: TensorSource) -> tuple[str, str]:
 
 def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
     return sum(checkpoint.manifest.files[name].size for name in names)
-
-
-def _size(count: float) -> str:
-    if count < 1024:
-        return f"{count:.0f} bytes"
-    power = min(int(math.log(count, 1024)), len(_UNITS))
-    return f"{count / 1024**power:.1f} {_UNITS[power - 1]}"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drivetrain.sizes import size_in_words
+
 if TYPE_CHECKING:
     from drivetrain.engine.session import Session
 
@@ -123,12 +125,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"
+    return size_in_words(nbytes, ".4g")
 
 
 # What would take less

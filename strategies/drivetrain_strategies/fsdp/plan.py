@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.sizes import size_in_words
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """None looks for repeated blocks; classes; or ``wrap(name, module)``, true for a unit."""
@@ -277,12 +278,7 @@ def _count(number: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    amount = float(nbytes)
-    for prefix in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or prefix == "GiB":
-            return f"{amount:.0f} {prefix}" if prefix == "B" else f"{amount:.1f} {prefix}"
-        amount /= 1024
-    raise AssertionError
+    return size_in_words(nbytes, least="B")
 
 
 def _names(names: Iterable[str]) -> str:
