@@ -10,8 +10,8 @@ import os
 import random
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from damaging import check_and_remove, damage
 from drawing_run import KEPT, STRATEGIES
@@ -38,7 +38,7 @@ def try_faults(
 ) -> Tally:
     """Let so many faults strike runs of ``strategy``, one to three each, and compare what they come to.
 
-    To be called on every rank of some: each takes its share of the runs.
+    To be called on every rank of some: each takes the next run that none has taken yet.
 
     Args:
         folder: where runs save.
@@ -54,15 +54,19 @@ def try_faults(
     """
     importlib.import_module(IMPORTED.get(strategy, "torch"))
     gc.freeze()  # DeepSpeed has the garbage collected, of which none is in all that was imported
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    share, tally = faults // ranks + (rank < faults % ranks), Tally()
-    undisturbed = Life(Run(folder / f"undisturbed {rank}", strategy, every=1, beside=False)).live(fault=Fault())
+    tally, taken = Tally(), folder / "taken"
+    taken.mkdir(exist_ok=True)
+    name = f"undisturbed {os.environ['RANK']}"
+    undisturbed = Life(Run(folder / name, strategy, every=1, beside=False)).live(fault=Fault())
     assert undisturbed.ended, undisturbed.error
-    numbers: Any = list(only)[rank::ranks] if only else itertools.count(rank, ranks)
-    for number in numbers:
-        if not only and len(tally.outcomes) >= share:
+    for number in only or itertools.count():
+        if not only and sum(int(one.read_text() or 0) for one in taken.iterdir()) >= faults:
             break
-        _Struck(folder, strategy, number, seed, undisturbed, tally).live(first if number == 0 else ())
+        with suppress(FileExistsError):
+            (taken / str(number)).touch(exist_ok=False)
+            before = len(tally.outcomes)
+            _Struck(folder, strategy, number, seed, undisturbed, tally).live(first if number == 0 else ())
+            (taken / str(number)).write_text(str(len(tally.outcomes) - before))
     return tally
 
 
