@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("drivetrain")
 
 
-class RankLog(logging.Handler):
+class RankLog:
     """Keeps warnings and errors of this rank, for the length of its ``with``, in ``<run's folder>/logs/rank-N.log``.
 
     The file is made by the first of them: a run in which nothing happens leaves none. What was shown before is shown
@@ -30,11 +30,10 @@ class RankLog(logging.Handler):
     """
 
     def __init__(self, trainer: Fit, rank: int, world_size: int) -> None:
-        super().__init__(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         self._trainer = trainer
         self._rank = rank
         self._keeps = world_size > 1 and not trainer.barebones
+        self._handler: _Handler | None = None  # for the length of the run: a handler cannot be sent to other processes
         self._show: Any = None
         self.written: str | None = None
         """The file, once there is one."""
@@ -47,16 +46,20 @@ class RankLog(logging.Handler):
 
     def __enter__(self) -> Self:
         if self._keeps:
-            _LOGGER.addHandler(self)
+            self._handler = _Handler(self)
+            _LOGGER.addHandler(self._handler)
             self._show, warnings.showwarning = warnings.showwarning, self._showwarning
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _LOGGER.removeHandler(self)
+        if self._handler is not None:
+            _LOGGER.removeHandler(self._handler)
+            self._handler = None
         if warnings.showwarning == self._showwarning:
             warnings.showwarning = self._show
+        self._show = None
 
     def add(self, text: str) -> None:
         """Write ``text`` as it is. Where that is impossible, as on a full disk, nothing is kept."""
@@ -85,15 +88,23 @@ class RankLog(logging.Handler):
         if self.written is not None:
             error.add_note(f"Log: {self.written}")
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record of the framework's."""
-        if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
-            logging.lastResort.handle(record)  # which shows what nobody takes, and we are somebody
-        self.add(self.format(record))
-
     def _showwarning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
         self._show(message, category, filename, lineno, *rest, **more)
         self.add(warnings.formatwarning(message, category, filename, lineno))
+
+
+class _Handler(logging.Handler):
+    """Passes the framework's records to a log."""
+
+    def __init__(self, log: RankLog) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
+            logging.lastResort.handle(record)  # which shows what nobody takes, and we are somebody
+        self._log.add(self.format(record))
 
 
 def run_folder(trainer: Fit) -> str | None:
