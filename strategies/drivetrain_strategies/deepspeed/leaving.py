@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from drivetrain.shards import Shard, Span
+from drivetrain_strategies.deepspeed.state import gather
 from drivetrain_strategies.weights_left import Part, leave, left, parts_for
 
 
@@ -54,8 +54,5 @@ def take_up_parts(module: nn.Module, ranks: int) -> None:
     for part in parts:
         (span,) = part.placements
         assert isinstance(span, Span)
-        whole = part.local.new_zeros(part.shape)
-        whole.view(-1)[span.start : span.stop].copy_(part.local)
-        dist.all_reduce(whole)
-        parameters[part.name].data = whole
+        parameters[part.name].data = gather(part.local, part.shape, span)
     del left[module]

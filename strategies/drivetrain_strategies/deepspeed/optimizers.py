@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
-from drivetrain.shards import Shard
-from drivetrain_strategies.deepspeed.state import State
+from drivetrain_strategies.deepspeed.state import State, whole_of
 
 
 class TakenOptimizer:
@@ -42,7 +40,7 @@ class TakenOptimizer:
         if self._kept:
             found = state.optimizer()
             named = {
-                name: {key: _whole(value) for key, value in values.items()} for name, values in found["state"].items()
+                name: {key: whole_of(value) for key, value in values.items()} for name, values in found["state"].items()
             }
             self._state = {"state": named, "param_groups": found["param_groups"]}
 
@@ -53,9 +51,3 @@ class TakenOptimizer:
         self._optimizer.state.clear()
         if self._state is not None:
             load_named_optimizer_state(self._module, self._optimizer, self._state)
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, Shard):
-        return value.full_tensor()
-    return value.clone() if isinstance(value, torch.Tensor) else value

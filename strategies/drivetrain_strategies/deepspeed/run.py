@@ -28,7 +28,7 @@ from drivetrain_strategies.deepspeed.partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed.private import Zero, weights_shared_already, write_part
 from drivetrain_strategies.deepspeed.root import Root, unboxed
-from drivetrain_strategies.deepspeed.state import Place, State
+from drivetrain_strategies.deepspeed.state import Place, State, whole_of
 from drivetrain_strategies.deepspeed.traces import ModuleTraces, forget_root
 from drivetrain_strategies.deepspeed.unused import UnusedParameters
 from drivetrain_strategies.materialize import Recording
@@ -268,8 +268,7 @@ class DeepSpeedRun:
         before = {key: one.data for key, one in wanted.items()}
         with torch.no_grad():
             for key, place in self.state.places(wanted):
-                value = place.read()
-                wanted[key].data = value.full_tensor() if isinstance(value, Shard) else value.clone()
+                wanted[key].data = whole_of(place.read())
         try:
             yield
             if write:
@@ -319,10 +318,7 @@ class DeepSpeedRun:
             return
         weights = self.state.weights()
         parameters = dict(self._module.named_parameters())
-        whole = {
-            name: weights[name].full_tensor() if isinstance(weights[name], Shard) else weights[name].clone()
-            for name in parameters
-        }
+        whole = {name: whole_of(weights[name]) for name in parameters}
         if self._taken is not None:
             self._taken.gather(self.state)
         self._undo()

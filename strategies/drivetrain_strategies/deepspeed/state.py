@@ -46,10 +46,10 @@ class Place:
 
 
 def sharded(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> Shard:
-    return Shard(local.detach(), shape, span, gather=partial(_gather, local.detach(), shape, span))
+    return Shard(local.detach(), shape, span, gather=partial(gather, local.detach(), shape, span))
 
 
-def _gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Tensor:
+def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Tensor:
     """Put the ranks' parts together: where one has its part, the others have zeros."""
     whole = local.new_zeros(shape)
     whole.view(-1)[span.start : span.stop].copy_(local)
@@ -63,6 +63,13 @@ def part_of(value: Any, span: Span | None) -> torch.Tensor:
         return value.local
     full = getattr(value, "full_tensor", None)
     return cut((value if full is None else full()).detach(), span)
+
+
+def whole_of(value: Any) -> Any:
+    """What `Place.read` or a strategy's state gave, whole and nobody else's. Collective where it is a shard."""
+    if isinstance(value, Shard):
+        return value.full_tensor()
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class State:
@@ -108,6 +115,10 @@ class State:
         masters = [(one.shape, one.flat) for one in self._fragments.values()]
         return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*exact, *masters))
 
+    def _held(self, value: Any) -> Fragment | Place | None:
+        """Where a parameter is kept; None for what stays in the module as it is."""
+        return self._fragments.get(id(value)) or self._exact.get(id(value))
+
     @property
     def _begun(self) -> Zero:
         assert self._zero is not None
@@ -132,7 +143,7 @@ class State:
     def regions(self) -> dict[str, Region]:
         found: dict[str, Region] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            held = self._fragments.get(id(value)) or self._exact.get(id(value))
+            held = self._held(value)
             if held is not None and held.span is not None:
                 found[name] = held.span
         return found
@@ -145,17 +156,16 @@ class State:
             CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
         """
         own = self._module.state_dict(keep_vars=True)
-        held = {
-            name: self._fragments.get(id(value)) or self._exact.get(id(value)) or value for name, value in own.items()
-        }
-        Misfit.between(held, state).settle("The weights", type(self._module).__name__, strict)
+        held = {name: self._held(value) for name, value in own.items()}
+        whole = {name: held[name] or value for name, value in own.items()}
+        Misfit.between(whole, state).settle("The weights", type(self._module).__name__, strict)
         extra, wanted = {}, {}
         for name, value in own.items():
             if name not in state:
                 continue
             if not isinstance(value, torch.Tensor):
                 extra[name] = state[name]
-            elif id(value) in self._fragments or id(value) in self._exact:
+            elif held[name] is not None:
                 wanted[id(value)] = state[name]
             else:
                 value.copy_(part_of(state[name], None))
