@@ -325,7 +325,7 @@ class Fit(RunReads):
         results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
         if verbose and self.is_global_zero:
             for index, result in enumerate(results):
-                head = f"{stage}" if len(results) == 1 else f"{stage}, loader {index}"
+                head = stage if len(results) == 1 else f"{stage}, loader {index}"
                 print(f"{head}: " + ", ".join(f"{name} {value:.6g}" for name, value in result.items()))
         return results
 
