@@ -202,6 +202,9 @@ def _check(life: Life, fault: Fault, outcome: Outcome) -> None:
     elif fault.kind == "stalls":
         assert f"rank(s) [{fault.rank}]" in told, told
         assert "_stall" in told, told
+    elif fault.kind == "refused":
+        assert failure is not None, told
+        assert (failure.rank, "trying to connect" in told) == (fault.rank, True), told
     elif fault.kind == "full disk":
         assert life.ended or "File too large" in told, told
     else:

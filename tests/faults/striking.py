@@ -188,15 +188,17 @@ def _cut_off(fault: Fault) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-_held = socket.socket()
+_held: list[socket.socket] = []
 
 
 def _refuse(fault: Fault) -> None:
     """Let the way to the others lead to a port at which nobody listens."""
     world = current_world()
     assert world is not None
-    _held.bind(("127.0.0.1", 0))  # and held, so that nobody else gets it
-    world.port = _held.getsockname()[1]
+    free = socket.socket()
+    free.bind(("127.0.0.1", 0))
+    _held.append(free)  # so that nobody else gets it
+    world.port = free.getsockname()[1]
 
 
 KINDS: dict[str, Callable[[Fault], None]] = {

@@ -57,6 +57,7 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
+        self._refused: RuntimeError | None = None
         self._pid = os.getpid()
         self._meetings = 0
         self.left_with: int | None = None
@@ -72,10 +73,16 @@ class World:
 
         It lives as long as the process that hosts it: the caller, on the first node.
         """
+        if self._refused is not None:
+            raise self._refused  # who ends because of it asks again, for what others may have left
         if self._store is None:
             # On one node the store was there before this process was.
             limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
-            self._store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
+            try:
+                self._store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
+            except RuntimeError as error:
+                self._refused = error
+                raise
             self._store.set_timeout(_CONNECT_LIMIT)
         return PrefixStore(prefix, self._store)
 
