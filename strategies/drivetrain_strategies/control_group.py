@@ -68,6 +68,7 @@ class GroupControl:
         self.world_size = world_size
         self.flight = FlightRecord(rank)
         self._twins: list[GroupControl] = []
+        self.failed = False
         self._agreements = 0
         self._shared = 0
 
@@ -230,6 +231,7 @@ class GroupControl:
     # Failures
 
     def report_failure(self, failure: Failure) -> None:
+        self.failed = True
         number = self.store.add("failures", 1)
         self.store.set(f"failure/{number}", json.dumps(asdict(failure)))
 

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain_strategies.control_group import GroupControl
-from drivetrain_strategies.groups import set_timeout
+from drivetrain_strategies.groups import abort_nccl, drop_groups, set_timeout, uses_nccl
 from drivetrain_strategies.watchdog import Watchdog
 
 _runs = itertools.count()
@@ -75,7 +75,9 @@ class ProcessGroup:
             self._control_group, control_store, rank, world_size, self._timeout, then=self._after_first_step
         )
         own: Store = control_store.clone()  # type: ignore[attr-defined]
-        self._watchdog = Watchdog(own, rank, self.control.flight.leave)
+        # Where a rank has failed, the others' kernels of NCCL wait for it on, and so does who waits for a kernel.
+        abort = abort_nccl if self._owned and uses_nccl() else None
+        self._watchdog = Watchdog(own, rank, self.control.flight.leave, abort)
         return self.control
 
     def _after_first_step(self) -> None:
@@ -99,7 +101,10 @@ class ProcessGroup:
         if self.control is not None:
             self.control.detach()
         if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+            if self.control is not None and self.control.failed and uses_nccl():
+                drop_groups()
+            else:
+                dist.destroy_process_group()
         self._owned = False
 
     def _check_users_group(self, placement: Placement, device: torch.device) -> None:

@@ -24,10 +24,18 @@ class Watchdog:
         store: the run's, for this thread alone: a call that waits holds a connection.
         rank: this rank.
         leave_record: called where somebody waits in vain.
+        on_failure: called once a rank, this one or another, has reported that it failed; None does not look for that.
     """
 
-    def __init__(self, store: Store, rank: int, leave_record: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        leave_record: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
         self._leave_record = leave_record
+        self._on_failure = on_failure
         self._store = store
         self._rank = rank
         self._watched = threading.get_ident()
@@ -45,6 +53,9 @@ class Watchdog:
         answered = late = 0
         with contextlib.suppress(RuntimeError):  # the store is gone, and the main thread will notice
             while not self._over.wait(_LOOK):
+                if self._on_failure is not None and self._store.add("failures", 0):
+                    on_failure, self._on_failure = self._on_failure, None
+                    on_failure()
                 asked = self._store.add("stacks/asked", 0)
                 if asked > answered:
                     answered = asked

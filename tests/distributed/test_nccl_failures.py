@@ -1,0 +1,76 @@
+"""A rank that fails under NCCL, where the others wait in a kernel: G-01, G-07. The runs themselves need two GPUs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_runs import Regression, failing, loader, quiet
+
+from drivetrain.testing import requires_cuda, run_distributed
+from drivetrain_strategies.groups import abort_nccl, uses_nccl
+from drivetrain_strategies.watchdog import Watchdog
+
+
+class Raising(Regression):
+    """Fails on rank 1, while rank 0 waits for the value of what they reduced together."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.global_rank == 1:
+            raise ValueError("boom")
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        torch.cuda.synchronize()
+
+
+def _runs(strategy: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    began = time.monotonic()
+    with failing() as found["error"]:
+        quiet(strategy=strategy, accelerator="cuda", devices=2).fit(Raising(), loader(64, 4))
+    found["seconds"] = time.monotonic() - began
+    found["group"] = dist.is_initialized()
+    trainer = quiet(strategy=strategy, accelerator="cuda", devices=2)
+    trainer.fit(Regression(), loader(64, 4))
+    found["steps"] = trainer.global_step
+    return found
+
+
+@requires_cuda(2)
+def test_who_waits_in_a_kernel_for_a_failed_rank_hears_of_it() -> None:  # G-01, G-07
+    for strategy in ("ddp", "fsdp"):
+        first, second = run_distributed(_runs, 2, strategy, process_group=None)
+        assert second["error"] == {"type": "ValueError", "text": "boom"}
+        assert first["error"]["type"] == "RankFailedError", first
+        assert "Rank 1 failed with ValueError: boom" in first["error"]["text"]
+        for found in (first, second):
+            assert found["seconds"] < 60  # communicators included; a collective's timeout is half an hour
+            assert not found["group"]
+            assert found["steps"] == 8
+
+
+def test_a_reported_failure_reaches_the_thread_beside_the_work() -> None:  # G-01
+    store, heard = dist.HashStore(), threading.Event()
+    watchdog = Watchdog(store, 0, on_failure=heard.set)
+    try:
+        assert not heard.wait(1.2)  # two looks
+        store.add("failures", 1)
+        assert heard.wait(10)
+    finally:
+        watchdog.end()
+
+
+def test_without_nccl_there_is_nothing_to_abort() -> None:
+    assert not uses_nccl()
+    abort_nccl()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert not uses_nccl()
+        abort_nccl()
+        dist.barrier()  # the group is as it was
+    finally:
+        dist.destroy_process_group()
