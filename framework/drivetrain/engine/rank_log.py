@@ -75,8 +75,12 @@ class RankLog:
 
     def add_failure(self, error: BaseException, told: str) -> None:
         """Write how this rank failed, and where its threads are; the error then names the file."""
-        if self._keeps:
-            self.add(f"The run failed.\n{told.rstrip()}\nThreads, innermost call first:\n{_threads()}")
+        if not self._keeps:
+            return
+        threads = ""
+        with contextlib.suppress(OSError):  # no room for a temporary file
+            threads = f"Threads, innermost call first:\n{_threads()}"
+        self.add(f"The run failed.\n{told.rstrip()}\n{threads}")
         self._tell(error)
 
     def add_cause(self, cause: BaseException) -> None:

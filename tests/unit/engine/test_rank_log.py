@@ -1,0 +1,53 @@
+"""Where a rank's log goes, and that keeping it fails no run: G-01."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain import Fit
+from drivetrain.engine.rank_log import RankLog
+from drivetrain.loggers import CSVLogger
+
+
+def _folder(world_size: int = 2, **settings: Any) -> str | None:
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    return RankLog(Fit(**{**options, **settings}), 1, world_size).folder
+
+
+def test_a_log_is_where_the_run_keeps_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "root"
+    assert _folder(default_root_dir=root) == str(root / "logs")
+    assert _folder(enable_checkpointing=True) == str(tmp_path / "logs")
+    named = CSVLogger(tmp_path / "own", name="tries", version=3)
+    assert _folder(logger=named, default_root_dir=root) == str(tmp_path / "own" / "tries" / "version_3" / "logs")
+    assert _folder() is None  # a run that keeps nothing
+    assert _folder(default_root_dir="memory://bucket/runs") is None
+    assert _folder(default_root_dir=root, barebones=True) is None
+    assert _folder(1, default_root_dir=root) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    log = RankLog(Fit(default_root_dir=root, logger=False, accelerator="cpu"), 1, 2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    first, second = ValueError("first"), ValueError("second")
+    log.add_failure(first, "the traceback")
+    path = root / "logs" / "rank-1.log"
+    assert path.read_text().endswith("rank 1: The run failed.\nthe traceback\n")
+    assert first.__notes__ == [f"Log: {path}"]
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("a file in the folder's place")
+    log = RankLog(log._trainer, 1, 2)
+    log.add_failure(second, "the traceback")
+    assert not hasattr(second, "__notes__")
+    with log:
+        pass
+    assert pickle.loads(pickle.dumps(log)).folder == log.folder  # it travels with the Fit that has run
