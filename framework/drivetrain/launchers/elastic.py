@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import pickle
 import shutil
 import signal
 import tempfile
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -30,7 +29,6 @@ LEFT = "left"
 
 _POLL = 0.02  # seconds between two looks at the processes
 _KILL_AFTER = 5  # seconds from SIGTERM to SIGKILL
-_COME_OUT = 2  # seconds for the others where elastic sees a process fail before we do, once more after SIGTERM
 _LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
 
 
@@ -93,8 +91,8 @@ class Processes:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         if isinstance(context, MultiprocessContext):
-            if context._pc is not None:  # else it tells the others at once, and waits half a minute for them
-                context._pc.join = partial(context._pc.join, grace_period=_COME_OUT)
+            if context._pc is not None:
+                context._pc.join = _Join(context._pc)
             context._worker_finished_event = _Wake(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
         return cls(first_rank, context, folder)
 
@@ -125,19 +123,15 @@ class Processes:
     def values(self) -> dict[int, Any] | None:
         """Return what each rank's function returned once all have, None before that.
 
-        To be called only while none has failed: elastic would kill the others there and then.
+        None too where one has failed: the others are to come out by themselves, and to leave what they know.
         """
-        failed: set[int] = set()
-        try:
-            with _quiet():
-                result = self._context.wait(timeout=0)
-            if result is None:
-                return None
+        with _quiet():
+            result = self._context.wait(timeout=0)
+        if result is None:
+            return None
+        if result.is_failed():
+            # One has failed since all have returned, and elastic has ended the others.
             failed = {self._first_rank + index for index in result.failures}
-        except (pickle.UnpicklingError, EOFError):
-            result = None  # the one that failed had no room on its disk for the file that elastic reads
-        if result is None or result.is_failed():
-            # One has failed since the caller looked.
             self._ended_by_us |= {
                 rank for rank, code in self.exit_codes().items() if self._was_told(rank, code)
             } - failed
@@ -145,11 +139,9 @@ class Processes:
         return {self._first_rank + index: value for index, value in result.return_values.items()}
 
     def _was_told(self, rank: int, code: int | None) -> bool:
-        """Whether elastic ended a rank: by SIGTERM, which functions' processes have a handler for, then by SIGKILL."""
+        """Whether a rank ended because of SIGTERM, for which elastic has a handler in functions' processes."""
         left = self._left_by(rank)
-        return code in (-signal.SIGTERM, -signal.SIGKILL) or (
-            left is not None and (left.error_type or "").endswith("SignalException")
-        )
+        return code == -signal.SIGTERM or (left is not None and (left.error_type or "").endswith("SignalException"))
 
     def _left_by(self, rank: int) -> Failure | None:
         return Failure.read(failure_file(self._context.error_files[rank - self._first_rank]))
@@ -189,6 +181,29 @@ class Processes:
         for path in getattr(started, "error_files", ()):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+
+class _Join:
+    """Stands in for the `join` of torch's processes, which ends all others where it sees that one has failed.
+
+    They get SIGTERM, which a run takes for a scheduler's and waits on, and SIGKILL after half a minute. And it reads
+    what the failed one has left, of which a full disk holds half. While they work, a failure is left to our own look.
+    """
+
+    def __init__(self, processes: Any) -> None:
+        self._processes = processes
+        self._join = processes.join
+
+    def __call__(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        if timeout is None:  # all have returned
+            return bool(self._join(timeout, grace_period))
+        sentinels = self._processes.sentinels
+        for sentinel in wait(sentinels.keys(), timeout):
+            process = self._processes.processes[sentinels[sentinel]]
+            process.join()
+            if process.exitcode == 0:
+                del sentinels[sentinel]
+        return not sentinels
 
 
 class _Wake:
