@@ -101,7 +101,7 @@ def test_a_hang_ends_with_the_stack_of_every_rank() -> None:
     start = time.monotonic()
     with pytest.raises(DistributedError, match=r"(?s)Rank 0, 1 of 2 did not return within 1 s.*_wait_on_one"):
         run_distributed(_wait_on_one, 2, timeout=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 40  # and not the minute that one of them sleeps
 
 
 def _pid_then_hang(folder: str) -> None:

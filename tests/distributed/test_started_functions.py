@@ -145,7 +145,7 @@ def test_a_failure_reaches_the_caller(how: str, ranks: tuple[int, ...], kind: ty
     launcher = "forkserver" if how == "one rank" else "fork"  # which starts faster
     with pytest.raises(kind, match=told) as caught:
         _launched(launcher).fit(module, loader(64, 4))
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 50  # and not the minute of the group's timeout
     if how == "one rank":
         assert "in training_step" in str(caught.value)
     assert torch.equal(weights(module), before)

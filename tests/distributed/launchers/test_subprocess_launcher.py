@@ -208,12 +208,11 @@ def test_a_failing_caller_takes_the_others_with_it(tmp_path: Path) -> None:  # G
         raise ValueError("from the caller")
         """,
     )
-    start = time.monotonic()
     run = _run(tmp_path, str(script))
     assert run.returncode == 1
     assert "ValueError: from the caller" in run.stderr
     assert "did not end" not in run.stderr
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - float((tmp_path / "failed").read_text()) < 15
     _assert_gone(tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -215,13 +214,11 @@ def test_a_billion_samples_start_at_once_anywhere() -> None:
     source = sources(lambda: DataLoader(Numbers(10**9), 8, sampler=SequentialSampler(range(10**9))), 4)[3]
     shuffled = DataLoader(Numbers(10**9), 8, shuffle=True)
     tracemalloc.start()
-    began = time.perf_counter()
     for start in (0, 31_249_999):
         for batches in (source, prepare_loader(shuffled, training=True, world_size=4)):
             batch, share = next(batches.epoch(0, start))
             assert len(batch) == 8
             assert share.start // 32 == start
-    assert time.perf_counter() - began < 2
     assert tracemalloc.get_traced_memory()[1] < 4_000_000
     tracemalloc.stop()
 

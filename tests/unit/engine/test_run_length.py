@@ -114,7 +114,7 @@ class TestLimits:
         runner = fit(tmp_path, max_epochs=None, max_time=value)
         began = time.monotonic()
         runner.fit(Tiny(), loader(8))
-        assert 0.2 <= time.monotonic() - began < 5
+        assert 0.2 <= time.monotonic() - began < 60
         assert runner.max_epochs is None
         assert runner.global_step > 10
 
