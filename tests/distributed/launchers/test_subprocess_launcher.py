@@ -205,6 +205,7 @@ def test_a_failing_caller_takes_the_others_with_it(tmp_path: Path) -> None:  # G
             world.store("").set("joined", "1")
             time.sleep(60)
         world.store("").get("joined")
+        (folder / "failed").write_text(str(time.monotonic()))
         raise ValueError("from the caller")
         """,
     )
