@@ -32,7 +32,7 @@ demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about t
 	@$(BIN)/python examples/gpt_stdlib.py $(DEMO)
 
 test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it, WORKERS=0 keeps it in one process)
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 faults: $(VENV)/.stamp-dev ## Kill saves and runs at random instants, and let seeded faults strike, 200 times each (FAULTS=20 make faults)
 	@FAULTS=$(or $(FAULTS),200) $(BIN)/python -m pytest -s --timeout 0 tests/faults $(ARGS)

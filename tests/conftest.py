@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported, and for the processes that tests start: few cores are shared by several ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,11 +19,16 @@ import torch.distributed as dist  # noqa: E402
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal a file's tests to one process, and all of parity's: they read the same runs."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("parity" if folder == "parity" else item.path.stem))
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByRuns(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/parity" if nodeid.startswith("tests/parity/") else super()._split_scope(nodeid)
+
+    return ByRuns(config, log)
 
 
 @pytest.fixture(autouse=True)
