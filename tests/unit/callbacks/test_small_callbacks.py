@@ -61,9 +61,9 @@ def test_the_timer_asks_for_a_stop_when_time_is_up() -> None:
 
 def test_with_epochs_the_timer_waits_for_their_end() -> None:
     run: Any = Run()
-    timer = Timer({"milliseconds": 1}, interval="epoch", verbose=False)
+    timer = Timer({"milliseconds": 300}, interval="epoch", verbose=False)
     timer.on_train_start(run, _NO_MODULE)
-    time.sleep(0.01)
+    time.sleep(0.4)
     timer.on_train_batch_end(run, _NO_MODULE, {}, None, 0)
     assert not run.should_stop
     timer.on_train_epoch_end(run, _NO_MODULE)
