@@ -113,7 +113,8 @@ def main() -> None:
     fit.print(f"After {fit.global_step} steps it writes:\n\n{texts}\n")
     for when, loss in ("before", before["held_out_loss"]), ("after", after["held_out_loss"]):
         fit.print(f"Held-out files, {when}: loss {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte")
-    fit.print(f"Throughput: {meter.latest.get('throughput/tokens_per_sec', math.nan):,.0f} bytes a second")
+    if "throughput/tokens_per_sec" in meter.latest:  # it takes some steps to tell
+        fit.print(f"Throughput: {meter.latest['throughput/tokens_per_sec']:,.0f} bytes a second")
     fit.print(f"The run's files: {logger.log_dir}")
     fit.print("Another strategy is one word: python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2")
 

@@ -66,7 +66,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "check the path; for one of drivetrain's own, see drivetrain.checkpoint.load.",
         )
     if not path.exists():
-        raise CheckpointError(f"There is nothing at {str(path)!r}.", "", "check the path.")
+        raise CheckpointError(
+            f"There is nothing at {str(path)!r}.", "no file or folder has this name.", "check the path."
+        )
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -75,7 +77,9 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     state = document.get("state_dict", document)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.", "", "check the path."
+            f"{str(path)!r} holds a {type(state).__name__} where its state_dict should be.",
+            "weights are read from names and their tensors.",
+            "check that this is the checkpoint, and not something saved beside it.",
         )
     unknown = [str(name) for name, value in state.items() if isinstance(value, Record)]
     if unknown:

@@ -109,8 +109,16 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
     if is_overridden("optimizer_step", module, TrainModule):
         steps = OverriddenSteps(module, session.handles, session.progress)
     return kind(
-        *(module, runner, strategy, session.optimizers, hooks, session.metrics, _clipping(session), arguments, steps),
-        unscales=_unscales_apart(session),
+        module,
+        runner,
+        strategy,
+        session.optimizers,
+        hooks,
+        session.metrics,
+        _clipping(session),
+        arguments,
+        steps,
+        _unscales_apart(session),
     )
 
 

@@ -17,6 +17,7 @@ from drivetrain.optimizer_state import parameter_names
 _INTERVALS = ("epoch", "step")
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
+_KEYS_OF_A_DICT = "its keys are 'optimizer', 'lr_scheduler' and 'monitor'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
     "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'name'}; or None."
@@ -70,7 +71,7 @@ def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[Sch
     if "optimizer" not in configured or unknown:
         problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
         hint = nearest(str(unknown[0]), ["optimizer", "lr_scheduler"]) if unknown else ""
-        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", "", _FORMS)
+        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _KEYS_OF_A_DICT, _FORMS)
     schedulers = []
     if configured.get("lr_scheduler") is not None:
         schedulers = [_scheduler(configured["lr_scheduler"])]
@@ -98,7 +99,9 @@ def _scheduler(value: Any) -> SchedulerConfig:
                 _FORMS,
             )
     if "scheduler" not in value:
-        raise ConfigurationError("configure_optimizers: a scheduler's dict has no 'scheduler'.", "", _FORMS)
+        raise ConfigurationError(
+            "configure_optimizers: a scheduler's dict has no 'scheduler'.", "there is nothing to step.", _FORMS
+        )
     interval, frequency = value.get("interval", "epoch"), value.get("frequency", 1)
     if interval not in _INTERVALS:
         raise ConfigurationError(

@@ -96,10 +96,11 @@ class _SlowDisk:
 
     def __init__(self) -> None:
         self.calls: list[list[bytes]] = []
-        self.ready = threading.Event()
+        self.called, self.ready = threading.Event(), threading.Event()
 
     def writelines(self, contents: Sequence[Any]) -> None:
         self.calls.append([bytes(content) for content in contents])
+        self.called.set()
         assert self.ready.wait(30)
 
 
@@ -108,8 +109,7 @@ def test_what_waits_for_the_disk_is_written_together() -> None:
     writer = FileWriter(disk)
     contents = [bytes([number]) * number for number in range(20)]
     writer.write(b"header")
-    while not disk.calls:
-        pass
+    assert disk.called.wait(30)
     for content in contents:
         writer.write(content, borrowed=True)
     disk.ready.set()
