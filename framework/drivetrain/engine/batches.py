@@ -48,19 +48,27 @@ def moved(
         return micro_batches
     if device.type == "cuda" and ahead:
         return _moved_ahead(micro_batches, move, device)
-    return (micro._replace(batch=move(micro.batch, 0)) for micro in micro_batches)
+    return _moved_here(micro_batches, move)
+
+
+def _moved_here(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[MicroBatch]:
+    for micro in micro_batches:
+        micro.batch = move(micro.batch, 0)
+        yield micro
 
 
 def _moved_ahead(micro_batches: Iterator[MicroBatch], move: Move, device: torch.device) -> Iterator[MicroBatch]:
     prefetcher = Prefetcher(device, lambda batch: move(batch, 0))
-    waiting: tuple[MicroBatch, Any] | None = None
+    waiting: MicroBatch | None = None
     for micro in micro_batches:
-        sent = prefetcher.send(micro.batch)
+        sent = micro.with_batch(prefetcher.send(micro.batch))
         if waiting is not None:
-            yield waiting[0]._replace(batch=prefetcher.receive(waiting[1]))
-        waiting = (micro, sent)
+            waiting.batch = prefetcher.receive(waiting.batch)
+            yield waiting
+        waiting = sent
     if waiting is not None:
-        yield waiting[0]._replace(batch=prefetcher.receive(waiting[1]))
+        waiting.batch = prefetcher.receive(waiting.batch)
+        yield waiting
 
 
 def _hooks(name: str, module: TrainModule, datamodule: DataModule | None) -> tuple[Move, ...]:

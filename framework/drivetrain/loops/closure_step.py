@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,6 +83,6 @@ class ClosureStep(AutomaticStep):
         try:
             with torch.enable_grad():
                 for micro, batch_idx in window:
-                    super().micro_batch(micro._replace(opens=False), batch_idx)
+                    super().micro_batch(replace(micro, opens=False), batch_idx)
         finally:
             metrics.muted, metrics.joining = before

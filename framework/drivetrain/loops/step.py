@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import methodcaller
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
@@ -69,11 +72,9 @@ class AutomaticStep:
         self.module = module
         self.strategy = strategy
         self.optimizers = tuple(optimizers)
-        self._run = runner
-        self._training_step = module.training_step
+        self._training_step = called_by(runner, module.training_step, arguments)
         self._metrics = metrics
         self._clip = clip
-        self._arguments = arguments
         self._step_optimizers = step_optimizers
         self._before_zero_grad = hooks.on_before_zero_grad
         self._before_backward = hooks.on_before_backward
@@ -86,7 +87,7 @@ class AutomaticStep:
         self._step_optimizer = step_of(strategy)
         self._none_allowed = strategy.world_size == 1 and strategy.accepts_none_loss
         self._skipped = 0.0
-        self._loss: torch.Tensor | None = None
+        self._loss: Tensor | None = None
         self._warned = False
 
     # The hot path
@@ -107,12 +108,9 @@ class AutomaticStep:
 
     def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
         """Run one micro-batch forward and backward, its loss scaled to its part of the window."""
-        if self._arguments is None:
-            output = self._run(self._training_step, micro.batch, batch_idx)
-        else:
-            output = self._run(self._training_step, *self._arguments(micro.batch, batch_idx))
+        output = self._training_step(micro.batch, batch_idx)
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
-        if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             if loss is None and self._none_allowed:
                 self._skipped += micro.weight
                 return None
@@ -120,8 +118,11 @@ class AutomaticStep:
         for hook in self._before_backward:
             hook(loss)
         self._loss = loss
-        scale = micro.scale
-        self._backward(loss if scale == 1.0 else loss * scale)
+        scaled = loss if micro.scale == 1.0 else loss * micro.scale
+        if self._backward is None:
+            scaled.backward()
+        else:
+            self._backward(scaled)
         for hook in self._after_backward:
             hook()
         return output
@@ -165,7 +166,7 @@ class AutomaticStep:
         sync = nullcontext() if micro.closes else self.strategy.gradient_sync(False)
         trace = leaving_no_trace(self.module, self._metrics) if micro.joins else nullcontext()
         with sync, trace, self.strategy.without_gradient():
-            return self.forward_backward(micro._replace(scale=1.0), batch_idx)
+            return self.forward_backward(replace(micro, scale=1.0), batch_idx)
 
     def _rescale(self, window_weight: float) -> bool:
         """Divide the gradients by the weights that contributed; False where none did."""
@@ -190,13 +191,13 @@ class AutomaticStep:
                 "the other ranks wait for this one's gradients (under DeepSpeed, its engine does).",
                 "return a loss on every rank; a batch that should not count can weigh nothing (batch_weight).",
             )
-        if isinstance(loss, torch.Tensor) and loss.dim():
+        if isinstance(loss, Tensor) and loss.dim():
             raise ConfigurationError(
                 f"{name} returned a loss of shape {tuple(loss.shape)}.",
                 "backward starts from one number.",
                 "return its mean().",
             )
-        if isinstance(loss, torch.Tensor):
+        if isinstance(loss, Tensor):
             raise ConfigurationError(
                 f"{name} returned a loss that requires no gradient.",
                 "it is detached from every trainable parameter.",
@@ -210,13 +211,21 @@ class AutomaticStep:
         )
 
 
-def backward_of(strategy: Strategy) -> Callable[[torch.Tensor], object]:
-    """What ``strategy.backward`` comes to: a strategy or a precision that only passes the call on is left out of it."""
+def called_by(
+    runner: StepRunner, step: Callable[..., Any], arguments: Callable[[Any, int], tuple[Any, ...]] | None
+) -> Callable[[Any, int], Any]:
+    """What ``runner(step, ...)`` comes to for a batch and its index: the step itself, where a runner only calls it."""
+    call = step if runner is operator.call else partial(runner, step)
+    return call if arguments is None else lambda batch, batch_idx: call(*arguments(batch, batch_idx))
+
+
+def backward_of(strategy: Strategy) -> Callable[[Tensor], object] | None:
+    """What ``strategy.backward`` comes to; None for no more than ``loss.backward()``."""
     if is_overridden("backward", strategy, Strategy):
         return strategy.backward
     if is_overridden("backward", strategy.precision, Precision):
         return strategy.precision.backward
-    return methodcaller("backward")
+    return None
 
 
 def step_of(strategy: Strategy) -> Callable[[Optimizer], bool] | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,8 +17,11 @@ from drivetrain.errors import ConfigurationError
 Weigh = Callable[[Any], int | float | torch.Tensor]
 
 
-class MicroBatch(NamedTuple):
+@dataclass(slots=True)
+class MicroBatch:
     """One forward and backward of this rank.
+
+    It is valid until the next one is asked for: whoever reads ahead makes a copy (`with_batch`).
 
     Attributes:
         batch: as the loader gave it.
@@ -48,16 +51,31 @@ class MicroBatch(NamedTuple):
         """This rank has no sample of it and only keeps the others company."""
         return self.samples == 0
 
+    def with_batch(self, batch: Any) -> MicroBatch:
+        """A copy that holds another batch."""
+        return MicroBatch(
+            batch,
+            self.samples,
+            self.total,
+            self.scale,
+            self.weight,
+            self.window_weight,
+            self.ranks,
+            self.opens,
+            self.closes,
+        )
+
 
 Pairs = Iterator[tuple[Any, Share]]
 
 
 def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
     """Windows of one micro-batch in one process, whose module gives it no weight of its own: nothing depends on it."""
-    made = partial(tuple.__new__, MicroBatch)  # a named tuple's own is a call of Python's more
+    micro = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # filled anew each time: a new one would cost more
     for batch, share in pairs:
-        samples = share.samples
-        yield made((batch, samples, samples, 1.0, samples, samples, 1, True, True))
+        micro.batch = batch
+        micro.samples = micro.total = micro.weight = micro.window_weight = share.samples
+        yield micro
 
 
 def dealt_windows(pairs: Pairs, size: int, world_size: int) -> Iterator[MicroBatch]:
