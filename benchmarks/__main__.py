@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoint, data, memory, profile, scale, start, step, strategies
+from benchmarks import checkpoint, data, instructions, memory, profile, scale, start, step, strategies
 from benchmarks.peers import PEERS
 from benchmarks.work import WORKS
 
@@ -24,6 +24,7 @@ ROUNDS = 7
 DOCS = Path(__file__).parents[1] / "docs"
 TABLES: dict[str, tuple[Callable[..., list[str]], Path]] = {
     "step": (step.table, DOCS / "benchmarks.md"),
+    "instructions": (lambda rounds: instructions.table(), DOCS / "benchmarks.md"),
     "profile": (profile.table, DOCS / "benchmarks.md"),
     "strategies": (strategies.table, DOCS / "benchmarks.md"),
     "start": (start.table, DOCS / "benchmarks.md"),
