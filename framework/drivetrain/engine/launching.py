@@ -90,7 +90,7 @@ def run_here(request: Request, place: Place) -> Any:
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")
     strategy = trainer.chosen_strategy
-    _sync_batchnorm(trainer, strategy, device)
+    synchronises = asks_for_sync_batchnorm(trainer, strategy, device)
     strategy.bind(place.placement, device, resolve_precision(trainer.precision_setting, device), place.store)
     if stage == "fit" and trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
         trainer.max_epochs = DEFAULT_MAX_EPOCHS
@@ -107,6 +107,8 @@ def run_here(request: Request, place: Place) -> Any:
     if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
         # The processes started beside this one take their part of the cores; it keeps to its own.
         torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
+    before = strategy.sync_batchnorm
+    strategy.sync_batchnorm |= synchronises
     try:
         result = session.execute()
     except BaseException as error:
@@ -116,6 +118,7 @@ def run_here(request: Request, place: Place) -> Any:
         raise
     finally:
         torch.set_num_threads(threads)
+        strategy.sync_batchnorm = before  # the object may be the user's, and serve another `Fit` next
     trainer.state = "finished"
     return result
 
@@ -130,9 +133,14 @@ def _ray_launcher(trainer: Fit) -> RayLauncher | None:
     return RayLauncher() if setting == "ray" else setting if isinstance(setting, RayLauncher) else None
 
 
-def _sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> None:
+def asks_for_sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> bool:
+    """Whether the run is to normalise over all ranks.
+
+    Raises:
+        ConfigurationError: the strategy or the device cannot.
+    """
     if not trainer.sync_batchnorm:
-        return
+        return False
     if not (strategy.single_process or strategy.supports_sync_batchnorm):
         raise ConfigurationError(
             f"sync_batchnorm=True with strategy={strategy.name!r}.",
@@ -145,7 +153,7 @@ def _sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> N
             "torch's SyncBatchNorm needs an accelerator.",
             "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
         )
-    strategy.sync_batchnorm = True
+    return True
 
 
 # In processes started for the run

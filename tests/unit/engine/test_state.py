@@ -18,7 +18,9 @@ from engine_case import QUIET, Regression, Tiny, fit, loader, regression
 from torch import nn
 
 from drivetrain import Callback, ConfigurationError, DataModule, Fit, NonFiniteError, TrainModule
+from drivetrain.engine import launching
 from drivetrain.loggers import CSVLogger
+from drivetrain_strategies import SingleDeviceStrategy
 
 
 def _process() -> dict[str, Any]:
@@ -67,6 +69,22 @@ class TestBuilding:
         assert (first.precision.name, second.precision.name) == ("64-true", "32-true")
         assert (modules[0].layer.weight.dtype, modules[1].layer.weight.dtype) == (torch.float64, torch.float32)
         assert first.callbacks == second.callbacks == []
+
+    def test_a_strategy_that_serves_two(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A-07: what one asks its strategy for is not asked of it by the next."""
+        synchronised = []
+
+        class Noted(SingleDeviceStrategy):
+            def setup_module(self, module: nn.Module) -> Any:
+                synchronised.append(self.sync_batchnorm)
+                return super().setup_module(module)
+
+        strategy = Noted()
+        # Only an accelerator can: the refusal of this device is left out.
+        monkeypatch.setattr(launching, "asks_for_sync_batchnorm", lambda trainer, *others: trainer.sync_batchnorm)
+        for asked in (True, False):
+            fit(tmp_path, strategy=strategy, sync_batchnorm=asked).fit(Tiny(), loader(4))
+        assert synchronised == [True, False]
 
     def test_one_within_another(self, tmp_path: Path) -> None:
         """A-07: a run inside a hook of another leaves that one's state alone."""
