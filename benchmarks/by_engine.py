@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,10 +28,12 @@ class Trained(TrainModule):
         return self.optimizer
 
 
-def train_by_engine(strategy: str | Strategy, steps: int, module: Trained | None = None) -> float:
+def train_by_engine(
+    strategy: str | Strategy, steps: int, module: Trained | None = None, net: Callable[[], GPT] = GPT
+) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     torch.manual_seed(0)
-    module = module or Trained()
+    module = module or Trained(net())
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     loader = DataLoader(TensorDataset(texts(steps * BATCH * ranks)), batch_size=BATCH)
     Fit(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=1, barebones=True).fit(module, loader)

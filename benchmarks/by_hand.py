@@ -36,10 +36,10 @@ WRAPS: dict[str, Callable[[GPT], nn.Module]] = {"ddp": ddp, "fsdp": fsdp, "fsdp_
 """By the name of the strategy that does the same."""
 
 
-def train_by_hand(strategy: str, steps: int) -> float:
+def train_by_hand(strategy: str, steps: int, make: Callable[[], GPT] = GPT) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     torch.manual_seed(0)
-    net = GPT()
+    net = make()
     model = WRAPS[strategy](net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def zero(name: str) -> DeepSpeedStrategy:
     return DeepSpeedStrategy(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)
 
 
-def train_by_deepspeed(stage: int, steps: int) -> float:
+def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     import deepspeed
 
@@ -31,7 +32,7 @@ def train_by_deepspeed(stage: int, steps: int) -> float:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it asks for a compiler
     os.environ.setdefault("LOCAL_RANK", str(rank))
     torch.manual_seed(0)
-    net = GPT()
+    net = make()
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(one.numel() for one in net.parameters())}
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 0

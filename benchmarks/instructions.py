@@ -1,6 +1,4 @@
-"""What a step costs in instructions of the processor, counted by Valgrind: other work on the machine changes nothing.
-
-    python -m benchmarks.instructions
+"""What a step costs in instructions of the processor: other work on the machine changes nothing.
 
 An instruction is no unit of time, but the same loop takes the same number of them in every run, to some parts in a
 thousand: a hundredth that the clock cannot tell is plain here. Valgrind runs a program some fifty times slower, and as
@@ -9,51 +7,54 @@ on a processor with AVX2.
 
 from __future__ import annotations
 
-import gc
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import torch
+import torch.distributed as dist
 
+from benchmarks import strategies
+from benchmarks.by_hand import WRAPS
 from benchmarks.bytecodes import bytecodes_a_step
+from benchmarks.deepspeed_by_hand import STAGES
+from benchmarks.nets import GPT
 from benchmarks.peers import OURS, PEERS, versions
 from benchmarks.slopes import Loop
-from benchmarks.step import RAW, Key, loops_of
+from benchmarks.step import RAW, loops_of
+from benchmarks.valgrind import instructions_a_step, version
 from benchmarks.work import WORKS
 
 NAMES = [name for name, peer in PEERS.items() if not peer.slow]
 """The frameworks that are counted: the others' additions the clock tells well enough."""
 STEPS = {"linear": (100, 500), "mlp": (100, 300)}
-"""By network, the two numbers of steps whose difference counts; what is logged is brought to the host every 50."""
-_RUNS = 2
-"""Of each number; the smaller count stands. What a directory's change makes the import system do is in the other."""
+"""By network; what is logged is brought to the host every 50 steps."""
+RANK_S_STEPS = (10, 30)
 
 
 def table() -> list[str]:
     """The tables' lines.
 
     Raises:
-        SystemExit: Valgrind is not installed, or failed.
+        SystemExit: Valgrind is not installed.
     """
-    counts, steps = _counted(), bytecodes_by_function()
-    lines = [versions(), f"{_valgrind_version()}. Thousands of instructions.", ""]
-    titles = ["", "", "", "a step", "over raw", "ratio", "of ours"]
-    lines += [_row(*titles), "|---" * len(titles) + "|"]
-    for net in STEPS:
-        base = counts[net, (RAW, "")]
-        for key in _keys(net):
-            count, ours = counts[net, key], counts.get((net, (OURS, key[1])), base) - base
-            name = f"**{key[0]}**" if key[0] == OURS else key[0]
-            cells = [f"{count / 1000:,.1f}"]
-            if key[0] != RAW:
-                cells += [f"{(count - base) / 1000:,.1f}", f"{count / base:.4f}", f"{(count - base) / ours:.1f}"]
-            lines.append(_row(net, key[1], name, *cells, *[""] * (len(titles) - 3 - len(cells))))
+    lines = [versions(), f"{version()}. Thousands of instructions.", ""]
+    lines += [_row("", "", "", "a step", "over raw", "ratio", "of ours"), "|---" * 7 + "|"]
+    for net, steps in STEPS.items():
+        counts = instructions_a_step(loops_of_a_net, steps, net)
+        base = counts.pop(RAW)
+        lines.append(_row(net, "", RAW, _thousands(base), "", "", ""))
+        for label, count in counts.items():
+            way, name = label.split(": ")
+            added = count - base
+            times = f"{added / (counts[f'{way}: {OURS}'] - base):.1f}" if name != OURS else ""
+            shown = f"**{name}**" if name == OURS else name
+            lines.append(_row(net, way, shown, _thousands(count), _thousands(added), f"{count / base:.4f}", times))
+    lines += ["", _row("a rank's step", "by hand", "engine", "over", "ratio"), "|---" * 5 + "|"]
+    counts = instructions_a_step(loops_of_a_rank, RANK_S_STEPS)
+    for strategy in STRATEGIES:
+        hand, engine = (counts[f"{strategy}: {name}"] for name in ("by hand", "engine"))
+        cells = [_thousands(hand), _thousands(engine), _thousands(engine - hand)]
+        lines.append(_row(f"`{strategy}`", *cells, f"{engine / hand:.4f}"))
     lines += ["", _row("bytecodes of a bare step of `linear`, over raw", ""), "|---|---|"]
-    return [*lines, *(_row(f"`{name}`", f"{count:.0f}") for name, count in steps.items())]
+    return [*lines, *(_row(f"`{name}`", f"{count:.0f}") for name, count in bytecodes_by_function().items())]
 
 
 def bytecodes_by_function() -> dict[str, float]:
@@ -66,65 +67,31 @@ def bytecodes_by_function() -> dict[str, float]:
     return {name: count for name, count in largest.items() if abs(count) >= 1} | {"in all": sum(more.values())}
 
 
-def _keys(net: str) -> list[Key]:
-    """What is counted: a typical run is not, since its bar goes by the clock, and of larger networks ours, bare."""
-    every = [key for key in loops_of(WORKS[net], NAMES) if key[1] != "typical"]
-    return every if net == "linear" else [key for key in every if key in ((RAW, ""), (OURS, "bare"))]
+# What Valgrind runs
+
+STRATEGIES = [*WRAPS, *STAGES]
 
 
-def _counted() -> dict[tuple[str, Key], float]:
-    """Instructions of a step."""
-    if shutil.which("valgrind") is None:
-        raise SystemExit("The instructions are counted by valgrind, which is not installed: apt-get install valgrind")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "counts"
-        options = ["--tool=callgrind", "--quiet", "--collect-atstart=no", f"--callgrind-out-file={file}"]
-        subprocess.run(["valgrind", *options, sys.executable, "-m", "benchmarks.instructions"], check=True)
-        return _read(file)
+def loops_of_a_net(net: str) -> dict[str, Loop]:
+    """In one process. Not a typical run: its bar goes by the clock. Of a larger network only ours, bare."""
+    found = loops_of(WORKS[net], NAMES if net == "linear" else [OURS])
+    return {
+        f"{way}: {name}" if way else name: loop
+        for (name, way), loop in found.items()
+        if way != "typical" and (net == "linear" or way in ("", "bare"))
+    }
 
 
-def _read(file: Path) -> dict[tuple[str, Key], float]:
-    totals = [_total(file.with_suffix(f".{number}")) for number in range(1, 1 + sum(map(_runs, STEPS)))]
-    counts: dict[tuple[str, Key], float] = {}
-    taken = iter(totals)
-    for net, (short, long) in STEPS.items():
-        for key in _keys(net):
-            few, many = (min(next(taken) for _ in range(_RUNS)) for _ in (short, long))
-            counts[net, key] = (many - few) / (long - short)
-    return counts
+def loops_of_a_rank() -> dict[str, Loop]:
+    """In a process group of one: what a rank does besides waiting for others. The net is narrow, or it takes hours."""
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/meet", rank=0, world_size=1)
+    found = {strategy: strategies.loops_of(strategy, lambda: GPT(width=16, heads=2)) for strategy in STRATEGIES}
+    return {f"{strategy}: {name}": loop for strategy, loops in found.items() for name, loop in loops.items()}
 
 
-def _runs(net: str) -> int:
-    return len(_keys(net)) * 2 * _RUNS
-
-
-def _total(file: Path) -> int:
-    (line,) = (line for line in file.read_text().splitlines() if line.startswith("totals: "))
-    return int(line.split()[1])
-
-
-def _run(loops: Mapping[Key, Loop], keys: Sequence[Key], counts: tuple[int, int]) -> None:
-    """What Valgrind looks at: every loop, each number of steps twice, a file each."""
-    for key in keys:
-        loops[key](counts[0])  # what is done and imported once
-        for steps in counts:
-            for _ in range(_RUNS):
-                gc.collect()
-                gc.freeze()
-                torch._C._valgrind_toggle()
-                loops[key](steps)
-                torch._C._valgrind_toggle_and_dump_stats()
-
-
-def _valgrind_version() -> str:
-    return subprocess.run(["valgrind", "--version"], check=True, capture_output=True, text=True).stdout.strip()
+def _thousands(count: float) -> str:
+    return f"{count / 1000:,.1f}"
 
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for name, steps in STEPS.items():
-        _run(loops_of(WORKS[name], NAMES), _keys(name), steps)

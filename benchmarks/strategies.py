@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from benchmarks.by_engine import train_by_engine
 from benchmarks.by_hand import WRAPS, train_by_hand
 from benchmarks.calls import python_calls_a_step
 from benchmarks.deepspeed_by_hand import STAGES, train_by_deepspeed, zero
+from benchmarks.nets import GPT
 from benchmarks.slopes import Loop, Slopes, cells, time_loops
 from benchmarks.traffic import a_step, in_words
 from drivetrain.testing import run_distributed
@@ -27,12 +28,17 @@ class Counts(NamedTuple):
     sent: float
 
 
-def loops_of(strategy: str) -> dict[str, Loop]:
+def loops_of(strategy: str, net: Callable[[], GPT] = GPT) -> dict[str, Loop]:
     """What is compared, on one rank."""
     if strategy in STAGES:
-        by_hand = partial(train_by_deepspeed, STAGES[strategy])
-        return {"by hand": by_hand, "engine": lambda steps: train_by_engine(zero(strategy), steps)}
-    return {"by hand": partial(train_by_hand, strategy), "engine": partial(train_by_engine, strategy)}
+        return {
+            "by hand": lambda steps: train_by_deepspeed(STAGES[strategy], steps, net),
+            "engine": lambda steps: train_by_engine(zero(strategy), steps, net=net),
+        }
+    return {
+        "by hand": lambda steps: train_by_hand(strategy, steps, net),
+        "engine": lambda steps: train_by_engine(strategy, steps, net=net),
+    }
 
 
 def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, Counts]]:
