@@ -1,4 +1,4 @@
-"""What a step costs in instructions of the processor: other work on the machine changes nothing.
+"""What a step costs in instructions of the processor, which other work on the machine hardly changes.
 
 An instruction is no unit of time, but the same loop takes the same number of them in every run, to some parts in a
 thousand: a hundredth that the clock cannot tell is plain here. Valgrind runs a program some fifty times slower, and as

@@ -50,6 +50,12 @@ class StepArguments:
         self._skips = skips
         self._count = count if several or len(required) == 3 else min(count, 2)
 
+    def given_to(self, call: Callable[..., Any]) -> Callable[[Any, int], Any]:
+        """``call`` as a function of batch and index, with those of them that the step takes."""
+        if self._count == 1:
+            return lambda batch, batch_idx: call(batch)
+        return lambda batch, batch_idx: call(*self(batch, batch_idx))
+
     def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> tuple[Any, ...]:
         if self._skips:
             return (batch, dataloader_idx)

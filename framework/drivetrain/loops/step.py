@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import HookTable, is_overridden
+from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
@@ -65,7 +66,7 @@ class AutomaticStep:
         hooks: HookTable,
         metrics: MetricStore,
         clip: ClipGradients | None,
-        arguments: Callable[[Any, int], tuple[Any, ...]] | None,
+        arguments: StepArguments | None,
         step_optimizers: StepOptimizers | None = None,
         unscales: bool = False,
     ) -> None:
@@ -212,11 +213,11 @@ class AutomaticStep:
 
 
 def called_by(
-    runner: StepRunner, step: Callable[..., Any], arguments: Callable[[Any, int], tuple[Any, ...]] | None
+    runner: StepRunner, step: Callable[..., Any], arguments: StepArguments | None
 ) -> Callable[[Any, int], Any]:
     """What ``runner(step, ...)`` comes to for a batch and its index: the step itself, where a runner only calls it."""
     call = step if runner is operator.call else partial(runner, step)
-    return call if arguments is None else lambda batch, batch_idx: call(*arguments(batch, batch_idx))
+    return call if arguments is None else arguments.given_to(call)
 
 
 def backward_of(strategy: Strategy) -> Callable[[Tensor], object] | None:
