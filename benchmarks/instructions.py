@@ -19,7 +19,7 @@ from benchmarks.bytecodes import bytecodes_a_step
 from benchmarks.deepspeed_by_hand import STAGES
 from benchmarks.nets import GPT
 from benchmarks.peers import OURS, PEERS, versions
-from benchmarks.slopes import Loop
+from benchmarks.slopes import Loop, row
 from benchmarks.step import RAW, loops_of
 from benchmarks.valgrind import instructions_a_step, version
 from benchmarks.work import WORKS
@@ -39,25 +39,25 @@ def table() -> list[str]:
         SystemExit: Valgrind is not installed.
     """
     lines = [versions(), f"{version()}. Thousands of instructions.", ""]
-    lines += [_row("", "", "", "a step", "over raw", "ratio", "of ours"), "|---" * 7 + "|"]
+    lines += [row("", "", "", "a step", "over raw", "ratio", "of ours"), "|---" * 7 + "|"]
     for net, steps in STEPS.items():
         counts = instructions_a_step(loops_of_a_net, steps, net)
         base = counts.pop(RAW)
-        lines.append(_row(net, "", RAW, _thousands(base), "", "", ""))
+        lines.append(row(net, "", RAW, _thousands(base), "", "", ""))
         for label, count in counts.items():
             way, name = label.split(": ")
             added = count - base
             times = f"{added / (counts[f'{way}: {OURS}'] - base):.1f}" if name != OURS else ""
             shown = f"**{name}**" if name == OURS else name
-            lines.append(_row(net, way, shown, _thousands(count), _thousands(added), f"{count / base:.4f}", times))
-    lines += ["", _row("a rank's step", "by hand", "engine", "over", "ratio"), "|---" * 5 + "|"]
+            lines.append(row(net, way, shown, _thousands(count), _thousands(added), f"{count / base:.4f}", times))
+    lines += ["", row("a rank's step", "by hand", "engine", "over", "ratio"), "|---" * 5 + "|"]
     counts = instructions_a_step(loops_of_a_rank, RANK_S_STEPS)
     for strategy in STRATEGIES:
         hand, engine = (counts[f"{strategy}: {name}"] for name in ("by hand", "engine"))
         cells = [_thousands(hand), _thousands(engine), _thousands(engine - hand)]
-        lines.append(_row(f"`{strategy}`", *cells, f"{engine / hand:.4f}"))
-    lines += ["", _row("bytecodes of a bare step of `linear`, over raw", ""), "|---|---|"]
-    return [*lines, *(_row(f"`{name}`", f"{count:.0f}") for name, count in bytecodes_by_function().items())]
+        lines.append(row(f"`{strategy}`", *cells, f"{engine / hand:.4f}"))
+    lines += ["", row("bytecodes of a bare step of `linear`, over raw", ""), "|---|---|"]
+    return [*lines, *(row(f"`{name}`", f"{count:.0f}") for name, count in bytecodes_by_function().items())]
 
 
 def bytecodes_by_function() -> dict[str, float]:
@@ -101,7 +101,3 @@ def loops_of_a_rank() -> dict[str, Loop]:
 
 def _thousands(count: float) -> str:
     return f"{count / 1000:,.1f}"
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -13,7 +13,7 @@ from benchmarks.bars import Bar, drawn
 from benchmarks.parts import PARTS
 from benchmarks.peers import OURS, installed, versions
 from benchmarks.sampling import parts_of_a_step
-from benchmarks.slopes import Loop, time_loops
+from benchmarks.slopes import Loop, row, time_loops
 from benchmarks.work import WAYS, WORKS, Work, raw
 
 NETS = ("linear", "mlp")
@@ -37,12 +37,12 @@ def table(rounds: int, pictures: Path | None = None) -> list[str]:
     """
     torch.set_num_threads(1)
     titles = ["", "", "us a step", *PARTS]
-    lines = [versions(), "", _row(*titles), "|---" * len(titles) + "|"]
+    lines = [versions(), "", row(*titles), "|---" * len(titles) + "|"]
     for name in NETS:
         found = _found(WORKS[name], rounds)
         for label, (whole, parts) in found.items():
             cells = [f"{parts.get(part, 0.0):.1f}" if parts.get(part) else "" for part in PARTS]
-            lines.append(_row(name, label, f"{whole:.0f}", *cells))
+            lines.append(row(name, label, f"{whole:.0f}", *cells))
         if pictures is not None:
             title = f"Where a step of the network “{name}” goes, in microseconds"
             pictures.mkdir(exist_ok=True)
@@ -64,7 +64,3 @@ def _found(work: Work, rounds: int) -> dict[str, Parts]:
         shares = parts_of_a_step(loop, work.short, SAMPLED * work.long)
         found[label] = Parts(whole, {part: whole * shares.get(part, 0.0) for part in PARTS})
     return found
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -97,3 +97,8 @@ def spread(values: Sequence[float], digits: int) -> str:
     """``median (minimum to maximum)``."""
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low} to {high})"
+
+
+def row(*cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |"

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.calls import python_calls_a_step
 from benchmarks.peers import OURS, PEERS, installed, versions
-from benchmarks.slopes import Loop, Slopes, over, ratios, spread, time_loops
+from benchmarks.slopes import Loop, Slopes, over, ratios, row, spread, time_loops
 from benchmarks.work import WAYS, WORKS, Work, raw
 
 RAW = "raw loop"
@@ -63,9 +63,9 @@ def table(rounds: int, nets: Sequence[str] | None = None, names: Sequence[str] |
 def _of_a_net(slopes: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> list[str]:
     base = slopes[RAW, ""]
     titles = ["", "", "us a step", "over raw, us", "ratio", "processor: over raw, us", "ratio", "Python calls over raw"]
-    lines = [_row(*titles), "|---" * len(titles) + "|"]
+    lines = [row(*titles), "|---" * len(titles) + "|"]
     own = f"{_us(base.busy)} a step"
-    lines.append(_row("", RAW, _us(base.wall), "", "", own, "", f"{calls[RAW, '']:.0f} a step"))
+    lines.append(row("", RAW, _us(base.wall), "", "", own, "", f"{calls[RAW, '']:.0f} a step"))
     for way in WAYS:
         for (name, its), slope in slopes.items():
             if its == way.name:
@@ -73,24 +73,24 @@ def _of_a_net(slopes: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> list[
                 for mine, others in ((slope.wall, base.wall), (slope.busy, base.busy)):
                     cells += [_us(over(mine, others)), spread(ratios(mine, others), 3)]
                 shown = f"**{name}**" if name == OURS else name
-                lines.append(_row(its, shown, *cells, f"{calls[name, its] - calls[RAW, '']:.0f}"))
+                lines.append(row(its, shown, *cells, f"{calls[name, its] - calls[RAW, '']:.0f}"))
     return lines
 
 
 def _targets(found: Mapping[str, Mapping[Key, Slopes]], calls: Mapping[Key, float]) -> list[str]:
     """Where we stand, as far as it was measured."""
-    lines = [_row("", "aim", "on the clock", "in processor time", "Python calls"), "|---" * 5 + "|"]
+    lines = [row("", "aim", "on the clock", "in processor time", "Python calls"), "|---" * 5 + "|"]
     for label, net, way, aim in TARGETS:
         if (OURS, way) in found.get(net, {}):
             ours, base = found[net][OURS, way], found[net][RAW, ""]
             both = [spread(ratios(ours.wall, base.wall), 3), spread(ratios(ours.busy, base.busy), 3)]
-            lines.append(_row(label, f"at most {aim:.2f}", *both, f"{calls[OURS, way] - calls[RAW, '']:.0f}"))
+            lines.append(row(label, f"at most {aim:.2f}", *both, f"{calls[OURS, way] - calls[RAW, '']:.0f}"))
     linear = found.get("linear", {})
     if (OURS, "bare") in linear:
         five, bare = linear[OURS, "five values"], linear[OURS, "bare"]
         both = [_us(over(five.wall, bare.wall)), _us(over(five.busy, bare.busy))]
         more = calls[OURS, "five values"] - calls[OURS, "bare"]
-        lines.append(_row("five logged values in `linear`, us", "at most 15", *both, f"{more:.0f}"))
+        lines.append(row("five logged values in `linear`, us", "at most 15", *both, f"{more:.0f}"))
         lines += _beside_others(linear, calls)
     return lines
 
@@ -112,12 +112,8 @@ def _beside_others(linear: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> 
         times = f"{added[best] / ours:.1f}" if ours > 0 else "not to be told"
         digits = 1 if unit else 0
         cells.append(f"{times} ({best} {added[best]:.{digits}f}{unit}, ours {ours:.{digits}f}{unit})")
-    return [_row("what the least of the others adds to a bare step of `linear`, over ours", "at least 5", *cells)]
+    return [row("what the least of the others adds to a bare step of `linear`, over ours", "at least 5", *cells)]
 
 
 def _us(seconds: Sequence[float]) -> str:
     return spread([1e6 * value for value in seconds], 1)
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
 from benchmarks.bars import Bar, drawn
+from benchmarks.bytecodes import bytecodes_a_step
 from benchmarks.parts import PARTS, part_of
 from benchmarks.peers import ours
 from benchmarks.slopes import time_loops
+from benchmarks.valgrind import instructions_a_step
 from benchmarks.work import WAYS, WORKS, Way, raw
 
 
@@ -37,3 +40,29 @@ def test_the_picture_has_every_part_in_order() -> None:
 
 def test_time_before_and_after_the_steps_belongs_to_no_part() -> None:
     assert part_of(None) is None
+
+
+def test_bytecodes_are_those_of_the_steps() -> None:
+    """What comes before and after them drops out, and twice the work is twice as many."""
+
+    def once(step: int) -> int:
+        return step + 1
+
+    def run(steps: int, times: int) -> float:
+        for _ in range(7):
+            once(0)
+        for step in range(steps):
+            for _ in range(times):
+                once(step)
+        return 0.0
+
+    single, double = (bytecodes_a_step(lambda steps, times=times: run(steps, times)) for times in (1, 2))  # type: ignore[misc]
+    name = once.__qualname__
+    assert single[name] > 0
+    assert double[name] == 2 * single[name]
+
+
+def test_without_valgrind_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="apt-get install valgrind"):
+        instructions_a_step(dict, (1, 2))
