@@ -46,8 +46,8 @@ def table() -> list[str]:
         lines.append(row(net, "", RAW, _thousands(base), "", "", ""))
         for label, count in counts.items():
             way, name = label.split(": ")
-            added = count - base
-            times = f"{added / (counts[f'{way}: {OURS}'] - base):.1f}" if name != OURS else ""
+            added, ours = count - base, counts[f"{way}: {OURS}"] - base
+            times = f"{added / ours:.1f}" if name != OURS and ours > 0 else ""
             shown = f"**{name}**" if name == OURS else name
             lines.append(row(net, way, shown, _thousands(count), _thousands(added), f"{count / base:.4f}", times))
     lines += ["", row("a rank's step", "by hand", "engine", "over", "ratio"), "|---" * 5 + "|"]

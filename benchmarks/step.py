@@ -109,7 +109,7 @@ def _beside_others(linear: Mapping[Key, Slopes], calls: Mapping[Key, float]) -> 
     ):
         ours = added.pop(OURS)
         best = min(added, key=added.__getitem__)
-        times = f"{added[best] / ours:.1f}" if ours > 0 else "not to be told"
+        times = f"{added[best] / ours:.1f}" if ours > 0 else "ours adds nothing"
         digits = 1 if unit else 0
         cells.append(f"{times} ({best} {added[best]:.{digits}f}{unit}, ours {ours:.{digits}f}{unit})")
     return [row("what the least of the others adds to a bare step of `linear`, over ours", "at least 5", *cells)]

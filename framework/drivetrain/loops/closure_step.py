@@ -9,6 +9,7 @@ import torch
 
 from drivetrain.loops.step import AutomaticStep
 from drivetrain.loops.windows import MicroBatch
+from drivetrain.loops.zero_grad import zero_grad
 
 
 class ClosureStep(AutomaticStep):
@@ -75,7 +76,7 @@ class ClosureStep(AutomaticStep):
     def _evaluate(self) -> None:
         """Run the window again at the optimizer's current point; nothing is logged twice."""
         (optimizer,) = self.optimizers
-        optimizer.zero_grad()
+        zero_grad(optimizer)
         window, self._window_loss = self._window, None
         metrics = self._metrics
         # Whether this rank joins differs between the window's micro-batches: each says so for itself.

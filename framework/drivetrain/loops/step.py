@@ -19,6 +19,7 @@ from drivetrain.hooks import HookTable, is_overridden
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.loops.windows import MicroBatch
+from drivetrain.loops.zero_grad import zero_grad
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
@@ -99,7 +100,7 @@ class AutomaticStep:
                 for optimizer in self.optimizers:
                     hook(optimizer)
             for optimizer in self.optimizers:
-                optimizer.zero_grad()  # before the forward, through which old gradients need not live
+                zero_grad(optimizer)  # before the forward, through which old gradients need not live
         if micro.weight == 0:
             return self._weightless(micro, batch_idx)
         if micro.closes or not self._defers_sync:
@@ -160,7 +161,7 @@ class AutomaticStep:
         self._skipped = 0.0
         self.strategy.forget_gradients()
         for optimizer in self.optimizers:
-            optimizer.zero_grad()
+            zero_grad(optimizer)
 
     def _weightless(self, micro: MicroBatch, batch_idx: int) -> Any:
         """Run a micro-batch that weighs nothing: a rank without data, or a batch without items."""

@@ -90,15 +90,16 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
     ("what", "kind", "options", "most"),
     [
         # H-01 allows 25 bare and 35 with one log; what is reached is held, with a call or two to spare.
-        ("bare", Bare, {}, 6),
-        ("one self.log", Logging, {}, 9),
-        ("five of them", LoggingFive, {}, 21),
-        ("bf16-mixed", Bare, {"precision": "bf16-mixed"}, 14),
-        ("16-mixed", Bare, {"precision": "16-mixed"}, 45),
-        ("clipping", Bare, {"gradient_clip_val": 1.0}, 22),
-        ("with a validation loader", Validating, {}, 6),
-        ("typical", Logging, TYPICAL, 18),
-        ("two of a window", Bare, {"accumulate_grad_batches": 2}, 16),
+        # Fewer than the raw loop's: its zero_grad() makes 22, ours one.
+        ("bare", Bare, {}, -14),
+        ("one self.log", Logging, {}, -11),
+        ("five of them", LoggingFive, {}, 1),
+        ("bf16-mixed", Bare, {"precision": "bf16-mixed"}, -7),
+        ("16-mixed", Bare, {"precision": "16-mixed"}, 23),
+        ("clipping", Bare, {"gradient_clip_val": 1.0}, 3),
+        ("with a validation loader", Validating, {}, -14),
+        ("typical", Logging, TYPICAL, -3),
+        ("two of a window", Bare, {"accumulate_grad_batches": 2}, -3),
     ],
 )
 def test_python_calls_of_a_step(
@@ -128,7 +129,8 @@ def test_python_calls_of_a_step(
     over = calls - raw
     record_property("calls over the raw loop", over)
     print(f"{what}: {over:.2f} Python calls a step over the raw loop's {raw:.1f}")
-    assert 0 < over <= most
+    assert raw > 100  # they were counted
+    assert over <= most
 
 
 def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any) -> None:
