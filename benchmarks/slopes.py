@@ -47,6 +47,8 @@ def time_loops(
         SystemExit: the weights differ, so that the loops did different work.
     """
     slopes = {name: Slopes() for name in loops}
+    gc.collect()
+    gc.freeze()  # what imports made takes 100 ms to look through, and would part what is to be compared
     for _ in range(rounds):
         checksums: dict[int, dict[Name, float]] = {}
         for name, loop in loops.items():
@@ -59,6 +61,7 @@ def time_loops(
         for steps, sums in checksums.items():
             if len(set(sums.values())) > 1:
                 raise SystemExit(f"The loops did different work: after {steps} steps their weights sum to {sums}")
+    gc.unfreeze()
     return slopes
 
 

@@ -126,7 +126,7 @@ WORKS = {
     for work in (
         Work("linear", lambda: nn.Linear(8, 1), _squares, _sgd, _numbers, ROWS, 100, 2000, 500),
         Work("mlp", _mlp, _squares, _sgd, _numbers, ROWS, 100, 1200, 400),
-        Work("gpt", GPT, _next_token, _adamw, _texts, BATCH, 4, 16, 16),
+        Work("gpt", GPT, _next_token, _adamw, _texts, BATCH, 4, 32, 32),
     )
 }
 """From the smallest to the largest: a step of about 0.1, 0.3 and 15 ms."""
