@@ -26,7 +26,7 @@ TARGETS = [
 ]
 """What the row is called, which network and way, and the ratio to the raw loop that is aimed at."""
 TIMES_AS_OFTEN = 3
-"""What is aimed at is a few parts in a hundred: its loops are run among themselves, so that all are near the raw one."""
+"""What is aimed at is a few parts in a hundred: its loops are run among themselves, each near the raw one."""
 
 
 def loops_of(work: Work, names: Sequence[str] | None = None) -> dict[Key, Loop]:
