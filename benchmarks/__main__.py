@@ -34,6 +34,8 @@ TABLES: dict[str, tuple[Callable[..., list[str]], Path]] = {
     "memory": (lambda rounds: memory.table(), DOCS / "strategies.md"),
 }
 """What prints each table, given how many rounds to run, and the page where it stands."""
+COUNTED = {"instructions", "memory"}
+"""The tables of what is the same in every run, for which rounds mean nothing."""
 
 
 def conditions(arguments: str) -> str:
@@ -72,7 +74,7 @@ def main() -> None:
     }
     for name in options.tables or TABLES:
         table, page = TABLES[name]
-        arguments = f"{name} --rounds {options.rounds}"
+        arguments = name if name in COUNTED else f"{name} --rounds {options.rounds}"
         for option in ("nets", "loops"):
             if name == "step" and (chosen := getattr(options, option)):
                 arguments += f" --{option} '{','.join(chosen)}'"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from benchmarks.slopes import spread
+from benchmarks.system_memory import peak
 from drivetrain.data import prepare_loader
 
 SIZES = tuple(10**power for power in range(3, 10))
@@ -67,14 +67,10 @@ def begin(way: str, samples: int, middle: bool) -> Begun:
     next(WAYS[way](1000, 1))
     first = samples // (BATCH * RANKS) // 2 if middle else 0
     gc.collect()
-    before = _peak()
+    before = peak()
     wall, busy = time.perf_counter(), time.process_time()
     next(WAYS[way](samples, first))
-    return Begun(time.perf_counter() - wall, time.process_time() - busy, _peak() - before)
-
-
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return Begun(time.perf_counter() - wall, time.process_time() - busy, peak() - before)
 
 
 def table(rounds: int) -> list[str]:

@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.slopes import over, spread
+from benchmarks.system_memory import peak
 
 PHASES = ("import", "construct", "first step")
 
@@ -133,13 +133,13 @@ def begin(way: str) -> None:
 
     # A full collection of all that torch has imported takes longer than what is timed, and falls wherever it falls.
     gc.disable()
-    modules, memory = len(sys.modules), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    modules, memory = len(sys.modules), peak()
     mark()
     WAYS[way](mark)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    grown = peak() - memory
     pairs = list(itertools.pairwise(marks))[: len(PHASES)]
     phases = [[(late - early) * 1e3 for early, late in zip(*pair, strict=True)] for pair in pairs]
-    print(json.dumps({"phases": phases, "modules": len(sys.modules) - modules, "memory": grown / 1024}))
+    print(json.dumps({"phases": phases, "modules": len(sys.modules) - modules, "memory": grown / 2**20}))
 
 
 def _run(way: str, folder: str) -> dict[str, Any]:

@@ -34,7 +34,12 @@ def growth(work: Callable[[], object]) -> int:
     (_SELF / "clear_refs").write_text("5")  # forget the peak so far
     before = _status("VmRSS")
     work()
-    return _status("VmHWM") - before
+    return peak() - before
+
+
+def peak() -> int:
+    """The most bytes that this process had resident, not counting what started it, which ``getrusage`` does."""
+    return _status("VmHWM")
 
 
 def _status(field: str) -> int:
