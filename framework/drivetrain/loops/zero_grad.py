@@ -10,7 +10,7 @@ _TORCHS_OWN = Optimizer.zero_grad
 def zero_grad(optimizer: Optimizer) -> None:
     """Do what ``optimizer.zero_grad()`` does, whoever wrote it.
 
-    Torch's own spends 6 us on an entry for the profiler before it sets the first gradient to None, here 0.3 us do.
+    Torch's own spends 6 us on an entry for the profiler before it sets the first gradient to None, here 0.5 us do.
     """
     if getattr(optimizer.zero_grad, "__func__", None) is not _TORCHS_OWN:
         optimizer.zero_grad()
