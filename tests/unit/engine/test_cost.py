@@ -73,11 +73,14 @@ def _calls(run: Callable[[], Any]) -> int:
 
 
 def _hand_written(steps: int, accumulate: int = 1) -> None:
+    """Calls as little as it can: the calls of `optimizer.zero_grad()` differ between versions of torch (2.13: 21)."""
     module = Bare()
+    parameters = list(module.parameters())
     optimizer = module.configure_optimizers()
     for batch_idx, batch in enumerate(_loader()):
         if batch_idx % accumulate == 0:
-            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.grad = None
         loss = module.training_step(batch, batch_idx)
         (loss if accumulate == 1 else loss / accumulate).backward()
         if (batch_idx + 1) % accumulate == 0:
@@ -90,16 +93,15 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
     ("what", "kind", "options", "most"),
     [
         # H-01 allows 25 bare and 35 with one log; what is reached is held, with a call or two to spare.
-        # Fewer than the raw loop's: its zero_grad() makes 22, ours one.
-        ("bare", Bare, {}, -14),
-        ("one self.log", Logging, {}, -11),
-        ("five of them", LoggingFive, {}, 1),
-        ("bf16-mixed", Bare, {"precision": "bf16-mixed"}, -7),
-        ("16-mixed", Bare, {"precision": "16-mixed"}, 23),
-        ("clipping", Bare, {"gradient_clip_val": 1.0}, 3),
-        ("with a validation loader", Validating, {}, -14),
-        ("typical", Logging, TYPICAL, -3),
-        ("two of a window", Bare, {"accumulate_grad_batches": 2}, -3),
+        ("bare", Bare, {}, 6),
+        ("one self.log", Logging, {}, 9),
+        ("five of them", LoggingFive, {}, 21),
+        ("bf16-mixed", Bare, {"precision": "bf16-mixed"}, 13),
+        ("16-mixed", Bare, {"precision": "16-mixed"}, 43),
+        ("clipping", Bare, {"gradient_clip_val": 1.0}, 23),
+        ("with a validation loader", Validating, {}, 6),
+        ("typical", Logging, TYPICAL, 16),
+        ("two of a window", Bare, {"accumulate_grad_batches": 2}, 17),
     ],
 )
 def test_python_calls_of_a_step(
@@ -129,8 +131,7 @@ def test_python_calls_of_a_step(
     over = calls - raw
     record_property("calls over the raw loop", over)
     print(f"{what}: {over:.2f} Python calls a step over the raw loop's {raw:.1f}")
-    assert raw > 100  # they were counted
-    assert over <= most
+    assert 0 < over <= most
 
 
 def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any) -> None:
