@@ -53,7 +53,9 @@ def run_script(folder: Path, body: str, *command: str, starter: Sequence[str] = 
     script.write_text(HEAD + textwrap.dedent(body))
     said.write_text("")
     began = time.monotonic()
-    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    # Unbuffered, Python writes an error's traceback in pieces of lines, and those of several ranks mix.
+    kept_out = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+    variables = {name: value for name, value in os.environ.items() if name not in kept_out}
     ended = subprocess.run(
         [*starter, sys.executable, *command, str(script)],
         capture_output=True,

@@ -93,7 +93,8 @@ class OneLine:
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if error is self._error():
-            print(self._line, file=sys.stderr)
+            # In one piece: where nothing is buffered, print() lets another rank's words in before the end of the line.
+            sys.stderr.write(f"{self._line}\n")
         else:
             self._before(kind, error, traceback)
 
