@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.failure import RankFailedError
 from drivetrain.testing import run_distributed
+from drivetrain.testing.late import stacks_when_late
 
 
 def _sum(value: float) -> tuple[int, torch.Tensor, int, bool]:
@@ -102,6 +105,32 @@ def test_a_hang_ends_with_the_stack_of_every_rank() -> None:
     with pytest.raises(DistributedError, match=r"(?s)Rank 0, 1 of 2 did not return within 1 s.*_wait_on_one"):
         run_distributed(_wait_on_one, 2, timeout=1)
     assert time.monotonic() - start < 40  # and not the minute that one of them sleeps
+
+
+def _busy_when_time_is_up(folder: str, times: int) -> list[str]:
+    told = []
+    for number in range(times):
+        path = Path(folder) / str(number)
+        with stacks_when_late(path, 0.005):
+            until = time.monotonic() + 0.02
+            while time.monotonic() < until:
+                sum(abs(number) for number in range(20))
+        told.append(path.read_text())
+    return told
+
+
+def test_who_is_busy_when_time_is_up_lives_to_tell_where(tmp_path: Path) -> None:
+    (told,) = run_distributed(_busy_when_time_is_up, 1, str(tmp_path), 200, process_group=None)
+    assert all("_busy_when_time_is_up" in text and "late.py" not in text.splitlines()[1] for text in told)
+
+
+def _hold_the_lock() -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+def test_who_hangs_with_the_interpreters_lock_in_hand_is_seen() -> None:
+    with pytest.raises(DistributedError, match=r"(?s)Rank 0 of 1 did not return within 1 s.*_hold_the_lock"):
+        run_distributed(_hold_the_lock, 1, timeout=1, process_group=None)
 
 
 def _pid_then_hang(folder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -26,6 +25,7 @@ from drivetrain.failure import Failure, RankFailedError, first_cause
 from drivetrain.launchers.function_launcher import PRELOAD
 from drivetrain.launchers.lifeline import die_with_parent
 from drivetrain.launchers.variables import torchrun_variables
+from drivetrain.testing.late import stacks_when_late
 
 _START_LIMIT = 120.0  # seconds for the workers to come up; the first time torch has to be imported
 _EXIT_LIMIT = 10.0  # seconds for a worker to end once all have returned
@@ -134,8 +134,7 @@ def _work(job: _Job, pipe: Connection) -> None:
     # Else the workers of a DataLoader would come from a fork server too, of their own, which imports torch anew.
     multiprocessing.set_start_method(job.start_method, force=True)
     pipe.send("started")
-    with open(_stack_file(job.folder, job.rank), "w") as stacks:
-        faulthandler.dump_traceback_later(job.timeout, file=stacks)
+    with stacks_when_late(_stack_file(job.folder, job.rank), job.timeout):
         try:
             if job.process_group is not None:
                 dist.init_process_group(
@@ -159,7 +158,6 @@ def _work(job: _Job, pipe: Connection) -> None:
             return
         if job.process_group is not None and dist.is_initialized():
             dist.destroy_process_group()
-        faulthandler.cancel_dump_traceback_later()
 
 
 def _stack_file(folder: str, rank: int) -> Path:
