@@ -102,6 +102,9 @@ class ControlPlane(Protocol):
     def leave(self) -> None:
         """Part at the end of a run: who hosts the store stays until nobody reads from it any more."""
 
+    def all_failures(self, wait: timedelta) -> list[Failure]:
+        """Return what is reported, as soon as all ranks have failed or ``wait`` is over. Not collective."""
+
     def everybody_failed(self) -> bool:
         """Whether all ranks have reported a failure: no further one will come. Not collective."""
 
@@ -175,6 +178,9 @@ class LocalControl:
 
     def leave(self) -> None:
         return None
+
+    def all_failures(self, wait: timedelta) -> list[Failure]:
+        return []
 
     def everybody_failed(self) -> bool:
         return True

@@ -88,6 +88,10 @@ class Failure:
         code = self.exit_code
         return 1 if not code else code if code > 0 else 128 - code
 
+    def is_like(self, other: Failure) -> bool:
+        """Whether both are the same error, raised in the same place of the code."""
+        return (self.error_type, self.message, _raised_at(self)) == (other.error_type, other.message, _raised_at(other))
+
     def load_error(self) -> BaseException | None:
         """Return the exception itself, or None where it could not be brought over."""
         if self.pickled_error is None:
@@ -127,6 +131,11 @@ class Failure:
         """`describe`, at its shortest; with what to do where the rank itself could print nothing."""
         first = (self.describe().splitlines() or [""])[0]
         return first if self.error_type is not None else f"{first}; {_fix(self)}"
+
+
+def _raised_at(failure: Failure) -> str:
+    """Return the traceback's last frame, or "" where there is none."""
+    return next((line for line in reversed(failure.traceback.splitlines()) if line.startswith("  File ")), "")
 
 
 class RankFailedError(DistributedError):

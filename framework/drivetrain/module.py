@@ -30,21 +30,25 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     _held = False
 
-    # What a user writes
+    # What a user writes. A step takes `batch` and, if it wants them, `batch_idx` and `dataloader_idx`; so that type
+    # checkers let it be, the steps here take anything after the batch.
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch (one process only)."""
+    def training_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch (one process only).
+
+        Write it with ``batch`` and ``batch_idx``, or with ``batch`` alone; so too the other steps.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no training_step")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one validation micro-batch; a further ``dataloader_idx`` comes where there are several loaders."""
         raise NotImplementedError(f"{type(self).__name__} has no validation_step")
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one test micro-batch."""
         raise NotImplementedError(f"{type(self).__name__} has no test_step")
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Return the predictions for one micro-batch; by default ``self(batch)``."""
         return self(batch)
 

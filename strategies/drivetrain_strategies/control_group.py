@@ -246,6 +246,14 @@ class GroupControl:
                 return found
             time.sleep(0.05)
 
+    def all_failures(self, wait: timedelta) -> list[Failure]:
+        end = time.monotonic() + wait.total_seconds()
+        while True:
+            reports = self._reports()
+            if len(reports) >= self.world_size or time.monotonic() >= end:
+                return reports
+            time.sleep(0.05)
+
     def everybody_failed(self) -> bool:
         return bool(self.store.add("failures", 0) >= self.world_size)
 

@@ -59,3 +59,36 @@ def test_the_first_cause_is_printed_once_with_its_place(tmp_path: Path, launched
     assert "It follows from this:\nRank 1 failed with ValueError: boom" in first
     assert f"ValueError: boom\n{_WHERE}\nThreads, innermost call first:\n" in second
     assert "Thread 0x" in second
+
+
+_ALIKE = """
+class Failing(Model):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ValueError("boom" + str(DIFFERS * self.global_rank))
+        return super().training_step(batch, batch_idx)
+
+quiet(strategy="ddp", devices=2, default_root_dir="run").fit(Failing(), loader(64, 4))
+"""
+
+
+@pytest.mark.parametrize("launched", ["subprocess", "torchrun"])
+def test_what_all_ranks_run_into_is_shown_by_the_first(tmp_path: Path, launched: str) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path))
+    redirected = (*torchrun, "--redirects", "2") if launched == "torchrun" else ()
+    run = run_script(tmp_path, _ALIKE.replace("DIFFERS", "0"), *redirected)
+    assert run.code == 1
+    errors = run.errors
+    if launched == "torchrun":
+        errors = "".join(file.read_text() for file in tmp_path.rglob("stderr.log"))
+    assert errors.count("Traceback (most recent call last)") == 1, errors
+    assert "ValueError: boom0\nWhere: rank 0, epoch 0, global step 3, batch index 3\n" in errors
+    log = tmp_path / "run" / "logs" / "rank-1.log"
+    line = "Rank 1 failed with ValueError: boom0; rank 0 failed alike, and shows where; Where: rank 1, epoch 0, "
+    assert f"{line}global step 3, batch index 3; Log: {log}\n" in errors, errors
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
+def test_what_each_rank_runs_into_by_itself_is_shown_by_each(tmp_path: Path) -> None:
+    run = run_script(tmp_path, _ALIKE.replace("DIFFERS", "1"))
+    assert [run.errors.count(f"\nValueError: boom{rank}\nWhere: rank {rank}") for rank in (0, 1)] == [1, 1], run.errors

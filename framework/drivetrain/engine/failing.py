@@ -64,21 +64,36 @@ def in_vain(control: ControlPlane, error: BaseException) -> BaseException:
     return told
 
 
-def cause_of(control: ControlPlane, world: World | None, failure: Failure, error: BaseException) -> BaseException:
-    """Return what to raise: the error itself, or where it only follows from another rank's, that one."""
+def cause_of(
+    control: ControlPlane, world: World | None, failure: Failure, error: BaseException
+) -> tuple[BaseException, int | None]:
+    """Return what to raise, and the rank that tells of it in this one's place, if any.
+
+    That is the error itself, or where it only follows from another rank's, that one. Where all ranks run into the same
+    error, the lowest tells of it.
+    """
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
         if isinstance(error, AbsentRanksError):
             _within(_HEAR, lambda: control.settle(_BRIEF))
-            return error
+            return error, None
         if is_cause:
             # Who calls a function in other processes hosts their store itself: there is nothing to stay for.
             linger = _BRIEF if world is not None and world.kind == "function" else _LINGER
-            _within(linger + _STORE, lambda: control.settle(linger))
-            return error
-        return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error))
+            return error, _within(linger + _STORE, lambda: _told_by(control, failure, linger))
+        return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error)), None
     except RuntimeError:
-        return error if failure.distance < 2 or is_cause else _lost(failure, "the store where all ranks meet")
+        if failure.distance < 2 or is_cause:
+            return error, None
+        return _lost(failure, "the store where all ranks meet"), None
+
+
+def _told_by(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
+    end = time.monotonic() + linger.total_seconds()
+    alike = [one.rank for one in control.all_failures(linger) if one.is_like(failure)]
+    control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
+    lowest = min(alike, default=failure.rank)
+    return lowest if lowest < failure.rank else None
 
 
 def _cause_elsewhere(

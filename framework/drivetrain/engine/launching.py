@@ -16,9 +16,10 @@ from drivetrain.engine.place import Place, find_place, place_of_first, stands_al
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
 from drivetrain.engine.signals import awaited_signals
-from drivetrain.engine.telling import told_by_its_own_rank
+from drivetrain.engine.telling import print_in_a_line, told_by_its_own_rank
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
+from drivetrain.failure import Failure
 from drivetrain.launchers import (
     FunctionLauncher,
     Launcher,
@@ -115,6 +116,9 @@ def run_here(request: Request, place: Place) -> Any:
         trainer.state = "interrupted"
         if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
             place.world.left_with = error.code
+        if session.told_by is not None:
+            failure = Failure.of_exception(strategy.rank, error)
+            print_in_a_line(error, f"{failure.in_a_line()}; rank {session.told_by} failed alike, and shows where")
         raise
     finally:
         torch.set_num_threads(threads)

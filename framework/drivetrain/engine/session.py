@@ -113,6 +113,8 @@ class Session:
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._signals = Signals(awaited, self._asked_to_leave)
         self._log = RankLog(trainer, strategy.rank, strategy.world_size)
+        self.told_by: int | None = None
+        """The rank that ran into the same error as this one, and tells of it; None where this one does."""
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
@@ -386,7 +388,7 @@ class Session:
                 call()
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
-        cause = cause_of(control, self.place.world, failure, error)
+        cause, self.told_by = cause_of(control, self.place.world, failure, error)
         if cause is not error:
             self._log.add_cause(cause)
         return cause

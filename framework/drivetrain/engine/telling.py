@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,36 +72,54 @@ def told_by_its_own_rank(rank: int | None = None) -> Iterator[None]:
     except RankFailedError as error:
         world = current_world() if rank is None else None
         rank = world.placement.rank if world is not None else rank or 0
-        if threading.current_thread() is threading.main_thread() and _belongs_to_nobody(sys.excepthook):
-            line = [f"Rank {rank} ends because of another: {error.failure.in_a_line()}"]
-            sys.excepthook = OneLine(error, "; ".join(line + getattr(error, "__notes__", [])))
+        print_in_a_line(error, f"Rank {rank} ends because of another: {error.failure.in_a_line()}")
         raise
+
+
+def print_in_a_line(error: BaseException, line: str) -> None:
+    """Let the process print ``line``, and the error's notes, where ``error`` ends it."""
+    if threading.current_thread() is threading.main_thread() and _belongs_to_nobody(sys.excepthook):
+        sys.excepthook = OneLine(error, "; ".join([line, *getattr(error, "__notes__", [])]))
 
 
 class OneLine:
     """Stands in ``sys.excepthook`` for as long as one error lives, and prints a line in its place.
 
     Args:
-        error: which.
+        error: which. It gets an attribute, by which it is known: most of Python's own take no weak reference.
         line: what is printed where it ends the process.
     """
 
-    def __init__(self, error: RankFailedError, line: str) -> None:
+    def __init__(self, error: BaseException, line: str) -> None:
         before = sys.excepthook
         self._before: Callable[..., Any] = before._before if isinstance(before, OneLine) else before
         self._line = line
-        self._error = weakref.ref(error, self._put_back)
+        mark = error.__dict__[_MARK] = _Mark()
+        self._mark = weakref.ref(mark, self._put_back)
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if error is self._error():
+        mark = error.__dict__.get(_MARK)
+        if mark is not None and mark is self._mark():
             # In one piece: where nothing is buffered, print() lets another rank's words in before the end of the line.
             sys.stderr.write(f"{self._line}\n")
+            sys.stderr.flush()
+            time.sleep(_WHILE_ANOTHER_TELLS)
         else:
             self._before(kind, error, traceback)
 
     def _put_back(self, _: object) -> None:
         if sys.excepthook is self:
             sys.excepthook = self._before
+
+
+class _Mark:
+    """Lives as long as the error that has it."""
+
+
+_MARK = "__drivetrain_one_line__"
+
+_WHILE_ANOTHER_TELLS = 0.5
+"""Seconds: torchrun and SLURM end all processes with the first that ends, and one is to print its traceback yet."""
 
 
 def _belongs_to_nobody(hook: Any) -> bool:

@@ -1,0 +1,80 @@
+"""What users with a type checker write, in every form that a step may have. `make types` checks this file strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, DataModule, Fit, TrainModule
+
+Pair = tuple[Tensor, Tensor]
+
+
+class WithIndices(TrainModule):
+    """Steps with everything they may take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = nn.functional.mse_loss(self.net(inputs), targets)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Pair, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.net(batch[0]).mean())
+
+    def test_step(self, batch: Pair, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    def predict_step(self, batch: Pair, batch_idx: int) -> Any:
+        return super().predict_step(batch[0], batch_idx)
+
+    def configure_optimizers(self) -> Optimizer:
+        return SGD(self.parameters(), lr=0.1)
+
+
+class WithoutIndices(TrainModule):
+    """Steps with the batch alone, by any name."""
+
+    def training_step(self, texts: Tensor) -> dict[str, Tensor]:
+        return {"loss": texts.mean()}
+
+    def validation_step(self, batch: Mapping[str, Tensor]) -> None: ...
+
+    def test_step(self, batch: Tensor, dataloader_idx: int) -> None: ...
+
+    def predict_step(self, batch: Tensor) -> list[int]:
+        return batch.argmax(-1).tolist()
+
+
+class Watch(Callback):
+    """Hooks with the types of the base class."""
+
+    def on_train_batch_end(
+        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        assert trainer.global_step > batch_idx
+
+
+class Numbers(DataModule):
+    """Loaders of any element type."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.data, batch_size=8)
+
+
+def fit(data: TensorDataset) -> float:
+    trainer = Fit(strategy="ddp", devices=2, max_epochs=1, callbacks=[Watch()])
+    trainer.fit(WithIndices(), DataLoader(data), ckpt_path="auto")
+    trainer.fit(WithoutIndices(), datamodule=Numbers(data))
+    return trainer.callback_metrics["loss"].item()
