@@ -29,6 +29,7 @@ from drivetrain.testing.late import stacks_when_late
 
 _START_LIMIT = 120.0  # seconds for the workers to come up; the first time torch has to be imported
 _EXIT_LIMIT = 10.0  # seconds for a worker to end once all have returned
+_STACK_LIMIT = 3.0  # seconds in which a worker that is late says where it is
 _GRACE = 0.3  # seconds in which further ranks may report after the first failure, to tell the cause from its effects
 
 
@@ -203,7 +204,7 @@ def _collect(workers: list[_Worker], timeout: float, folder: str) -> list[Any]:
     while any(worker.outcome is None for worker in workers):
         _listen(workers, deadline)
         if not all_started and all(worker.started for worker in workers):
-            all_started, deadline = True, time.monotonic() + timeout + 0.5
+            all_started, deadline = True, time.monotonic() + timeout
         failures = [worker.outcome for worker in workers if isinstance(worker.outcome, Failure)]
         if failures:
             raise RankFailedError(_cause(workers))
@@ -244,13 +245,18 @@ def _cause(workers: list[_Worker]) -> Failure:
 
 def _too_late(workers: list[_Worker], timeout: float, folder: str) -> DistributedError:
     late = [worker.rank for worker in workers if worker.outcome is None]
-    stacks = []
-    for rank in late:
-        path = _stack_file(folder, rank)
-        text = path.read_text().strip() if path.exists() else "(it never started)"
-        stacks.append(f"rank {rank}:\n{text}")
+    until = time.monotonic() + _STACK_LIMIT
+    while time.monotonic() < until and not all(_stack(folder, rank) for rank in late):
+        time.sleep(0.02)
+    time.sleep(0.02)  # one that `faulthandler` writes comes in pieces
+    stacks = [f"rank {rank}:\n{_stack(folder, rank) or '(it does not say)'}" for rank in late]
     return DistributedError(
         f"Rank {', '.join(map(str, late))} of {len(workers)} did not return within {timeout:g} s",
         "where they were:\n" + "\n".join(stacks),
         "look for a collective that not every rank calls; raise `timeout` where the work takes that long",
     )
+
+
+def _stack(folder: str, rank: int) -> str:
+    path = _stack_file(folder, rank)
+    return path.read_text().strip() if path.exists() else "(it never started)"

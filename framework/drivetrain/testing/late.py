@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SECOND_TRY = 0.3  # seconds for a thread to come to its turn
+_SECOND_TRY = 2.0  # seconds for a thread to come to its turn
 
 
 @contextmanager
