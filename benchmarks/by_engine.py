@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.nets import BATCH, GPT, checksum, texts
+from benchmarks.nets import BATCH, GPT, Data, checksum, texts
 from drivetrain import Fit, Strategy, TrainModule
 
 
@@ -29,12 +29,16 @@ class Trained(TrainModule):
 
 
 def train_by_engine(
-    strategy: str | Strategy, steps: int, module: Trained | None = None, net: Callable[[], GPT] = GPT
+    strategy: str | Strategy,
+    steps: int,
+    module: Trained | None = None,
+    net: Callable[[], GPT] = GPT,
+    data: Data = TensorDataset,
 ) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     torch.manual_seed(0)
     module = module or Trained(net())
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    loader = DataLoader(TensorDataset(texts(steps * BATCH * ranks)), batch_size=BATCH)
+    loader = DataLoader(data(texts(steps * BATCH * ranks)), batch_size=BATCH)
     Fit(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=1, barebones=True).fit(module, loader)
     return checksum(module.net)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.nets import BATCH, GPT, checksum, texts
+from benchmarks.nets import BATCH, GPT, Data, checksum, texts
 
 
 def ddp(net: GPT) -> nn.Module:
@@ -36,7 +36,7 @@ WRAPS: dict[str, Callable[[GPT], nn.Module]] = {"ddp": ddp, "fsdp": fsdp, "fsdp_
 """By the name of the strategy that does the same."""
 
 
-def train_by_hand(strategy: str, steps: int, make: Callable[[], GPT] = GPT) -> float:
+def train_by_hand(strategy: str, steps: int, make: Callable[[], GPT] = GPT, data: Data = TensorDataset) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     torch.manual_seed(0)
     net = make()
@@ -44,7 +44,7 @@ def train_by_hand(strategy: str, steps: int, make: Callable[[], GPT] = GPT) -> f
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = texts(steps * BATCH * ranks).view(steps, ranks, BATCH, -1)[:, rank].flatten(0, 1)
-    for (text,) in DataLoader(TensorDataset(mine), batch_size=BATCH):
+    for (text,) in DataLoader(data(mine), batch_size=BATCH):
         optimizer.zero_grad()
         model(text).backward()
         optimizer.step()

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.nets import BATCH, GPT, checksum, texts
+from benchmarks.nets import BATCH, GPT, Data, checksum, texts
 from drivetrain_strategies import DeepSpeedStrategy
 
 STAGES = {"deepspeed_stage_1": 1, "deepspeed_stage_2": 2, "deepspeed_stage_3": 3}
@@ -24,7 +23,7 @@ def zero(name: str) -> DeepSpeedStrategy:
     return DeepSpeedStrategy(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)
 
 
-def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT) -> float:
+def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT, data: Data = TensorDataset) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     import deepspeed
 
@@ -42,15 +41,13 @@ def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT) ->
         "zero_optimization": section,
         "zero_force_ds_cpu_optimizer": False,
     }
-    linear = nn.functional.linear
     engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-3), config=config)
     mine = texts(steps * BATCH * ranks).view(steps, ranks, BATCH, -1)[:, rank].flatten(0, 1)
-    for (text,) in DataLoader(TensorDataset(mine), batch_size=BATCH):
+    for (text,) in DataLoader(data(mine), batch_size=BATCH):
         engine.backward(engine(text))
         engine.step()
     whole = deepspeed.zero.GatheredParameters(list(net.parameters())) if stage == 3 else contextlib.nullcontext()
     with whole:
         total = checksum(net)
     engine.destroy()
-    nn.functional.linear = linear  # stage 3 leaves its own there
     return total

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
 
 VOCABULARY, LENGTH = 256, 64
 BATCH = 4  # texts of one rank
+
+Data = Callable[[Tensor], Dataset[Any]]
+"""Makes of the texts a data set of 1-tuples, as `TensorDataset` does."""
 
 
 class GPT(nn.Module):

@@ -59,10 +59,19 @@ def time_loops(
             checksums.setdefault(short, {})[name] = first
             checksums.setdefault(steps, {})[name] = last
         for steps, sums in checksums.items():
-            if len(set(sums.values())) > 1:
-                raise SystemExit(f"The loops did different work: after {steps} steps their weights sum to {sums}")
+            refuse_different_work(steps, sums)
     gc.unfreeze()
     return slopes
+
+
+def refuse_different_work(steps: int, sums: Mapping[Name, float]) -> None:
+    """Compare the checksums of weights that loops have come to.
+
+    Raises:
+        SystemExit: they differ.
+    """
+    if len(set(sums.values())) > 1:
+        raise SystemExit(f"The loops did different work: after {steps} steps their weights sum to {sums}")
 
 
 def _timed(loop: Loop, steps: int, meet: Callable[[], None] | None) -> tuple[float, float, float]:

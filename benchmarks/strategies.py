@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 from benchmarks.by_engine import train_by_engine
 from benchmarks.by_hand import WRAPS, train_by_hand
 from benchmarks.calls import python_calls_a_step
 from benchmarks.deepspeed_by_hand import STAGES, train_by_deepspeed, zero
-from benchmarks.nets import GPT
-from benchmarks.slopes import Loop, Slopes, cells, time_loops
+from benchmarks.nets import BATCH, GPT, Data
+from benchmarks.slopes import Loop, Slopes, cells
 from benchmarks.traffic import a_step, in_words
+from benchmarks.turns import Turns
 from drivetrain.testing import run_distributed
 
 RANKS = 2
-SHORT, LONG = 20, 220
+TURN, TURNS = 10, 15
+"""Steps of a turn, and turns for each round that is asked for."""
+
+AGAIN = "by hand, again"
+"""Tells how far apart two loops come out that are the same."""
 
 
 class Counts(NamedTuple):
@@ -28,31 +35,37 @@ class Counts(NamedTuple):
     sent: float
 
 
-def loops_of(strategy: str, net: Callable[[], GPT] = GPT) -> dict[str, Loop]:
+def loops_of(strategy: str, net: Callable[[], GPT] = GPT, data: Data = TensorDataset) -> dict[str, Loop]:
     """What is compared, on one rank."""
     if strategy in STAGES:
         return {
-            "by hand": lambda steps: train_by_deepspeed(STAGES[strategy], steps, net),
-            "engine": lambda steps: train_by_engine(zero(strategy), steps, net=net),
+            "by hand": lambda steps: train_by_deepspeed(STAGES[strategy], steps, net, data),
+            "engine": lambda steps: train_by_engine(zero(strategy), steps, net=net, data=data),
         }
     return {
-        "by hand": lambda steps: train_by_hand(strategy, steps, net),
-        "engine": lambda steps: train_by_engine(strategy, steps, net=net),
+        "by hand": lambda steps: train_by_hand(strategy, steps, net, data),
+        "engine": lambda steps: train_by_engine(strategy, steps, net=net, data=data),
     }
 
 
 def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, Counts]]:
     """On one rank: what a step takes, and what it does."""
-    loops = loops_of(strategy)
     # These runs come first, so that what a process does once is in nobody's time.
-    counts = {name: Counts(python_calls_a_step(loop), *a_step(loop)) for name, loop in loops.items()}
-    return time_loops(loops, SHORT, LONG, rounds, dist.barrier), counts
+    counts = {name: Counts(python_calls_a_step(loop), *a_step(loop)) for name, loop in loops_of(strategy).items()}
+    counts[AGAIN] = counts["by hand"]
+    turns = Turns(TURN, BATCH)
+    loops = loops_of(strategy, data=turns.data)
+    steps = TURN * (rounds * TURNS + 2)  # the first and the last are not counted
+    loops = {name: partial(loop, steps) for name, loop in {**loops, AGAIN: loops["by hand"]}.items()}
+    gc.collect()
+    gc.freeze()
+    return turns.run(loops), counts
 
 
 def table(rounds: int) -> list[str]:
     """The table's lines; processes of one thread each, on gloo."""
     lines = [
-        f"{RANKS} processes, {rounds} rounds, slopes between {SHORT} and {LONG} steps; median (minimum to maximum).",
+        f"{RANKS} processes; the loops take turns of {TURN} steps, {rounds * TURNS} each; median (minimum to maximum).",
         "",
         "| Strategy | Loop | ms a step | ratio | processor, ms | ratio | Python calls | collectives | KiB sent |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from benchmarks.bars import Bar, drawn
 from benchmarks.bytecodes import bytecodes_a_step
 from benchmarks.parts import PARTS, part_of
 from benchmarks.peers import ours
 from benchmarks.slopes import time_loops
+from benchmarks.turns import Turns
 from benchmarks.valgrind import instructions_a_step
 from benchmarks.work import WAYS, WORKS, Way, raw
 
@@ -26,6 +30,40 @@ def test_the_engine_does_the_raw_loops_work(way: Way, capsys: pytest.CaptureFixt
 def test_loops_that_did_different_work_are_refused() -> None:
     with pytest.raises(SystemExit, match="different work"):
         time_loops({"one": lambda steps: 1.0, "other": lambda steps: 1.0 + 1e-12}, 1, {"one": 2, "other": 3}, 1)
+
+
+def test_loops_take_turns_at_the_same_steps() -> None:
+    """One runs at a time; neither start and end nor the first turn of each are counted."""
+    steps, batch, seen = 2, 3, []
+    turns = Turns(steps, batch)
+
+    def loop(name: str, result: float = 1.0) -> float:
+        seen.append(name)
+        for _ in DataLoader(turns.data(torch.arange(4.0 * steps * batch)), batch_size=batch):
+            seen.append(name)
+        seen.append(name)
+        return result
+
+    found = turns.run({name: partial(loop, name) for name in "abc"})
+    assert "".join(seen) == "abc" + 3 * "aabbcc" + "aaabbbccc"
+    assert {name: (len(slopes.wall), len(slopes.busy)) for name, slopes in found.items()} == dict.fromkeys(
+        "abc", (2, 2)
+    )
+    with pytest.raises(SystemExit, match="different work: after 8 steps"):
+        turns.run({name: partial(loop, name, result) for name, result in (("a", 1.0), ("b", 1.0 + 1e-12))})
+
+
+def test_a_loop_that_fails_among_others_is_told() -> None:
+    turns = Turns(1, 1)
+
+    def loop(name: str) -> float:
+        for number, _ in enumerate(DataLoader(turns.data(torch.arange(4.0)))):
+            if (name, number) == ("a", 2):
+                raise ValueError("a gave up")
+        return 1.0
+
+    with pytest.raises(ValueError, match="a gave up"):
+        turns.run({name: partial(loop, name) for name in "ab"})
 
 
 def test_the_picture_has_every_part_in_order() -> None:
