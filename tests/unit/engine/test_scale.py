@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
-from benchmarks.calls import python_calls_a_step
+from benchmarks.calls import python_calls, python_calls_a_step
 from benchmarks.fake_world import fake_world
 from benchmarks.scale import by_engine
 
 
 def _calls(size: int) -> tuple[int, float]:
     """Python functions that a run of one step calls on one rank of ``size``, and those of a step."""
-    count = 0
 
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
+    def run(steps: int) -> None:
+        by_engine(size, steps)
 
     with fake_world(size):
-        by_engine(size, 2)
-        sys.setprofile(note)
-        try:
-            by_engine(size, 1)
-        finally:
-            sys.setprofile(None)
-        return count, python_calls_a_step(lambda steps: by_engine(size, steps))
+        run(2)
+        return python_calls(run, 1), python_calls_a_step(run)
 
 
 def test_a_rank_of_thousands_does_what_a_rank_of_eight_does() -> None:
