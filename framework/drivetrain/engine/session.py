@@ -133,9 +133,9 @@ class Session:
             except BaseException as error:
                 explain_out_of_memory(error, self)
                 cause = self._fail(error)
-                if cause is error:
-                    raise
                 try:
+                    if cause is error:
+                        raise
                     raise cause from error
                 finally:
                     del cause  # the error would hold this frame, and the frame the error
