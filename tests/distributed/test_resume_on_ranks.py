@@ -85,7 +85,7 @@ def _fit(folder: Path, strategy: str, start: Path | None, kind: str, batch_size:
     else:
         data = DataLoader(Augmented(), batch_size, shuffle=True, num_workers=2 if kind == "workers" else 0)
     saver = Checkpoint(folder, every_n_train_steps=1, save_top_k=-1, save_async=options.pop("beside", False))
-    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, **options}
+    settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 3, "default_root_dir": folder, **options}
     trainer = quiet(strategy=STRATEGIES[strategy](), callbacks=saver, **settings)
     trainer.fit(module, data, ckpt_path=start)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
