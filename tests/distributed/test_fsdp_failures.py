@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from fsdp_nets import DeepRegression
 from small_runs import TIGHT, failing, global_batches, loader, quiet, train_by_hand, weights
+from torch.distributed.fsdp import FSDPModule
 
+from drivetrain.errors import ConfigurationError
 from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
 
@@ -121,3 +123,10 @@ def test_a_failure_on_one_rank_reaches_all(tmp_path: Any) -> None:
     first, second = run_distributed(_one_rank, 2, process_group=None, timeout=60)
     assert second["type"] == "ValueError"
     assert "only here" in first["text"]
+
+
+def test_a_torch_that_lacks_what_fsdp_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 2.11 does, the oldest that the package admits."""
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(ConfigurationError, match=r"(?s)cannot run on torch .*Fix: install torch 2\.13"):
+        FSDPStrategy()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -14,6 +16,20 @@ SHARDINGS = ("full", "grad_op", "hybrid")
 _REFUSED = {
     "SparseAdam": "sharded gradients are dense",
 }
+
+
+def check_torch() -> None:
+    """Refuse a torch that cannot exchange a gradient of zeros for a parameter that had none.
+
+    Raises:
+        ConfigurationError: names the version.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigurationError(
+            f"FSDPStrategy cannot run on torch {torch.__version__}.",
+            "its FSDPModule has no set_reduce_scatter_unused_params, which parameters without a gradient need.",
+            "install torch 2.13 or later, or use strategy='ddp' or 'deepspeed_stage_3'.",
+        )
 
 
 def check_arguments(

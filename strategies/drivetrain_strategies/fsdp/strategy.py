@@ -21,7 +21,13 @@ from drivetrain.strategy import StepRunner
 from drivetrain_strategies.activation_checkpointing import Checkpointing, ForwardSwap, Policy
 from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.fsdp import lbfgs, whole_step
-from drivetrain_strategies.fsdp.checks import check_arguments, check_module, check_optimizer, check_reshard_size
+from drivetrain_strategies.fsdp.checks import (
+    check_arguments,
+    check_module,
+    check_optimizer,
+    check_reshard_size,
+    check_torch,
+)
 from drivetrain_strategies.fsdp.device_mesh import Layout, Mesh, find_layout, require_mesh
 from drivetrain_strategies.fsdp.gradients import Gradients
 from drivetrain_strategies.fsdp.meta import BareModule
@@ -102,6 +108,7 @@ class FSDPStrategy(DistributedStrategy):
         timeout: timedelta = DEFAULT_TIMEOUT,
         step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
     ) -> None:
+        check_torch()
         super().__init__(process_group_backend, timeout, step_timeout)
         check_arguments(sharding, reshard_after_forward, replicate_size, shard_size, tensor_parallel)
         self.sharding = sharding
