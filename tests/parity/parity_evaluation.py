@@ -216,7 +216,8 @@ def _count_exchanges(findings: Findings, common: dict[str, Any]) -> None:
 
         return call
 
-    names = ("all_reduce", "reduce", "reduce_scatter_single")
+    scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # in 2.11
+    names = ("all_reduce", "reduce", scatter)
     functions = {name: getattr(dist, name) for name in names}
     for name, function in functions.items():
         setattr(dist, name, counted(function))
