@@ -56,10 +56,10 @@ def measured(strategy: str, rounds: int) -> tuple[dict[str, Slopes], dict[str, C
     turns = Turns(TURN, BATCH)
     loops = loops_of(strategy, data=turns.data)
     steps = TURN * (rounds * TURNS + 2)  # the first and the last are not counted
-    loops = {name: partial(loop, steps) for name, loop in {**loops, AGAIN: loops["by hand"]}.items()}
+    runs = {name: partial(loop, steps) for name, loop in {**loops, AGAIN: loops["by hand"]}.items()}
     gc.collect()
     gc.freeze()
-    return turns.run(loops), counts
+    return turns.run(runs), counts
 
 
 def table(rounds: int) -> list[str]:

@@ -19,7 +19,6 @@ from drivetrain.engine.signals import awaited_signals
 from drivetrain.engine.telling import print_in_a_line, told_by_its_own_rank
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
-from drivetrain.failure import Failure
 from drivetrain.launchers import (
     FunctionLauncher,
     Launcher,
@@ -116,9 +115,8 @@ def run_here(request: Request, place: Place) -> Any:
         trainer.state = "interrupted"
         if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
             place.world.left_with = error.code
-        if session.told_by is not None:
-            failure = Failure.of_exception(strategy.rank, error)
-            print_in_a_line(error, f"{failure.in_a_line()}; rank {session.told_by} failed alike, and shows where")
+        if session.last_line is not None:
+            print_in_a_line(error, session.last_line)
         raise
     finally:
         torch.set_num_threads(threads)

@@ -113,8 +113,8 @@ class Session:
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._signals = Signals(awaited, self._asked_to_leave)
         self._log = RankLog(trainer, strategy.rank, strategy.world_size)
-        self.told_by: int | None = None
-        """The rank that ran into the same error as this one, and tells of it; None where this one does."""
+        self.last_line: str | None = None
+        """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
@@ -388,7 +388,9 @@ class Session:
                 call()
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
-        cause, self.told_by = cause_of(control, self.place.world, failure, error)
+        cause, told_by = cause_of(control, self.place.world, failure, error)
+        if told_by is not None:
+            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
         if cause is not error:
             self._log.add_cause(cause)
         return cause
