@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,47 +15,50 @@ for _name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+
+from drivetrain.testing.left_behind import Surroundings  # noqa: E402
+from worlds import close_worlds  # noqa: E402
 
 torch.set_num_threads(1)
 
 
+_ORDER = ("tests/parity/", "tests/distributed/", "tests/faults/", "tests/unit/test_", "tests/unit/")
+"""What takes long goes first, so that no process is left with a long file when the other has nothing to do."""
+
+_STRATEGY = re.compile(r"\[(?:\d+-\d+-)?([a-z][a-z_ 0-9]*)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next((at for at, part in enumerate(_ORDER) if item.nodeid.startswith(part)), -1))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal a file's tests to one process, and all of parity's: they read the same runs."""
+    """Deal a file's tests to one process, and those of a strategy in the parity matrix: they read the same runs."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByRuns(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/parity" if nodeid.startswith("tests/parity/") else super()._split_scope(nodeid)
+            strategy = _STRATEGY.search(nodeid) if nodeid.startswith("tests/parity/") else None
+            if strategy is None:
+                return super()._split_scope(nodeid)
+            return f"tests/parity/{strategy[1].replace(' ', '_')}"
 
+    config.option.loadscopereorder = False  # files keep the order above, instead of the number of their tests
     return ByRuns(config, log)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process group, an environment variable or a default dtype behind (A-02, A-03)."""
-    environment = dict(os.environ)
-    dtype = torch.get_default_dtype()
+    """Fail a test that leaves a process group, an environment variable or a default dtype behind (A-02, A-03).
+
+    The same is looked for on the ranks of a `World` after each call.
+    """
+    surroundings = Surroundings()
     yield
-    left = []
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
-        left.append("a default process group")
-    if torch.get_default_dtype() != dtype:
-        torch.set_default_dtype(dtype)
-        left.append("another default dtype")
-    names = {
-        name
-        for name in environment.keys() | os.environ.keys()
-        # Torch's optimizers import dynamo at their first step, which sets the second one for the process.
-        if name not in ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-        and environment.get(name) != os.environ.get(name)
-    }
-    if names:
-        for name in names:
-            os.environ.pop(name, None)
-            if name in environment:
-                os.environ[name] = environment[name]
-        left.append(f"changed environment variables: {', '.join(sorted(names))}")
+    left = surroundings.put_back()
     assert not left, f"this test left behind {'; '.join(left)}"
+
+
+def pytest_sessionfinish() -> None:
+    close_worlds()

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 FEATURES = 4
 
@@ -132,7 +132,7 @@ def each(run: Callable[..., Any], *cases: tuple[Any, ...]) -> list[Any]:
 
 def same_on_two_ranks(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """What ``run`` returns on each of two ranks, which must not differ by a bit."""
-    first, second = run_distributed(run, 2, timeout=150)
+    first, second = on_ranks(run, 2, timeout=150)
     assert all(torch.equal(first[name], second[name]) for name in first)
     return first
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -18,8 +19,9 @@ from drivetrain import CheckpointError
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint_format import Contents, Facts, Sizes, agreed, commit, save, stage
 from drivetrain.shards import Box, Region, Shard, Span, cut
-from drivetrain.testing import requires_linux, run_distributed
+from drivetrain.testing import requires_linux
 from drivetrain_strategies.control_group import GroupControl
+from worlds import on_ranks
 
 SMALL = Sizes(small=2000, large=10**9, piece=500)
 
@@ -119,7 +121,7 @@ def _save(path: str, layout: str) -> None:
 def test_the_parts_of_all_ranks_make_a_whole(tmp_path: Path, layout: str, ranks: int) -> None:
     # F-01: the files are the same whoever held what; F-13: a piece at a time
     path = tmp_path / "c"
-    run_distributed(_save, ranks, str(path), layout)
+    on_ranks(_save, ranks, str(path), layout)
     assert verify(path) == []
     checkpoint = load(path)
     weights, values = checkpoint.weights(), truth()
@@ -160,8 +162,8 @@ def _read(path: str, layout: str) -> None:
 @pytest.mark.parametrize(("layout", "ranks"), [("flat", 2), ("columns", 4), ("mixed", 3)])
 def test_each_rank_reads_its_part(tmp_path: Path, layout: str, ranks: int) -> None:
     # F-01: written on three ranks by rows
-    run_distributed(_save, 3, str(tmp_path / "c"), "rows")
-    run_distributed(_read, ranks, str(tmp_path / "c"), layout)
+    on_ranks(_save, 3, str(tmp_path / "c"), "rows")
+    on_ranks(_read, ranks, str(tmp_path / "c"), layout)
 
 
 # What goes wrong on one rank
@@ -209,7 +211,7 @@ def test_all_ranks_refuse_what_one_cannot_save(tmp_path: Path, harm: str, said: 
     # F-05: what was there is whole, and nothing is left beside it
     import re
 
-    errors = run_distributed(_refused, 2, str(tmp_path / "c"), harm)
+    errors = on_ranks(_refused, 2, str(tmp_path / "c"), harm)
     for error in errors:
         assert re.search(said, error), error
     if harm == "value":
@@ -222,16 +224,16 @@ def _on_disks_of_their_own(folder: str) -> str:
     """Each rank sees another disk where the path leads, as on nodes that share none."""
     rank = dist.get_rank()
     os.makedirs(f"{folder}/{rank}")
-    os.chdir(f"{folder}/{rank}")
-    try:
-        save("c", sharded("rows", rank, dist.get_world_size()), control(), sizes=SMALL)
-    except CheckpointError as error:
-        return str(error)
+    with contextlib.chdir(f"{folder}/{rank}"):
+        try:
+            save("c", sharded("rows", rank, dist.get_world_size()), control(), sizes=SMALL)
+        except CheckpointError as error:
+            return str(error)
     return "saved"
 
 
 def test_a_disk_that_is_not_shared_is_named(tmp_path: Path) -> None:
-    for error in run_distributed(_on_disks_of_their_own, 2, str(tmp_path)):
+    for error in on_ranks(_on_disks_of_their_own, 2, str(tmp_path)):
         assert "rank 1" in error
         assert "No such file or directory" in error
     assert os.listdir(tmp_path / "0") == []
@@ -247,7 +249,7 @@ def _in_memory() -> str:
 
 def test_what_lives_in_one_process_is_for_one_rank(tmp_path: Path) -> None:
     # F-09
-    for error in run_distributed(_in_memory, 2):
+    for error in on_ranks(_in_memory, 2):
         assert "and rank 0 sees nothing" in error
         assert "all ranks must write to the same place" in error
 
@@ -268,13 +270,13 @@ def _damaged_for_one(path: str) -> str:
 def test_all_ranks_refuse_what_one_finds_damaged(tmp_path: Path) -> None:
     # F-06
     path = tmp_path / "c"
-    run_distributed(_save, 2, str(path), "rows")
+    on_ranks(_save, 2, str(path), "rows")
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     assert index["embedding.weight"] != index["buffer"]
     content = bytearray((path / index["buffer"]).read_bytes())
     content[-1] ^= 1
     (path / index["buffer"]).write_bytes(content)
-    for error in run_distributed(_damaged_for_one, 2, str(path)):
+    for error in on_ranks(_damaged_for_one, 2, str(path)):
         assert f"{index['buffer']} was altered" in error
 
 
@@ -299,7 +301,7 @@ def _in_the_background(folder: str) -> None:
 
 def test_in_a_thread_with_a_group_of_its_own(tmp_path: Path) -> None:
     # F-08: what is saved is the state at the call
-    run_distributed(_in_the_background, 3, str(tmp_path))
+    on_ranks(_in_the_background, 3, str(tmp_path))
     assert verify(tmp_path / "c") == []
     weights = load(tmp_path / "c").weights()
     assert all(torch.equal(weights[name], value) for name, value in truth().items())
@@ -330,7 +332,7 @@ def _peak(path: str) -> int:
 @requires_linux()
 def test_a_save_holds_a_few_pieces_and_no_tensor(tmp_path: Path) -> None:
     # F-13
-    for grown in run_distributed(_peak, 2, str(tmp_path / "c")):
+    for grown in on_ranks(_peak, 2, str(tmp_path / "c")):
         assert grown < 40 * 2**20
     weight = load(tmp_path / "c").weights()["w"]
     assert [weight[row, -1].item() for row in (0, 23, 24, 47)] == [0, 0, 1, 1]

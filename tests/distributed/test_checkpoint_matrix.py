@@ -14,8 +14,8 @@ from torch import nn
 
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import load, verify
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from worlds import on_ranks
 
 SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; in the middle it stops
 
@@ -106,8 +106,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, reference: Any) -> Path:
     """A checkpoint of each strategy; the runs that wrote them went on undisturbed."""
     folder = tmp_path_factory.mktemp("matrix")
     runs = _write(_names(1), 1, folder)
-    runs += run_distributed(_write, 2, _names(2), 2, folder, timeout=150)[0]
-    runs += run_distributed(_write, 4, _names(4), 4, folder, timeout=150)[0]
+    runs += on_ranks(_write, 2, _names(2), 2, folder, timeout=150)[0]
+    runs += on_ranks(_write, 4, _names(4), 4, folder, timeout=150)[0]
     assert len(runs) == len(STRATEGIES)
     for found, *_ in runs:
         torch.testing.assert_close(found, weights(reference), **TIGHT)
@@ -120,7 +120,7 @@ def test_a_run_goes_on_under_any_strategy_as_the_reference_does(ranks: int, writ
     if ranks == 1:
         runs = [_read(_names(1), 1, written)]
     else:
-        runs = run_distributed(_read, ranks, _names(ranks), ranks, written, timeout=300)
+        runs = on_ranks(_read, ranks, _names(ranks), ranks, written, timeout=300)
     for run in runs:
         assert len(run) == len(STRATEGIES) * len(_names(ranks))
         for cell, (found, steps, global_step, seen) in run.items():

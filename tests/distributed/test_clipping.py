@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.precision import FullPrecision, MixedPrecision, Precision
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 # Nothing here divides by the number of ranks, and one parameter has fewer rows than there are ranks.
 SHAPES = {"a": (7, 6), "b": (5,), "c": (3, 4), "d": (6, 3), "e": (2, 2)}
@@ -97,7 +97,7 @@ def test_clipping_equals_that_of_whole_gradients(case: str, algorithm: str) -> N
         expected = torch.stack([gradient.abs().max() for gradient in whole_gradients().values()]).max()
         nn.utils.clip_grad_value_(reference, limit)
     assert expected > limit
-    for norm, gradients in run_distributed(clip_on_a_rank, CASES[case].ranks, CASES[case], limit, algorithm):
+    for norm, gradients in on_ranks(clip_on_a_rank, CASES[case].ranks, CASES[case], limit, algorithm):
         torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
         for parameter, gradient in zip(reference, gradients.values(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-8)
@@ -133,7 +133,7 @@ def test_an_overflow_in_one_shard_skips_every_rank(case: str, bad: str | None) -
     # all ranks in a real run.
     if case == "plain and sharded" and bad == "d":
         bad = "c"
-    for result in run_distributed(overflow_on_a_rank, CASES[case].ranks, CASES[case], bad):
+    for result in on_ranks(overflow_on_a_rank, CASES[case].ranks, CASES[case], bad):
         assert result["stepped"] == ([True, True] if bad is None else [False, False])
         assert result["scale"] == (1024.0 if bad is None else 512.0)
         for name, gradient in whole_gradients().items():
@@ -156,8 +156,8 @@ def overflow_of_one_ranks_own(reduces: bool) -> tuple[bool, float]:
 
 def test_the_reducer_makes_an_overflow_known() -> None:
     # B-06: gradients that no wrapper averages
-    assert run_distributed(overflow_of_one_ranks_own, 2, True) == [(False, 512.0), (False, 512.0)]
-    assert run_distributed(overflow_of_one_ranks_own, 2, False) == [(True, 1024.0), (False, 512.0)]
+    assert on_ranks(overflow_of_one_ranks_own, 2, True) == [(False, 512.0), (False, 512.0)]
+    assert on_ranks(overflow_of_one_ranks_own, 2, False) == [(True, 1024.0), (False, 512.0)]
 
 
 def ddp_run(poisoned: int | None) -> dict[str, Any]:
@@ -185,11 +185,11 @@ def ddp_run(poisoned: int | None) -> dict[str, Any]:
 
 def test_ddp_skips_on_every_rank_what_overflowed_on_one() -> None:
     # B-06: fp16 under DDP, where averaging carries the infinity to all
-    first, second = run_distributed(ddp_run, 2, 1)
+    first, second = on_ranks(ddp_run, 2, 1)
     assert first["stepped"] == second["stepped"] == [True, False, True]
     assert first["scale"] == second["scale"] == 512.0
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
-    assert run_distributed(ddp_run, 2, None)[0]["stepped"] == [True, True, True]
+    assert on_ranks(ddp_run, 2, None)[0]["stepped"] == [True, True, True]
 
 
 def fsdp_run(precision: Precision) -> tuple[list[Tensor], list[Tensor]]:
@@ -252,6 +252,6 @@ def test_a_sharded_run_with_clipping_equals_the_run_of_one_process(name: str, to
     precision = FullPrecision() if name == "32-true" else fp16()
     norms, weights = fsdp_run(precision)
     assert all(norm > 0.5 for norm in norms)
-    for rank_norms, rank_weights in run_distributed(fsdp_run, 2, FullPrecision() if name == "32-true" else fp16()):
+    for rank_norms, rank_weights in on_ranks(fsdp_run, 2, FullPrecision() if name == "32-true" else fp16()):
         torch.testing.assert_close(rank_norms, norms, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(rank_weights, weights, rtol=tolerance, atol=tolerance)

@@ -35,7 +35,7 @@ from drivetrain.control import LocalControl
 from drivetrain.engine import collective_calls
 from drivetrain.loops import train
 from drivetrain.loops.stopping import AGREE_EVERY, StopRequest
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 # H-01, B-02: what is counted
 
@@ -102,7 +102,7 @@ def _counted() -> dict[str, Any]:
 
 
 def test_a_bare_fit_issues_no_collective_but_ddps_own() -> None:  # H-01, B-02, B-12
-    for found in run_distributed(_counted, 2):
+    for found in on_ranks(_counted, 2):
         by_hand = found["by hand"]
         assert by_hand["allreduce"] == 10
         for name in ("bare", "logged"):
@@ -165,7 +165,7 @@ def _stopping() -> dict[str, Any]:
 
 
 def test_a_stop_asked_on_one_rank_stops_all_after_the_same_step() -> None:  # B-19, H-01
-    first, second = run_distributed(_stopping, 2)
+    first, second = on_ranks(_stopping, 2)
     for name, (steps, epochs, trained, error) in first.items():
         assert error == "", name
         assert (steps, epochs) == second[name][:2], name
@@ -264,7 +264,7 @@ def _monitored() -> dict[str, Any]:
 
 
 def test_a_value_decides_alike_on_all_ranks() -> None:  # B-19
-    first, second = run_distributed(_monitored, 2)
+    first, second = on_ranks(_monitored, 2)
     assert first == second
     for how, (error, epochs, rates) in first.items():
         assert error == "", how
@@ -282,7 +282,7 @@ def _stopping_on_rank_0() -> dict[str, Any]:
 
 
 def test_a_callback_that_decides_on_one_rank_only_is_named_and_never_hangs() -> None:  # B-19
-    for found in run_distributed(_stopping_on_rank_0, 2):
+    for found in on_ranks(_stopping_on_rank_0, 2):
         assert "rank(s) [0] came to the value of 'value'" in found["text"]
         assert found["seconds"] < 20
 
@@ -316,7 +316,7 @@ def _skipping(folder: str) -> dict[str, Any]:
 
 
 def test_minus_one_on_one_rank_is_named_and_never_hangs(tmp_path: Path) -> None:  # B-19, G-04
-    for found in run_distributed(_skipping, 2, str(tmp_path), process_group=None):
+    for found in on_ranks(_skipping, 2, str(tmp_path), process_group=None):
         error, steps, _ = found["both"]
         assert error["text"] == ""
         assert steps == 4
@@ -377,7 +377,7 @@ def _alone(folder: str) -> dict[str, Any]:
 
 
 def test_collective_calls_under_is_global_zero_are_refused(tmp_path: Path) -> None:  # A-08, G-07
-    ranks = run_distributed(_alone, 2, str(tmp_path), process_group=None)
+    ranks = on_ranks(_alone, 2, str(tmp_path), process_group=None)
     for rank, found in enumerate(ranks):
         for call, error in found.items():
             assert error["type"] != "nothing was raised", (rank, call)
@@ -451,7 +451,7 @@ def _different() -> dict[str, Any]:
 
 @pytest.mark.parametrize("process_group", ["gloo", None])
 def test_what_differs_between_ranks_is_named_before_the_first_step(process_group: str | None) -> None:  # A-10, G-07
-    ranks = run_distributed(_different, 2, process_group=process_group)
+    ranks = on_ranks(_different, 2, process_group=process_group)
     afterwards = [found.pop("afterwards") for found in ranks]
     assert torch.equal(*afterwards)
     told = {

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain import Callback
 from drivetrain.callbacks import ReplicaCheck
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy
 from drivetrain_strategies.ddp import strategy as ddp_module
 from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
+from worlds import on_ranks
 
 TIGHT = {"atol": 1e-6, "rtol": 1e-5}
 
@@ -84,7 +84,7 @@ def _unused() -> dict[str, Any]:
 
 
 def test_unused_parameters_are_named_on_step_1() -> None:  # C-01
-    ranks = run_distributed(_unused, 2, process_group=None, timeout=120)
+    ranks = on_ranks(_unused, 2, process_group=None, timeout=120)
     reference = weights(train_by_hand(WithSpare(), global_batches(32, 8)))
     for found in ranks:
         for name in ("plain", "accumulated"):
@@ -137,7 +137,7 @@ def _static() -> dict[str, Any]:
 
 
 def test_static_graph_accumulates_from_the_first_step_and_notices_a_changed_graph() -> None:  # C-02, C-04, B-02
-    ranks = run_distributed(_static, 2, process_group=None)
+    ranks = on_ranks(_static, 2, process_group=None)
     reference = weights(train_by_hand(WithSpare(), global_batches(80, 8), window=4))
     for found in ranks:
         for name in ("static", "no view"):
@@ -206,7 +206,7 @@ def _doubled(factor, bucket):  # type: ignore[no-untyped-def]  # torch refuses a
 
 
 def test_every_knob_reaches_torch_as_given() -> None:  # C-03, C-07
-    ranks = run_distributed(_knobs, 2, process_group=None)
+    ranks = on_ranks(_knobs, 2, process_group=None)
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for found in ranks:
         plain = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
@@ -258,7 +258,7 @@ def _powersgd_at_once() -> Any:
 def test_powersgd_compresses_and_still_trains() -> None:  # C-07
     before = sum(Regression().loss(batch).item() for batch in global_batches(64, 8)) / 8
     exact = weights(train_by_hand(Regression(), global_batches(64, 8) * 5))
-    (first, loss), (second, _) = run_distributed(_powersgd_at_once, 2, process_group=None)
+    (first, loss), (second, _) = on_ranks(_powersgd_at_once, 2, process_group=None)
     assert torch.equal(first, second)
     assert not torch.allclose(first, exact, atol=1e-6)
     assert loss < before
@@ -308,7 +308,7 @@ def _checkpointed() -> dict[str, Any]:
 
 
 def test_reentrant_checkpointing() -> None:  # C-03, C-04
-    ranks = run_distributed(_checkpointed, 2, process_group=None)
+    ranks = on_ranks(_checkpointed, 2, process_group=None)
     references = {times: weights(train_by_hand(Checkpointed(False, times), global_batches(64, 8))) for times in (1, 2)}
     for found in ranks:
         for name in (
@@ -382,7 +382,7 @@ FIND = "ddp_find_unused_parameters_true"
 
 
 def test_every_way_through_the_module_synchronises() -> None:  # C-05
-    ranks = run_distributed(_ways, 2, process_group=None)
+    ranks = on_ranks(_ways, 2, process_group=None)
     reference = weights(
         train_by_hand(Ways("dataclass"), global_batches(48, 8))  # the hand-written loop needs no DDP to be right
     )
@@ -434,7 +434,7 @@ def _refused() -> dict[str, Any]:
 
 
 def test_what_ddp_cannot_train_is_refused_by_name() -> None:  # C-04, C-06, B-20
-    ranks = run_distributed(_refused, 2, process_group=None)
+    ranks = on_ranks(_refused, 2, process_group=None)
     reference = weights(train_by_hand(Embedded(), global_batches(68, 8), window=3))
     for found in ranks:
         assert found["device_map"]["type"] == found["max_norm"]["type"] == "ConfigurationError"

@@ -16,9 +16,10 @@ from torch.utils.cpp_extension import _get_build_directory
 from drivetrain import Callback
 from drivetrain.checkpoint import load
 from drivetrain.shards import Shard
-from drivetrain.testing import assert_close_states, run_distributed
+from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.library import import_library
+from worlds import on_ranks
 
 WIDTH = 1100
 """So wide that a rank's part of a matrix takes more than a MiB in bf16, too: less than that stays in memory."""
@@ -122,7 +123,7 @@ def test_what_is_on_a_drive_changes_no_number(tmp_path: Path) -> None:
     if reason := _why_not():
         pytest.skip(reason)
     numels = [one.numel() for one in Wide().parameters()]
-    for found in run_distributed(_runs, 2, str(tmp_path), timeout=150):
+    for found in on_ranks(_runs, 2, str(tmp_path), timeout=150):
         for name, report in found.items():
             expected = found[f"host {name.rpartition(' ')[2]}"]
             assert torch.equal(report["module"], expected["module"]), name

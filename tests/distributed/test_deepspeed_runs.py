@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.checks import check_module
 from drivetrain_strategies.deepspeed.library import import_library
+from worlds import on_ranks
 
 SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
 
@@ -33,7 +33,7 @@ SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  
 def together() -> dict[str, list[Any]]:
     """What each of these returned, by rank, in one start of the processes."""
     runs = _own, _part, _clipped, _left_over, _manual, _nothing_trains, _odd
-    ranks = run_distributed(_in_turn, 2, runs)
+    ranks = on_ranks(_in_turn, 2, runs)
     return {run.__name__: [found[number] for found in ranks] for number, run in enumerate(runs)}
 
 
@@ -155,7 +155,7 @@ def _refusals(stage: int) -> list[str]:
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
     # E-02, E-03, E-04, E-06, E-09, B-05, B-13, B-17, B-20
-    for found in run_distributed(each, 2, _refusals, (2,), (3,)):
+    for found in on_ranks(each, 2, _refusals, (2,), (3,)):
         for stage, texts in zip((2, 3), found, strict=True):
             for text, (*_, part) in zip(texts, _refused(stage), strict=True):
                 assert text.startswith("ConfigurationError"), (stage, part, text)
@@ -242,7 +242,7 @@ def test_optimizer_and_scheduler_from_the_config() -> None:
         optimizer.step()
         scheduler.step()
         rates.append(optimizer.param_groups[0]["lr"])
-    for found, seen, config in chain.from_iterable(run_distributed(each, 2, _from_config, (1,), (3,))):
+    for found, seen, config in chain.from_iterable(on_ranks(each, 2, _from_config, (1,), (3,))):
         torch.testing.assert_close(found, weights(module), **TIGHT)
         assert seen == pytest.approx(rates)
         assert config["optimizer"] == ADAMW
@@ -320,7 +320,7 @@ def _bare(drive: str) -> Any:
 def test_no_compiler_is_needed_where_only_torch_optimizers_are_used(tmp_path: Path) -> None:
     # E-10; E-07: and where one is needed, it is said what to install
     bare = {"PATH": "/nowhere", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    for found, texts in run_distributed(_bare, 2, str(tmp_path), env=bare):
+    for found, texts in on_ranks(_bare, 2, str(tmp_path), env=bare):
         for actual in found.values():
             torch.testing.assert_close(actual, _by_hand(DeepRegression()), **TIGHT)
         for text in texts:
@@ -393,7 +393,7 @@ def _seen(module: nn.Module) -> Any:
 def test_nothing_is_left_behind() -> None:
     # E-12, A-02, A-03, G-07: after success and after failure, in a process group of the user's
     expected = _by_hand(DeepRegression())
-    for report in run_distributed(_traces, 2, timeout=150):
+    for report in on_ranks(_traces, 2, timeout=150):
         for entry in report:
             if isinstance(entry, torch.Tensor):
                 torch.testing.assert_close(entry, expected, **TIGHT)
@@ -415,7 +415,7 @@ def _own_group() -> Any:
 
 def test_a_group_of_ours_ends_with_the_run() -> None:
     # A-02
-    first, second = run_distributed(_own_group, 2, process_group=None)
+    first, second = on_ranks(_own_group, 2, process_group=None)
     assert torch.equal(first, second)
 
 
@@ -461,7 +461,7 @@ def _heard() -> Any:
 
 def test_its_banner_is_there_for_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
     # E-12: its bf16 optimizer prints a memory report whatever it was told
-    kept, _ = run_distributed(_heard, 2)
+    kept, _ = on_ranks(_heard, 2)
     assert any("DeepSpeed info: version" in text for _, text in kept)
     assert any("CPU Virtual Memory" in text for _, text in kept)
     assert {level for level, _ in kept} == {logging.DEBUG}
@@ -509,7 +509,7 @@ def test_a_step_that_deepspeed_skips_is_told() -> None:
     # E-06, E-11: skipped by DeepSpeed in silence, on every rank; here it is no step, and one line says so
     stages = {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 2, "offload_optimizer": "cpu"}
     cases = [(options, precision) for options in stages for precision in ("32-true", "bf16-mixed")]
-    for found in run_distributed(each, 2, _infinite, *cases):
+    for found in on_ranks(each, 2, _infinite, *cases):
         for case, (steps, seen, heard) in zip(cases, found, strict=True):
             assert steps == [1, 1, 2, 3], case
             assert torch.equal(seen[0], seen[1]), case
@@ -609,7 +609,7 @@ def test_what_configure_model_builds() -> None:
     reference = _by_hand(module)
     numel = sum(one.numel() for one in module.parameters())
     cases = [(options, "32-true") for options in ({"stage": 2}, SPREAD, {**SPREAD, "meta": False})]
-    for found, numels in chain.from_iterable(run_distributed(each, 2, _built, *cases)):
+    for found, numels in chain.from_iterable(on_ranks(each, 2, _built, *cases)):
         torch.testing.assert_close(found, reference, **TIGHT)
         if numels:
             whole, part = numels
@@ -627,7 +627,7 @@ def _alone(options: dict[str, Any]) -> torch.Tensor:
 
 
 def test_one_process() -> None:
-    for found in run_distributed(each, 1, _alone, ({"stage": 1},), ({"stage": 2},), (SPREAD,))[0]:
+    for found in on_ranks(each, 1, _alone, ({"stage": 1},), ({"stage": 2},), (SPREAD,))[0]:
         torch.testing.assert_close(found, _by_hand(DeepRegression(), 2), **TIGHT)
 
 
@@ -656,7 +656,7 @@ def test_evaluation_with_uneven_data() -> None:
     train_by_hand(module, global_batches(40, 8))
     with torch.no_grad():
         expected = float(module.loss(data(19).tensors))
-    found = run_distributed(each, 2, _validated, ({"stage": 2},), (SPREAD,))
+    found = on_ranks(each, 2, _validated, ({"stage": 2},), (SPREAD,))
     for (within, alone), (half, half_alone) in chain.from_iterable(found):
         assert within == pytest.approx(expected, rel=1e-5)
         assert alone == pytest.approx(expected, rel=1e-5)

@@ -14,9 +14,10 @@ from drivetrain import Callback, Strategy
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import CheckpointError
 from drivetrain.shards import Shard, Span, cut
-from drivetrain.testing import assert_close_states, run_distributed
+from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.library import import_library
+from worlds import on_ranks
 
 ZERO = ("zero 1", "zero 2", "zero 3")
 OTHERS = ("ddp", "fsdp")
@@ -50,7 +51,7 @@ def _exchange(folder: str) -> dict[tuple[str, str], torch.Tensor]:
 def test_a_run_moves_between_strategies(tmp_path: Path) -> None:
     # E-08, F-01, B-07: weights and optimizer state go on as the reference does, whoever wrote them and whoever reads
     _save(str(tmp_path), "single_device", 8)
-    found, _ = run_distributed(_exchange, 2, str(tmp_path), timeout=150)
+    found, _ = on_ranks(_exchange, 2, str(tmp_path), timeout=150)
     for name in ZERO:
         found[name, "single_device"] = _resume(str(tmp_path), name, "single_device", 8)
     module = DeepRegression(seeded(Tied))
@@ -121,7 +122,7 @@ def _whole(value: Any) -> Any:
 
 def test_state_by_plain_names() -> None:
     # E-08, E-11: full float32, each rank its part
-    first, second = run_distributed(each, 2, _shapes, (1,), (2,), (3,))
+    first, second = on_ranks(each, 2, _shapes, (1,), (2,), (3,))
     reference = DeepRegression(seeded(Tied))
     before = {name: value.clone() for name, value in reference.state_dict().items()}
     optimizer = reference.configure_optimizers()
@@ -186,7 +187,7 @@ def _averaged() -> dict[str, torch.Tensor]:
 
 def test_what_is_written_to_gathered_parameters_lasts() -> None:
     # E-11: raw DeepSpeed loses it at the next step, which goes on from masters that nobody wrote to
-    first, second = run_distributed(_averaged, 2)
+    first, second = on_ranks(_averaged, 2)
     for name in ZERO:
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], first["ddp"], **TIGHT)
@@ -212,7 +213,7 @@ def _written_in_full() -> dict[str, torch.Tensor]:
 def test_masters_keep_what_half_precision_cannot() -> None:
     # E-11: as they were built, and as they were written, to the last bit
     expected = weights(DeepRegression()) + 2.0**-20
-    for found in run_distributed(_written_in_full, 2):
+    for found in on_ranks(_written_in_full, 2):
         for name in ZERO:
             assert torch.equal(found[name], expected), name
 
@@ -241,7 +242,7 @@ def _one_gathered() -> Any:
 
 
 def test_one_parameter_gathered() -> None:
-    for seen, head in run_distributed(_one_gathered, 2):
+    for seen, head in on_ranks(_one_gathered, 2):
         assert seen == [0, (1, 8), 1.0, 0]
         assert torch.equal(head, torch.ones(1, 8))
 
@@ -270,7 +271,7 @@ def test_deepspeeds_own_checkpoints(tmp_path: Path) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     cases = [(str(tmp_path), stage) for stage in (2, 3)]
-    for whole, again, text in chain.from_iterable(run_distributed(each, 2, _native, *cases)):
+    for whole, again, text in chain.from_iterable(on_ranks(each, 2, _native, *cases)):
         torch.testing.assert_close(again, whole, **TIGHT)
         assert text.startswith(CheckpointError.__name__)
         assert "holds no checkpoint of DeepSpeed's" in text
@@ -306,5 +307,5 @@ def test_an_optimizer_that_outlives_the_run_goes_on() -> None:
     module = Keeping()
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8))
-    for found in run_distributed(each, 2, _kept, (2,), (3,))[0]:
+    for found in on_ranks(each, 2, _kept, (2,), (3,))[0]:
         torch.testing.assert_close(found, weights(module), **TIGHT)

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.failure import RankFailedError
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DeepSpeedStrategy
+from worlds import on_ranks
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
 
@@ -99,7 +99,7 @@ EXPERTS = [
 def test_experts_that_some_ranks_use() -> None:
     # D-11: raw DeepSpeed crashes at stages 1 and 2, and hangs at stage 3; an expert that nobody uses is told of, once
     cases = [(options, count) for options in EXPERTS for count in (2, 3)]
-    ranks = run_distributed(each, 2, _experts, *cases)
+    ranks = on_ranks(each, 2, _experts, *cases)
     for case, (first, heard), (second, silent) in zip(cases, *ranks, strict=True):
         assert torch.equal(first, second), case
         expected = _by_hand(seeded(lambda count=case[1]: Mixture(count)))
@@ -122,7 +122,7 @@ def _different() -> Any:
 
 def test_stage_3_refuses_what_would_hang() -> None:
     # D-11: in the first step, by name; never a hang
-    (first, one), (second, other) = run_distributed(_different, 2)
+    (first, one), (second, other) = on_ranks(_different, 2)
     for caught in (first, second):
         assert caught["type"] == "ConfigurationError"
         assert "the forward of 'net.experts.0" in caught["text"]
@@ -156,7 +156,7 @@ def _late(options: dict[str, Any]) -> Any:
 
 def test_ranks_that_part_later() -> None:
     # D-11: raw DeepSpeed adds up gradients of different experts without a word
-    for caught in run_distributed(_late, 2, {"stage": 2}):
+    for caught in on_ranks(_late, 2, {"stage": 2}):
         assert caught["type"] == "ConfigurationError"
         assert "'net.net.block.experts." in caught["text"]
         assert "find_unused_parameters=True" in caught["text"]
@@ -165,7 +165,7 @@ def test_ranks_that_part_later() -> None:
 def test_ranks_that_part_later_at_stage_3() -> None:
     # D-11: never a hang. Ranks that gather different parameters fail in gloo, whose errors may end the process.
     try:
-        results = run_distributed(_late, 2, {"stage": 3, **SPREAD})
+        results = on_ranks(_late, 2, {"stage": 3, **SPREAD})
     except RankFailedError:
         return
     assert {caught["type"] for caught in results} <= {"ConfigurationError", "RuntimeError", "DistributedError"}
@@ -174,7 +174,7 @@ def test_ranks_that_part_later_at_stage_3() -> None:
 def test_ranks_that_part_later_and_may() -> None:
     # D-11
     cases = {"stage": 2, "find_unused_parameters": True}, {"stage": 3, "leaf_modules": [Block2], **SPREAD}
-    for caught in chain.from_iterable(run_distributed(each, 2, _late, *((options,) for options in cases))):
+    for caught in chain.from_iterable(on_ranks(each, 2, _late, *((options,) for options in cases))):
         assert caught["type"] == "nothing was raised", caught["text"]
 
 
@@ -226,7 +226,7 @@ def test_no_gradient_is_left_from_the_step_before() -> None:
         optimizer.zero_grad()
         module.training_step((x[start : start + 8], y[start : start + 8]), number).backward()
         optimizer.step()
-    for found in run_distributed(_sometimes, 2):
+    for found in on_ranks(_sometimes, 2):
         for name, actual in found.items():
             gap = (actual - weights(module)).abs().max().item()
             assert gap < 1e-5, f"{name}: {gap}"

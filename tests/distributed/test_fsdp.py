@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.fsdp.plan import make_plan
+from worlds import on_ranks
 
 CASES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -128,7 +128,7 @@ def _ties() -> Any:
 
 def test_ties_across_units_lists_and_single_numbers() -> None:
     # D-10
-    (found, seen), (other, _) = run_distributed(_ties, 2)
+    (found, seen), (other, _) = on_ranks(_ties, 2)
     module = DeepRegression(seeded(Tied))
     optimizer = module.configure_optimizers()
     module.configure_optimizers = lambda: optimizer
@@ -174,7 +174,7 @@ def test_a_rank_holds_its_part() -> None:
     parameters = list(DeepRegression().parameters())
     whole = sum(one.nbytes for one in parameters)
     padding = sum(one[0].nbytes for one in parameters)
-    for found in run_distributed(_held, 2):
+    for found in on_ranks(_held, 2):
         assert found["parameters"] <= whole / 2 + padding
         assert found["gradients"] == found["parameters"]
         assert found["state"] == 2 * found["parameters"]
@@ -291,7 +291,7 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
         "no module of class Conv2d",
         "holds a parameter of shape (2, 2) that is not the module's",
     ]
-    for texts in run_distributed(_refusals, 2):
+    for texts in on_ranks(_refusals, 2):
         for text, part in zip(texts, expected, strict=True):
             assert text.startswith("ConfigurationError"), text
             assert part in text
@@ -325,7 +325,7 @@ def _early() -> Any:
 
 
 def test_an_optimizer_built_before_sharding_holds_the_shards() -> None:
-    found = run_distributed(_early, 2)[0]
+    found = on_ranks(_early, 2)[0]
     module = EarlyOptimizer()
     for _ in range(2):
         train_by_hand(module, global_batches(32, 8))
@@ -348,7 +348,7 @@ def _experts(unused: bool, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("unused", "options"), [(False, {}), (True, {}), (True, {"find_unused_parameters": True})])
 def test_experts_that_some_ranks_use(unused: bool, options: dict[str, Any]) -> None:
     # D-05, D-11; an expert that nobody uses is left alone: no decay
-    first, second = run_distributed(_experts, 2, unused, options)
+    first, second = on_ranks(_experts, 2, unused, options)
     module = DeepRegression(seeded(lambda: Experts(unused)))
     x, y = data(32).tensors
     order = x[:, 0].argsort()
@@ -373,7 +373,7 @@ def _different_units() -> Any:
 
 def test_units_that_not_all_ranks_run_are_an_error_not_a_hang() -> None:
     # D-11
-    for caught in run_distributed(_different_units, 2):
+    for caught in on_ranks(_different_units, 2):
         assert caught["type"] == "DistributedError"
         assert "the forward of 'net.experts.0'" in caught["text"]
         assert "the forward of 'net.experts.1'" in caught["text"]
@@ -394,7 +394,7 @@ def _counted() -> list[dict[str, int]]:
 
 def test_gradients_are_exchanged_once_a_window() -> None:
     # B-02: four units, one reduce-scatter each for every window of four micro-batches
-    for one, four in run_distributed(_counted, 2):
+    for one, four in on_ranks(_counted, 2):
         reductions = [count for name, count in four.items() if "reduce_scatter" in name]
         before = [count for name, count in one.items() if "reduce_scatter" in name]
         assert sum(reductions) - sum(before) == 3 * 4
@@ -422,9 +422,9 @@ def _resumed(folder: str, strategy: str) -> Any:
 
 def test_a_plain_checkpoint_written_and_read(tmp_path: Path) -> None:
     # D-07's names, B-07: one copy of what is tied; and DDP goes on from it
-    whole, resumed = run_distributed(_saved, 2, str(tmp_path), "fsdp")[0]
+    whole, resumed = on_ranks(_saved, 2, str(tmp_path), "fsdp")[0]
     assert torch.equal(whole, resumed)
-    by_ddp = run_distributed(_resumed, 2, str(tmp_path), "ddp")[0]
+    by_ddp = on_ranks(_resumed, 2, str(tmp_path), "ddp")[0]
     torch.testing.assert_close(by_ddp, whole, **TIGHT)
     from safetensors.torch import load_file
 
@@ -458,7 +458,7 @@ def _round_trip() -> Any:
 
 
 def test_state_by_plain_names() -> None:
-    for texts in run_distributed(_round_trip, 2):
+    for texts in on_ranks(_round_trip, 2):
         assert "odd" in texts[0]
         assert "net.head.bias ((3,) instead of (1,))" in texts[0]
 
@@ -506,7 +506,7 @@ def _averaged(strategy: str) -> Any:
 
 
 def test_an_average_of_weights_by_callback() -> None:
-    found, ddp = run_distributed(_averaged, 2, "fsdp")[0], run_distributed(_averaged, 2, "ddp")[0]
+    found, ddp = on_ranks(_averaged, 2, "fsdp")[0], on_ranks(_averaged, 2, "ddp")[0]
     torch.testing.assert_close(found[0], ddp[0], **TIGHT)
     assert math.isclose(found[1], ddp[1], rel_tol=1e-5)
 
@@ -531,7 +531,7 @@ def _adapted() -> Any:
 
 def test_adapters_within_frozen_units() -> None:
     # B-08
-    found, flags = run_distributed(_adapted, 2)[0]
+    found, flags = on_ranks(_adapted, 2)[0]
     module = train_by_hand(Adapted(), global_batches(32, 8))
     assert flags == [parameter.requires_grad for parameter in module.parameters()]
     torch.testing.assert_close(found, weights(module), **TIGHT)
@@ -553,7 +553,7 @@ def _policy() -> Any:
 
 def test_a_mixed_precision_policy_of_ones_own() -> None:
     # D-08: gathered in bf16, kept in fp32
-    dtypes, found = run_distributed(_policy, 2)[0]
+    dtypes, found = on_ranks(_policy, 2)[0]
     assert set(dtypes) == {torch.bfloat16}
     assert found.dtype == torch.float32
     torch.testing.assert_close(
@@ -574,7 +574,7 @@ def _offloaded() -> Any:
 
 def test_offload_reaches_torch() -> None:
     # D-08; on the CPU there is nowhere to move to
-    assert set(run_distributed(_offloaded, 2)[0]) == {"CPUOffloadPolicy"}
+    assert set(on_ranks(_offloaded, 2)[0]) == {"CPUOffloadPolicy"}
 
 
 def _one_process() -> Any:

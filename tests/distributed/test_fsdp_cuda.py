@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.testing import requires_cuda, run_distributed
+from drivetrain.testing import requires_cuda
 from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
 
 pytestmark = requires_cuda()
 
@@ -63,7 +64,7 @@ def _cases(precision: str) -> dict[str, torch.Tensor]:
 def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
     # B-01, B-05, D-07, D-08: its process group is made by the run
     expected = _trained("single_device", precision)
-    for name, found in run_distributed(_cases, 1, precision, process_group=None, timeout=180)[0].items():
+    for name, found in on_ranks(_cases, 1, precision, process_group=None, timeout=180)[0].items():
         atol = 2.0**-8 if precision == "bf16-true" else 1e-5
         torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -74,7 +75,7 @@ def _late() -> torch.Tensor:
 
 def test_what_is_built_without_storage_is_the_same_on_the_gpu() -> None:
     # D-03: drawn on the CPU, bit for bit as there
-    (built,) = run_distributed(_late, 1, process_group=None, timeout=120)
+    (built,) = on_ranks(_late, 1, process_group=None, timeout=120)
     by_cpu = _trained("single_device", "32-true", Late(), seed=3, accelerator="cpu")
     torch.testing.assert_close(built, by_cpu, atol=1e-4, rtol=1e-4)
 
@@ -98,7 +99,7 @@ def _places(offload: bool) -> set[tuple[str, str]]:
 @pytest.mark.parametrize(("offload", "place"), [(False, ACCELERATOR), (True, "cpu")])
 def test_where_shards_live(offload: bool, place: str) -> None:
     # D-08: parameters and gradients, and what the optimizer makes of them
-    assert run_distributed(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
+    assert on_ranks(_places, 1, offload, process_group=None, timeout=120) == [{(place, place)}]
 
 
 class Overflowing(DeepRegression):
@@ -123,7 +124,7 @@ def _overflowing(offload: bool) -> tuple[int, float]:
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_overflow_skips_the_step(offload: bool) -> None:
     # B-06: also where the gradients lie in the host's memory
-    assert run_distributed(_overflowing, 1, offload, process_group=None, timeout=120) == [(3, 32768.0)]
+    assert on_ranks(_overflowing, 1, offload, process_group=None, timeout=120) == [(3, 32768.0)]
 
 
 def _compiled() -> torch.Tensor:
@@ -133,7 +134,7 @@ def _compiled() -> torch.Tensor:
 def test_blocks_that_are_compiled() -> None:
     # D-09
     expected = _trained("single_device", "32-true", DeepRegression())
-    found = run_distributed(_compiled, 1, process_group=None, timeout=300)[0]
+    found = on_ranks(_compiled, 1, process_group=None, timeout=300)[0]
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -147,7 +148,7 @@ def _two_devices() -> dict[str, str]:
 
 def test_a_module_on_two_devices_is_refused() -> None:
     # C-06
-    (caught,) = run_distributed(_two_devices, 1, process_group=None, timeout=120)
+    (caught,) = on_ranks(_two_devices, 1, process_group=None, timeout=120)
     assert caught["type"] == "ConfigurationError"
     assert "'net.head.weight' on cuda:0" in caught["text"]
 
@@ -163,5 +164,5 @@ def _peak(offload: bool) -> int:
 
 def test_offloading_leaves_the_gpu_a_unit_or_two() -> None:
     # D-08: without it parameters, gradients and two moments lie there
-    assert run_distributed(_peak, 1, False, process_group=None, timeout=120)[0] >= 400
-    assert run_distributed(_peak, 1, True, process_group=None, timeout=120)[0] < 150
+    assert on_ranks(_peak, 1, False, process_group=None, timeout=120)[0] >= 400
+    assert on_ranks(_peak, 1, True, process_group=None, timeout=120)[0] < 150

@@ -12,8 +12,8 @@ from small_runs import TIGHT, failing, global_batches, loader, quiet, train_by_h
 from torch.distributed.fsdp import FSDPModule
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
 
 
 class Failing(DeepRegression):
@@ -66,7 +66,7 @@ def test_another_run_goes_on_from_the_shards(where: str, steps: int, strategy: s
     # G-07, A-02: in a process group of the user's, alike on every rank
     module = train_by_hand(DeepRegression(), global_batches(32, 8)[:steps])
     train_by_hand(module, global_batches(32, 8))
-    for caught, refused, found, groups in run_distributed(_again, 2, where, strategy):
+    for caught, refused, found, groups in on_ranks(_again, 2, where, strategy):
         assert caught["type"] == "ValueError"
         assert refused["type"] == "ConfigurationError"
         assert "left as shards over" in refused["text"]
@@ -86,7 +86,7 @@ def _loaded() -> Any:
 
 def test_weights_that_are_loaded_take_the_shards_place() -> None:
     expected = weights(train_by_hand(DeepRegression(), global_batches(32, 8)))
-    torch.testing.assert_close(run_distributed(_loaded, 2)[0], expected, **TIGHT)
+    torch.testing.assert_close(on_ranks(_loaded, 2)[0], expected, **TIGHT)
 
 
 def _above_the_limit() -> Any:
@@ -102,7 +102,7 @@ def test_above_the_limit_the_module_stays_sharded() -> None:
     module = DeepRegression()
     for _ in range(2):
         train_by_hand(module, global_batches(32, 8))
-    torch.testing.assert_close(run_distributed(_above_the_limit, 2)[0], weights(module), **TIGHT)
+    torch.testing.assert_close(on_ranks(_above_the_limit, 2)[0], weights(module), **TIGHT)
 
 
 def _one_rank() -> Any:
@@ -120,7 +120,7 @@ def _one_rank() -> Any:
 
 def test_a_failure_on_one_rank_reaches_all(tmp_path: Any) -> None:
     # G-01, G-07: in a group of our own, the others fall out of their collective
-    first, second = run_distributed(_one_rank, 2, process_group=None, timeout=60)
+    first, second = on_ranks(_one_rank, 2, process_group=None, timeout=60)
     assert second["type"] == "ValueError"
     assert "only here" in first["text"]
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
 
 OPERATIONS = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _ignored() -> Any:
 def test_what_is_ignored_stays_whole() -> None:
     # D-08
     norms = {f"net.blocks.{number}.norm.{kind}" for number in range(3) for kind in ("weight", "bias")}
-    assert run_distributed(_ignored, 2)[0] == {"net.head.weight", "net.head.bias", *norms}
+    assert on_ranks(_ignored, 2)[0] == {"net.head.weight", "net.head.bias", *norms}
 
 
 # What is gathered ahead
@@ -77,8 +77,8 @@ def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
 
 def test_how_far_ahead_units_are_gathered() -> None:
     # D-08: in the order of the module; by itself torch gathers one ahead in backward
-    assert run_distributed(_ahead, 2, {})[0]["forward"] == [[], [], [], []]
-    found = run_distributed(_ahead, 2, {"forward_prefetch": 2, "backward_prefetch": 2})[0]
+    assert on_ranks(_ahead, 2, {})[0]["forward"] == [[], [], [], []]
+    found = on_ranks(_ahead, 2, {"forward_prefetch": 2, "backward_prefetch": 2})[0]
     assert found["forward"] == [[1, 2], [2, 3], [3], []]
     assert found["backward"] == [[1, 2], [0, 1], [0], []]
 
@@ -136,7 +136,7 @@ HALF, FULL = torch.bfloat16, torch.float32
 )
 def test_each_dtype_of_a_policy(dtypes: dict[str, Any], weight: Any, output: Any, rounded: bool) -> None:
     # D-08: kept in fp32, gathered, reduced and given out as the user says
-    for seen, kept in run_distributed(_typed, 2, MixedPrecisionPolicy(**dtypes), "32-true"):
+    for seen, kept in on_ranks(_typed, 2, MixedPrecisionPolicy(**dtypes), "32-true"):
         assert kept == {FULL}
         assert seen["weight"] == weight
         assert seen["input"] == weight  # cast on the way in
@@ -149,7 +149,7 @@ def test_each_dtype_of_a_policy(dtypes: dict[str, Any], weight: Any, output: Any
 
 def test_inputs_are_left_as_they_are_where_the_policy_says_so() -> None:
     policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=FULL, cast_forward_inputs=False)
-    for seen, _ in run_distributed(_typed, 2, policy, "bf16-mixed"):
+    for seen, _ in on_ranks(_typed, 2, policy, "bf16-mixed"):
         assert (seen["input"], seen["weight"]) == (HALF, HALF)  # by autocast, in the layer before
 
 
@@ -204,7 +204,7 @@ def _operations(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def operations() -> dict[str, Any]:
-    return {name: run_distributed(_operations, 2, name)[0] for name in POLICIES}
+    return {name: on_ranks(_operations, 2, name)[0] for name in POLICIES}
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def _again(options: dict[str, Any], kind: type[DeepRegression]) -> Tensor:
 
 def test_a_weight_that_was_cast_before_is_cast_again() -> None:
     # D-07: where a policy tells operations by their number, none may be missing the first time
-    plain = run_distributed(_again, 2, {}, Uncached)[0]
+    plain = on_ranks(_again, 2, {}, Uncached)[0]
     options = {"activation_checkpointing": [Block], "activation_policy": "save_matmuls"}
-    assert torch.equal(run_distributed(_again, 2, options, DeepRegression)[0], plain)
+    assert torch.equal(on_ranks(_again, 2, options, DeepRegression)[0], plain)
 
 
 # Compilation
@@ -278,7 +278,7 @@ def _compiled() -> Any:
 
 def test_compilation_is_around_checkpointing_and_within_sharding() -> None:
     # D-09: a block's graph holds the checkpointed part, and nothing that gathers
-    graphs, found = run_distributed(_compiled, 2, timeout=120)[0]
+    graphs, found = on_ranks(_compiled, 2, timeout=120)[0]
     assert graphs
     for code in graphs:
         assert "checkpoint" in code
@@ -305,6 +305,6 @@ def _divided(reduce_dtype: torch.dtype) -> Any:
 def test_gloo_divides_though_it_has_no_premultiplied_sum(reduce_dtype: torch.dtype, atol: float) -> None:
     # D-06: by a factor that is no power of two
     expected = weights(train_by_hand(DeepRegression(), global_batches(36, 12)))
-    for refused, found in run_distributed(_divided, 3, reduce_dtype):
+    for refused, found in on_ranks(_divided, 3, reduce_dtype):
         assert refused
         torch.testing.assert_close(found, expected, atol=atol, rtol=0)

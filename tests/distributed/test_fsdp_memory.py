@@ -12,8 +12,8 @@ from small_runs import Regression, loader, quiet
 from torch import nn
 
 from drivetrain import Callback
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
 
 WIDTH, DEPTH = 128, 16
 UNIT = WIDTH * (WIDTH + 1) * 4
@@ -91,7 +91,7 @@ def _watched(options: dict[str, Any], micro_batches: int = 1) -> dict[str, int]:
 def test_no_rank_ever_needs_more_than_its_part_and_a_few_units(ranks: int) -> None:
     # D-01, D-03: while it is built, one unit whole and the part that is cut from it
     part = WHOLE // ranks
-    for found in run_distributed(_watched, ranks, {}):
+    for found in on_ranks(_watched, ranks, {}):
         assert found["built"] <= part + SMALL
         assert found["peak built"] <= part + UNIT + UNIT // ranks + SMALL
         # A unit's parts, as they come and as they are laid out; the unit before goes when this one is there.
@@ -104,7 +104,7 @@ def test_no_rank_ever_needs_more_than_its_part_and_a_few_units(ranks: int) -> No
 
 def test_with_storage_every_rank_builds_the_whole() -> None:
     # What is measured above can be seen.
-    for found in run_distributed(_watched, 2, {"meta": False}):
+    for found in on_ranks(_watched, 2, {"meta": False}):
         assert found["peak built"] > WHOLE
         assert found["built"] <= WHOLE // 2 + SMALL
 
@@ -122,12 +122,12 @@ def test_with_storage_every_rank_builds_the_whole() -> None:
 )
 def test_what_is_kept_between_forward_and_backward(options: dict[str, Any], kept: float) -> None:
     # D-08: shards, and of every unit nothing, half or all; the last unit stays for the backward that comes next
-    for found in run_distributed(_watched, 4, options):
+    for found in on_ranks(_watched, 4, options):
         assert kept * WHOLE <= found["forward"] <= kept * WHOLE + 4 * UNIT
 
 
 @pytest.mark.parametrize(("reshard", "kept"), [(True, 1.5), (False, 2.5)])
 def test_what_is_kept_within_a_window(reshard: bool, kept: float) -> None:
     # D-08: shards, whole gradients that were not exchanged yet, and whole parameters that need not be gathered again
-    for found in run_distributed(_watched, 2, {"reshard_after_backward": reshard}, 2):
+    for found in on_ranks(_watched, 2, {"reshard_after_backward": reshard}, 2):
         assert kept * WHOLE <= found["backward"] <= kept * WHOLE + 3 * UNIT

@@ -14,9 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.environments import Placement
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.fsdp.device_mesh import find_layout
+from worlds import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ TENSOR = {"tensor_parallel": 2}
 )
 def test_two_by_two_equals_the_reference(options: dict[str, Any], stream: bool, reference: Any) -> None:
     # D-04, D-08, B-05, B-12, B-14
-    runs = run_distributed(_run, 4, options, "32-true", stream)
+    runs = on_ranks(_run, 4, options, "32-true", stream)
     for run in runs:
         torch.testing.assert_close(run["weights"], weights(reference), **TIGHT)
         assert run["metrics"]["count"] == 40
@@ -174,7 +174,7 @@ def _shares() -> Any:
 
 def test_a_rank_holds_its_part_of_a_split_layer() -> None:
     # D-01: a half of a half; of layers that are not split, a half
-    for found in run_distributed(_shares, 4):
+    for found in on_ranks(_shares, 4):
         for kind in ("weight", "gradient"):
             assert found[f"blocks.0.up {kind}"] == found[f"blocks.0.down {kind}"] == 1 / 4
             assert found[f"stem {kind}"] == 1 / 2
@@ -208,7 +208,7 @@ def _overflowing(options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("options", "ranks"), [(TENSOR, 4), ({"ignored": ["net.head.*"]}, 2), ({}, 2)])
 def test_an_overflow_anywhere_is_skipped_everywhere(options: dict[str, Any], ranks: int) -> None:
     # B-06: also from one mesh to the other, and to what is not sharded
-    runs = run_distributed(_overflowing, ranks, options)
+    runs = on_ranks(_overflowing, ranks, options)
     for scales, steps, found in runs:
         assert scales == [65536.0] + [32768.0] * 3
         assert steps == 3
@@ -244,7 +244,7 @@ def test_one_infinite_number_in_one_shard_is_skipped_everywhere(
     options: dict[str, Any], ranks: int, poisoned: set[int]
 ) -> None:
     # B-06: no other shard shows it
-    runs = run_distributed(_poisoned, ranks, options, poisoned)
+    runs = on_ranks(_poisoned, ranks, options, poisoned)
     for scales, steps, found in runs:
         halvings = [after for before, after in zip([65536.0, *scales], scales, strict=False) if after < before]
         assert halvings == [32768.0]
@@ -264,5 +264,5 @@ def _compiled(options: dict[str, Any]) -> Any:
 def test_blocks_that_are_compiled(options: dict[str, Any]) -> None:
     # D-09: after activation checkpointing, before sharding
     expected = weights(train_by_hand(DeepRegression(), global_batches(32, 8)))
-    found = run_distributed(_compiled, 2, {"compile": {"backend": "aot_eager"}, **options}, timeout=120)
+    found = on_ranks(_compiled, 2, {"compile": {"backend": "aot_eager"}, **options}, timeout=120)
     torch.testing.assert_close(found[0], expected, **TIGHT)

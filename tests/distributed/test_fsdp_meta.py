@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from drivetrain import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import resolve_precision
-from drivetrain.testing import assert_close_states, run_distributed
+from drivetrain.testing import assert_close_states
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.materialize import bare_tensors, replay, without_storage
+from worlds import on_ranks
 
 
 class Everything(nn.Module):
@@ -146,8 +147,8 @@ def _late(strategy: str, options: dict[str, Any], settings: dict[str, Any], befo
 def test_initialisation_is_the_references(seed: int | None, precision: str) -> None:
     # D-03, B-18: with a seed; and without one, rank 0's
     settings = {"seed": seed, "precision": precision}
-    runs = run_distributed(_late, 2, "fsdp", {}, settings, None if seed else 20)
-    eager = run_distributed(_late, 2, "fsdp", {"meta": False}, settings, None if seed else 20)
+    runs = on_ranks(_late, 2, "fsdp", {}, settings, None if seed else 20)
+    eager = on_ranks(_late, 2, "fsdp", {"meta": False}, settings, None if seed else 20)
     for (first, trained, kinds, _), whole in zip(runs, eager, strict=True):
         assert not kinds
         assert_close_states(first, whole[0], atol=0, rtol=0)
@@ -157,7 +158,7 @@ def test_initialisation_is_the_references(seed: int | None, precision: str) -> N
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_initialisation_is_that_of_one_process(precision: str) -> None:
     # D-03, B-18
-    first, trained, _, _ = run_distributed(_late, 2, "fsdp", {}, {"seed": 7, "precision": precision}, None)[0]
+    first, trained, _, _ = on_ranks(_late, 2, "fsdp", {}, {"seed": 7, "precision": precision}, None)[0]
     torch.manual_seed(7)
     with resolve_precision(precision, torch.device("cpu")).module_init_context():
         module = Late()
@@ -169,9 +170,9 @@ def test_initialisation_is_that_of_one_process(precision: str) -> None:
 
 def test_what_is_drawn_afterwards_is_what_ddp_draws() -> None:
     # B-18: the stream goes on as if the module had been built whole
-    fsdp = run_distributed(_late, 2, "fsdp", {}, {"seed": 7}, None)
-    ddp = run_distributed(_late, 2, "ddp", {}, {"seed": 7}, None)
-    eager = run_distributed(_late, 2, "fsdp", {"meta": False}, {"seed": 7}, None)
+    fsdp = on_ranks(_late, 2, "fsdp", {}, {"seed": 7}, None)
+    ddp = on_ranks(_late, 2, "ddp", {}, {"seed": 7}, None)
+    eager = on_ranks(_late, 2, "fsdp", {"meta": False}, {"seed": 7}, None)
     assert [run[3] for run in fsdp] == [run[3] for run in ddp] == [run[3] for run in eager]
 
 
@@ -225,11 +226,11 @@ def test_no_process_ever_holds_the_whole() -> None:
     # D-01, D-03: the shard, and a unit or two; building it with storage takes all of it
     unit = 2048 * 2049 * 4
     whole = 8 * unit
-    for built, trained in run_distributed(_peak, 2, True):
+    for built, trained in on_ranks(_peak, 2, True):
         assert built < whole / 2 + 2.5 * unit
         # Shards of parameters and gradients, a unit gathered, its gradient, and one on its way.
         assert trained < whole + 4.5 * unit
-    for built, _ in run_distributed(_peak, 2, False):
+    for built, _ in on_ranks(_peak, 2, False):
         assert built > whole
 
 
@@ -242,6 +243,6 @@ def _own_meta() -> Any:
 
 
 def test_what_nobody_can_initialise_is_refused_by_name() -> None:
-    for caught in run_distributed(_own_meta, 2):
+    for caught in on_ranks(_own_meta, 2):
         assert caught["type"] == "ConfigurationError"
         assert "net.weight, net.bias" in caught["text"]

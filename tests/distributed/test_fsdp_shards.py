@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.shards import Shard, cut, paste
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
 
 
 class Split(Regression):
@@ -78,7 +78,7 @@ def _run(options: dict[str, Any]) -> Any:
     ids=["full", "hybrid", "tensor parallel", "hybrid and tensor parallel"],
 )
 def test_parts_that_speak_make_up_the_whole(ranks: int, options: dict[str, Any]) -> None:
-    runs = run_distributed(_run, ranks, options)
+    runs = on_ranks(_run, ranks, options)
     for what in ("model", "moments"):
         for name, (_, shape, _, _, whole) in runs[0][0][what].items():
             made, count = torch.full(shape, float("nan")), torch.zeros(shape)

@@ -12,8 +12,8 @@ from small_runs import TIGHT, failing, global_batches, loader, quiet, seeded, tr
 from torch import Tensor, nn
 
 from drivetrain import TrainModule
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
 
 
 class Shared(Deep):
@@ -65,7 +65,7 @@ def _trained(name: str) -> Tensor:
 def test_modules_of_every_shape(name: str) -> None:
     # D-02, D-10
     expected = weights(train_by_hand(DeepRegression(seeded(NETS[name][0])), global_batches(40, 8), window=2))
-    first, second = run_distributed(_trained, 2, name)
+    first, second = on_ranks(_trained, 2, name)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, expected, **TIGHT)
 
@@ -84,7 +84,7 @@ def _weightless() -> float:
 
 def test_a_module_without_parameters() -> None:
     expected = sum(float(x.sum()) for x, _ in global_batches(10, 2))
-    assert run_distributed(_weightless, 2) == [pytest.approx(expected, abs=1e-5)] * 2
+    assert on_ranks(_weightless, 2) == [pytest.approx(expected, abs=1e-5)] * 2
 
 
 class _Lines(logging.Handler):
@@ -107,7 +107,7 @@ def _printed() -> list[str]:
 
 def test_the_plan_is_printed_once() -> None:
     # D-02: the units, how many and how large they are
-    first, second = run_distributed(_printed, 2)
+    first, second = on_ranks(_printed, 2)
     parameters = sum(one.numel() for one in Block().parameters())
     assert second == []
     assert first[0] == f"FSDP shards {sum(one.numel() for one in Deep().parameters()):,} parameters over 2 " + (
@@ -154,7 +154,7 @@ def test_what_is_refused_says_why_and_what_to_do() -> None:
         ("AdamW holds a shard of shape (8, 4) that is not the module's", "build it anew in each configure_optimizers"),
         ("without a process group", "let Fit drive the strategy"),
     ]
-    for texts in run_distributed(_refusals, 2):
+    for texts in on_ranks(_refusals, 2):
         for text, parts in zip(texts, expected, strict=True):
             assert text.startswith("ConfigurationError")
             assert all(part in text for part in parts), text

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from small_runs import Regression, failing, loader, quiet
 
-from drivetrain.testing import requires_cuda, run_distributed
+from drivetrain.testing import requires_cuda
 from drivetrain_strategies.groups import abort_nccl, uses_nccl
 from drivetrain_strategies.watchdog import Watchdog
+from worlds import on_ranks
 
 
 class Raising(Regression):
@@ -43,7 +44,7 @@ def _runs(strategy: str) -> dict[str, Any]:
 @requires_cuda(2)
 def test_who_waits_in_a_kernel_for_a_failed_rank_hears_of_it() -> None:  # G-01, G-07
     for strategy in ("ddp", "fsdp"):
-        first, second = run_distributed(_runs, 2, strategy, process_group=None)
+        first, second = on_ranks(_runs, 2, strategy, process_group=None)
         assert second["error"] == {"type": "ValueError", "text": "boom"}
         assert first["error"]["type"] == "RankFailedError", first
         assert "Rank 1 failed with ValueError: boom" in first["error"]["text"]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from small_runs import Regression, failing, global_batches, loader, quiet, train_by_hand, weights
 
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy
+from worlds import on_ranks
 
 
 class Raising(Regression):
@@ -81,7 +81,7 @@ def _users_group() -> dict[str, Any]:
 
 
 def test_a_users_process_group_is_used_and_left_alone() -> None:  # G-07
-    ranks = run_distributed(_users_group, 2)
+    ranks = on_ranks(_users_group, 2)
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for found in ranks:
         for name in ("first", "second", "after"):
@@ -151,7 +151,7 @@ def _own_group() -> dict[str, Any]:
 
 
 def test_our_own_process_group_goes_and_all_state_comes_back() -> None:
-    for found in run_distributed(_own_group, 2, process_group=None):
+    for found in on_ranks(_own_group, 2, process_group=None):
         assert found["returns"]["text"] == found["again"]["text"] == ""
         assert found["raises"]["type"] == "KeyError"
         for name in ("returns", "raises", "again"):

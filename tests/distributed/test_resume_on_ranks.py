@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks import Checkpoint
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from worlds import on_ranks
 
 SAMPLES = 53
 
@@ -113,7 +113,7 @@ def _twice(folder: Path, strategy: str, kind: str, stops: list[str], beside: boo
 def test_on_as_many_ranks_a_run_goes_on_bit_for_bit(strategy: str, kind: str, beside: bool, tmp_path: Path) -> None:
     # F-02, F-08, B-18: whatever was fetched ahead, and written beside training
     stops = ["epoch=0-step=4", "epoch=1-step=7"]
-    for rank, (whole, again) in enumerate(run_distributed(_twice, 2, tmp_path, strategy, kind, stops, beside)):
+    for rank, (whole, again) in enumerate(on_ranks(_twice, 2, tmp_path, strategy, kind, stops, beside)):
         for stop, found in zip(stops, again, strict=True):
             where = f"rank {rank} from {stop}"
             assert torch.equal(found[0], whole[0]), where
@@ -133,17 +133,17 @@ def _seen(runs: list[Any]) -> list[tuple[int, int]]:
 
 def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> None:
     # F-02: 2 x 3, then 4 x 2, then 3 x 4, stopping in the middle of an epoch each time
-    first = run_distributed(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
-    second = run_distributed(
+    first = on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
+    second = on_ranks(
         _once, 4, tmp_path / "b", tmp_path / "a" / "epoch=0-step=2", 2, {"max_steps": 3, "max_epochs": -1}
     )
-    third = run_distributed(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4, {})
+    third = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=3", 4, {})
     assert sorted(_seen(first) + _seen(second) + _seen(third)) == [
         (epoch, sample) for epoch in range(2) for sample in range(SAMPLES)
     ]
     assert {run[4] for run in third} == {2 * SAMPLES}
     # The second epoch is an ordinary one, in the order that it would have had all along.
-    whole = run_distributed(_once, 3, tmp_path / "d", None, 4, {})
+    whole = on_ranks(_once, 3, tmp_path / "d", None, 4, {})
     for found, expected in zip(third, whole, strict=True):
         assert [sample for sample in found[2] if sample[0] == 1] == [sample for sample in expected[2] if sample[0] == 1]
     # And an epoch's mean is over all that it saw, whoever saw it.
@@ -152,10 +152,10 @@ def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> No
 
 def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
     # F-02
-    run_distributed(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
+    on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
     start = tmp_path / "a" / "epoch=0-step=2"
-    whole = run_distributed(_once, 3, tmp_path / "b", start, 2, {})
-    again = run_distributed(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 2, {})
+    whole = on_ranks(_once, 3, tmp_path / "b", start, 2, {})
+    again = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 2, {})
     for found, expected in zip(again, whole, strict=True):
         assert torch.equal(found[0], expected[0])
         assert found[1] == expected[1][-len(found[1]) :]

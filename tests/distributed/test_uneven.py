@@ -27,8 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain.callbacks import ReplicaCheck
-from drivetrain.testing import run_distributed
 from drivetrain_strategies import DDPStrategy
+from worlds import on_ranks
 
 TIGHT = {"atol": 1e-6, "rtol": 1e-5}
 
@@ -88,7 +88,7 @@ def _joining() -> dict[str, Any]:
 
 
 def test_a_rank_without_a_sample_joins_and_leaves_no_trace() -> None:  # B-04, B-12, B-14
-    ranks = run_distributed(_joining, 4, process_group=None)
+    ranks = on_ranks(_joining, 4, process_group=None)
     x = data(17).tensors[0]
     reference = weights(train_by_hand(Regression(), global_batches(17, 16)).net)
     for rank, found in enumerate(ranks):
@@ -201,7 +201,7 @@ def _tokens_by_hand(size: int) -> torch.Tensor:
 
 
 def test_windows_are_weighted_over_uneven_ranks() -> None:  # B-02, B-03, B-04, B-21
-    ranks = run_distributed(_weighted, 2, process_group=None)
+    ranks = on_ranks(_weighted, 2, process_group=None)
     streams = {
         "uneven": (_stream_reference((5, 3)), 5, 32, 5),
         "uneven, accumulated": (_stream_reference((5, 3), window=2), 3, 32, 5),
@@ -296,7 +296,7 @@ def _evaluated(sizes: tuple[int, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_evaluation_counts_every_sample_once(world_size: int) -> None:  # B-04, B-12, B-14
     sizes = (1, 2, 3, 17, 33) if world_size == 4 else (1, 2, 17)
-    ranks = run_distributed(_evaluated, world_size, sizes)
+    ranks = on_ranks(_evaluated, world_size, sizes)
     for samples in sizes:
         x, y = data(samples).tensors
         with torch.no_grad():
@@ -379,7 +379,7 @@ def _stepwise() -> dict[str, Any]:
 
 
 def test_step_values_are_reduced_at_a_flush() -> None:  # B-12
-    for found in run_distributed(_stepwise, 2, process_group=None):
+    for found in on_ranks(_stepwise, 2, process_group=None):
         assert found["all"] == 2.0
         assert found["seldom"] == 2.0  # and not doubled at each flush after it
         assert found["rank 1 joins"] == 1.0
@@ -399,7 +399,7 @@ def _by_epoch() -> dict[str, Any]:
 
 
 def test_metrics_of_an_epoch_are_over_all_ranks_and_start_anew() -> None:  # B-12, B-14
-    ranks = run_distributed(_by_epoch, 2, process_group=None)
+    ranks = on_ranks(_by_epoch, 2, process_group=None)
     exact = float(data(34).tensors[0][:, 0].mean())
     for found in ranks:
         assert found["results"] == pytest.approx([exact] * 3, abs=1e-6)
@@ -447,9 +447,7 @@ def _drawn(batch_size: int, cases: int) -> dict[str, Any]:
 
 
 def test_order_and_draws() -> None:  # B-10, B-11
-    one, two, four = (
-        run_distributed(_drawn, size, 8 // size, 2 if size < 4 else 1, process_group=None) for size in (1, 2, 4)
-    )
+    one, two, four = (on_ranks(_drawn, size, 8 // size, 2 if size < 4 else 1, process_group=None) for size in (1, 2, 4))
     everything: list[torch.Tensor] = []
     for epoch in range(2):
         whole = [batch[:, 0].tolist() for batch in one[0]["one"][epoch]]
@@ -537,7 +535,7 @@ def _quasi_by_hand(batches: list[Any]) -> torch.Tensor:
 
 
 def test_losses_over_the_whole_batch_and_line_searches() -> None:  # B-16
-    ranks = run_distributed(_whole_batch, 2, process_group=None)
+    ranks = on_ranks(_whole_batch, 2, process_group=None)
     reference = weights(train_by_hand(ByHand(lr=0.05), global_batches(32, 8)))
     for found in ranks:
         torch.testing.assert_close(found["contrastive"], reference, atol=1e-5, rtol=1e-4)
@@ -591,7 +589,7 @@ def _buffers() -> dict[str, Any]:
 
 
 def test_buffers_are_rank_0s_in_evaluation_and_after_fit() -> None:  # B-08
-    first, second = run_distributed(_buffers, 2, process_group=None)
+    first, second = on_ranks(_buffers, 2, process_group=None)
     for name in ("ddp", "no broadcast"):
         assert torch.equal(first[name]["seen"], second[name]["seen"])
         for key, value in first[name]["buffers"].items():

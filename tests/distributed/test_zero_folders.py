@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import CheckpointError, Fit, TrainModule
 from drivetrain.checkpoint import convert, load
-from drivetrain.testing import requires_package, run_distributed
+from drivetrain.testing import requires_package
+from worlds import on_ranks
 
 pytestmark = requires_package("deepspeed")
 
@@ -73,7 +74,7 @@ def _save(folder: str, stage: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_into_a_module(tmp_path: Path, stage: int) -> None:
     # F-14
-    trained = run_distributed(_save, 2, str(tmp_path / "zero"), stage, process_group=None, timeout=150)[0]
+    trained = on_ranks(_save, 2, str(tmp_path / "zero"), stage, process_group=None, timeout=150)[0]
     convert(tmp_path / "zero", tmp_path / "c")
     module = Net.load_from_checkpoint(tmp_path / "c")
     for name, value in module.state_dict().items():

@@ -11,7 +11,7 @@ from parity_engine import Record, train_all
 from parity_evaluation import Findings, look
 from parity_strategies import Candidate, Job
 
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 PRECISIONS = ("64-true", "bf16-mixed", "16-mixed", "bf16-true")
 PRECISION_CASES = ("plain", "clipped by norm", "accumulated", "token-weighted", "tied weights", "uneven data, joiners")
@@ -53,7 +53,7 @@ def run(candidate: Candidate, ranks: int) -> Results:
     if ranks == 1:
         by_rank = [_work(candidate, 1, jobs, looks)]
     else:
-        by_rank = run_distributed(_work, ranks, candidate, ranks, jobs, looks, timeout=500)
+        by_rank = on_ranks(_work, ranks, candidate, ranks, jobs, looks, timeout=500)
     records = {job: [one[number] for one, _ in by_rank] for number, job in enumerate(jobs)}
     return Results(records, [findings for _, findings in by_rank])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from drivetrain.testing.distributed import run_distributed
 from drivetrain.testing.marks import (
     requires_command,
     requires_cuda,
@@ -11,8 +10,10 @@ from drivetrain.testing.marks import (
     requires_package,
 )
 from drivetrain.testing.parity import assert_close_states, assert_close_traces, assert_equal_ranks
+from drivetrain.testing.world import World, run_distributed
 
 __all__ = [
+    "World",
     "assert_close_states",
     "assert_close_traces",
     "assert_equal_ranks",

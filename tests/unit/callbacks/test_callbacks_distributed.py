@@ -22,7 +22,7 @@ from drivetrain.callbacks import (
     Timer,
 )
 from drivetrain.loggers import CSVLogger
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 
 def _fit(**options: Any) -> Any:
@@ -50,7 +50,7 @@ def _stop_by_a_local_value() -> tuple[int, int, float]:
 
 def test_a_local_value_stops_all_ranks_at_once() -> None:
     # B-19: by itself rank 0 would train to the end, and rank 1 would leave it waiting.
-    assert run_distributed(_stop_by_a_local_value, 2, process_group=None) == [(3, 2, 10.0)] * 2
+    assert on_ranks(_stop_by_a_local_value, 2, process_group=None) == [(3, 2, 10.0)] * 2
 
 
 def _stop_by_time_on_one_rank() -> tuple[int, bool]:
@@ -66,7 +66,7 @@ def _stop_by_time_on_one_rank() -> tuple[int, bool]:
 
 def test_time_that_is_up_on_one_rank_stops_all_after_the_same_step() -> None:
     # B-19
-    results = run_distributed(_stop_by_time_on_one_rank, 2, process_group=None)
+    results = on_ranks(_stop_by_time_on_one_rank, 2, process_group=None)
     assert results[0] == results[1]
     assert results[0][0] < 50 * 8
 
@@ -113,8 +113,8 @@ def _replicas(strategy: str, corrupt: bool) -> tuple[str, int]:
 def test_replicas_are_found_alike_and_a_little_difference_is_named() -> None:
     # C-04: batch normalisation's statistics, each rank's own until the next forward, are no alarm.
     for strategy in ("ddp", "ddp_static_graph"):
-        assert run_distributed(_replicas, 2, strategy, False, process_group=None) == [("", 12), ("", 12)]
-    found = run_distributed(_replicas, 2, "ddp", True, process_group=None)
+        assert on_ranks(_replicas, 2, strategy, False, process_group=None) == [("", 12), ("", 12)]
+    found = on_ranks(_replicas, 2, "ddp", True, process_group=None)
     expected = "The replicas differ after step 4: parameter 'net.weight' is not the same on rank 0 and on rank 1"
     assert [what.partition(" (the first")[0] for what, _ in found] == [expected] * 2
 
@@ -140,7 +140,7 @@ def _stop_at_a_nan() -> tuple[str, str]:
 def test_a_nan_on_one_rank_stops_all_and_all_know_where() -> None:
     # G-05, G-01
     start = time.monotonic()
-    results = run_distributed(_stop_at_a_nan, 2, process_group=None)
+    results = on_ranks(_stop_at_a_nan, 2, process_group=None)
     assert results[0] == results[1]
     assert results[0][0] == "NonFiniteError"
     assert "loss is nan on rank 1 at batch index 3 of epoch 0, after 3 optimizer steps" in results[0][1]
@@ -170,12 +170,12 @@ def _uneven() -> tuple[int, float, float]:
 
 def test_a_joining_rank_is_not_suspected() -> None:
     # B-04: 17 samples as 4 + 4 + 4 + 4 + 1; rank 1 joins the last, with a loss of NaN that counts for nothing.
-    assert [seen for seen, _, _ in run_distributed(_uneven, 2, process_group=None)] == [51, 51]
+    assert [seen for seen, _, _ in on_ranks(_uneven, 2, process_group=None)] == [51, 51]
 
 
 def test_a_joining_rank_is_not_counted() -> None:
     # B-04
-    for _, tokens_per_sample, rate in run_distributed(_uneven, 2, process_group=None):
+    for _, tokens_per_sample, rate in on_ranks(_uneven, 2, process_group=None):
         assert tokens_per_sample == pytest.approx(10)
         assert rate > 0
 
@@ -195,7 +195,7 @@ def _outputs(root: str) -> tuple[str, list[str]]:
 
 def test_rank_0_alone_prints_and_writes(tmp_path: Path) -> None:
     #
-    (first, versions), (second, _) = run_distributed(_outputs, 2, str(tmp_path), process_group=None)
+    (first, versions), (second, _) = on_ranks(_outputs, 2, str(tmp_path), process_group=None)
     assert len(first.splitlines()) == 2
     assert second == ""
     assert versions == ["version_0"]

@@ -10,7 +10,7 @@ from callback_run import Run, distributed_run
 
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.errors import ConfigurationError
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 
 def _drive(
@@ -171,10 +171,10 @@ def _local_values(rank_values: list[list[float | None]]) -> tuple[list[bool], fl
 
 def test_a_value_that_is_local_to_the_ranks_is_averaged_and_decided_alike() -> None:
     # B-19. By its own values rank 0 would go on (1.0, 0.5, 0.4) and rank 1 would stop at the second (1.0, 3.0).
-    results = run_distributed(_local_values, 2, [[1.0, 1.0], [0.5, 3.0], [0.25, 0.25]])
+    results = on_ranks(_local_values, 2, [[1.0, 1.0], [0.5, 3.0], [0.25, 0.25]])
     assert results[0] == results[1] == ([False, True, True], 0.25, 0)
     # A rank that had no data logged nothing: the others' mean counts.
-    results = run_distributed(_local_values, 3, [[1.0, 2.0, None], [1.0, None, None]])
+    results = on_ranks(_local_values, 3, [[1.0, 2.0, None], [1.0, None, None]])
     assert results[0] == results[1] == results[2] == ([False, False], 1.0, 0)
 
 
@@ -191,4 +191,4 @@ def _missing_everywhere() -> str:
 
 def test_a_missing_key_is_refused_on_every_rank() -> None:
     # B-19: never a hang
-    assert all("'loss'" in text for text in run_distributed(_missing_everywhere, 2))
+    assert all("'loss'" in text for text in on_ranks(_missing_everywhere, 2))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Callback, ConfigurationError, Fit, LossSpikeError, TrainModule
 from drivetrain.callbacks import Checkpoint, LossSpikeGuard
 from drivetrain.callbacks.spike_statistic import SpikeStatistic
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 STEPS, BAD = 24, 12
 
@@ -157,7 +157,7 @@ def _ask_once_back(folder: str) -> int:
 
 def test_who_asks_to_stop_after_going_back_is_heard_soon(tmp_path: Path) -> None:  # G-03
     # Ranks look for requests every few steps, by number: without more they would look where they were before.
-    stopped = run_distributed(_ask_once_back, 2, str(tmp_path))
+    stopped = on_ranks(_ask_once_back, 2, str(tmp_path))
     assert stopped in ([9, 9], [10, 10])  # the other may have looked just before
 
 
@@ -212,7 +212,7 @@ def _on_a_rank(folder: str) -> dict[str, Any]:
 
 
 def test_ranks_go_back_together_and_go_on_bit_for_bit(tmp_path: Path) -> None:
-    for result in run_distributed(_on_a_rank, 2, str(tmp_path)):
+    for result in on_ranks(_on_a_rank, 2, str(tmp_path)):
         for action in ("rollback", "skip"):
             assert torch.allclose(result[action], by_hand(), atol=1e-6)
         (rollbacks, weight, logged), (none, known_weight, known_logged) = result["ends"]

@@ -12,7 +12,7 @@ from drivetrain.callbacks import NonFiniteGuard
 from drivetrain.errors import ConfigurationError, NonFiniteError
 from drivetrain.module import TrainModule
 from drivetrain.precision import resolve_precision
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 
 class _Net(TrainModule):
@@ -150,13 +150,13 @@ def _on_ranks(bad: dict[int, int]) -> str:
 def test_every_rank_stops_at_once_and_knows_the_rank() -> None:
     # G-05, G-01: nobody is left waiting
     for results, expected in (
-        (run_distributed(_on_ranks, 3, {1: 2}), "rank 1 at batch index 2"),
-        (run_distributed(_on_ranks, 3, {0: 6, 2: 5}), "rank 2 at batch index 5"),
-        (run_distributed(_on_ranks, 3, {0: 1, 2: 1}), "ranks 0, 2 at batch index 1"),
+        (on_ranks(_on_ranks, 3, {1: 2}), "rank 1 at batch index 2"),
+        (on_ranks(_on_ranks, 3, {0: 6, 2: 5}), "rank 2 at batch index 5"),
+        (on_ranks(_on_ranks, 3, {0: 1, 2: 1}), "ranks 0, 2 at batch index 1"),
     ):
         assert len(set(results)) == 1
         assert expected in results[0]
-    assert run_distributed(_on_ranks, 2, {}) == ["", ""]
+    assert on_ranks(_on_ranks, 2, {}) == ["", ""]
 
 
 def test_nothing_is_read_off_the_device_between_two_looks() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from drivetrain.callbacks import ReplicaCheck
 from drivetrain.callbacks.checksum import checksum, checksums
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 _DTYPES = [
     torch.float64,
@@ -108,14 +108,14 @@ def _drift(tensor: str, ranks: list[int]) -> list[str]:
 
 def test_the_first_that_differs_is_named_with_the_ranks_on_every_rank() -> None:
     # C-04, B-20
-    for results in (run_distributed(_drift, 3, "last.weight", [1]),):
+    for results in (on_ranks(_drift, 3, "last.weight", [1]),):
         assert results[0] == results[1] == results[2]
         early, skipped, found = results[0]
         assert (early, skipped) == ("", "")
         assert found == (
             "The replicas differ after step 4: parameter 'last.weight' is not the same on ranks 0, 2 and on rank 1"
         )
-    found = run_distributed(_drift, 2, "scale", [0])[1][-1]
+    found = on_ranks(_drift, 2, "scale", [0])[1][-1]
     assert "buffer 'scale' is not the same on rank 0 and on rank 1" in found
 
 
@@ -130,7 +130,7 @@ def _two_drift() -> tuple[str, str, str]:
 
 
 def test_several_are_counted_and_some_can_be_left_out() -> None:
-    everything, partly, nothing = run_distributed(_two_drift, 2)[0]
+    everything, partly, nothing = on_ranks(_two_drift, 2)[0]
     assert "'first.weight'" in everything
     assert "the first of 4 that differ" in everything
     assert "'last.weight'" in partly
@@ -146,7 +146,7 @@ def _other_names() -> str:
 
 
 def test_different_buffers_are_named_instead_of_hanging() -> None:
-    for found in run_distributed(_other_names, 2):
+    for found in on_ranks(_other_names, 2):
         assert "buffer 'extra' is on rank(s) [1] only" in found
 
 
@@ -184,10 +184,10 @@ def _reentrant_twice(cured: bool) -> list[str]:
 
 def test_ranks_that_diverge_in_silence_are_caught() -> None:
     # C-03, C-04
-    results = run_distributed(_reentrant_twice, 2, False)
+    results = on_ranks(_reentrant_twice, 2, False)
     assert results[0] == results[1]
     assert results[0][0].startswith("The replicas differ after step 1: parameter 'block.weight'")
-    assert run_distributed(_reentrant_twice, 2, True)[0] == ["", "", ""]
+    assert on_ranks(_reentrant_twice, 2, True)[0] == ["", "", ""]
 
 
 def _max_norm() -> list[str]:
@@ -214,7 +214,7 @@ def _max_norm() -> list[str]:
 
 def test_a_drift_before_the_first_interval_is_found_as_training_ends() -> None:
     # B-20
-    found = run_distributed(_max_norm, 2)[1]
+    found = on_ranks(_max_norm, 2)[1]
     assert found[0] == ""
     assert "after step 3: parameter '0.weight'" in found[1]
 
@@ -236,8 +236,8 @@ def _sharded(broken: bool) -> str:
 
 
 def test_shards_are_compared_between_those_that_hold_the_same() -> None:
-    assert run_distributed(_sharded, 4, False) == [""] * 4
-    results = run_distributed(_sharded, 4, True)
+    assert on_ranks(_sharded, 4, False) == [""] * 4
+    results = on_ranks(_sharded, 4, True)
     assert len(set(results)) == 1
     assert "parameter 'weight' is not the same on rank 1 and on rank 3" in results[0]
 

@@ -11,7 +11,7 @@ from drivetrain.callbacks import ThroughputMonitor
 from drivetrain.callbacks.peak_flops import peak_of
 from drivetrain.errors import ConfigurationError
 from drivetrain.module import TrainModule
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 
 class _Net(TrainModule):
@@ -107,7 +107,7 @@ def _tokens_of_ranks() -> float:
 
 
 def test_tokens_are_counted_over_all_ranks() -> None:
-    assert run_distributed(_tokens_of_ranks, 3) == [pytest.approx(30.0)] * 3
+    assert on_ranks(_tokens_of_ranks, 3) == [pytest.approx(30.0)] * 3
 
 
 def test_the_arithmetic_is_measured_once_and_set_against_the_peak() -> None:

@@ -17,7 +17,8 @@ from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint_format import Contents, Sizes, save
 from drivetrain.control import LocalControl
 from drivetrain.shards import Box, Shard, Span
-from drivetrain.testing import requires_package, run_distributed
+from drivetrain.testing import requires_package
+from worlds import on_ranks
 
 pytestmark = [requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
 
@@ -105,7 +106,7 @@ def _save_half(path: str) -> None:
 
 def test_two_ranks_write_side_by_side(bucket: Any) -> None:
     path = "s3://bucket/runs/c"
-    run_distributed(_save_half, 2, path, timeout=100)
+    on_ranks(_save_half, 2, path, timeout=100)
     assert verify(path) == []
     checkpoint = load(path)
     assert checkpoint.weights()["w"][:, 0].tolist() == [1, 1, 1, 2, 2, 2]

@@ -22,7 +22,7 @@ from drivetrain.checkpoint import consolidate, convert, diff, load, show, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint_format import Contents, Sizes, save
 from drivetrain.control import LocalControl
-from drivetrain.testing import run_distributed
+from worlds import on_ranks
 
 LOCAL = LocalControl()
 
@@ -245,7 +245,7 @@ def _save_dcp(folder: str) -> None:
 
 class TestDcp:
     def test_sharded_over_two_ranks(self, tmp_path: Path) -> None:
-        run_distributed(_save_dcp, 2, str(tmp_path / "dcp"))
+        on_ranks(_save_dcp, 2, str(tmp_path / "dcp"))
         convert(tmp_path / "dcp", tmp_path / "c", prefix="model.")
         torch.manual_seed(0)
         assert equal(dict(sorted(load(tmp_path / "c").weights().items())), dict(sorted(Tied(5).state_dict().items())))
@@ -275,7 +275,7 @@ class TestDcp:
             convert(tmp_path / "dcp", tmp_path / "c")
 
     def test_a_file_that_is_missing(self, tmp_path: Path) -> None:
-        run_distributed(_save_dcp, 2, str(tmp_path / "dcp"))
+        on_ranks(_save_dcp, 2, str(tmp_path / "dcp"))
         (tmp_path / "dcp" / "__1_0.distcp").unlink()
         with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):
             convert(tmp_path / "dcp", tmp_path / "c")

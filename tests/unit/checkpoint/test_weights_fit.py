@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drivetrain import Callback, CheckpointError, Fit, TrainModule
-from drivetrain.testing import requires_package, run_distributed
+from drivetrain.testing import requires_package
+from worlds import on_ranks
 
 OPTIONS: dict[str, Any] = {
     "logger": False,
@@ -127,7 +128,7 @@ def _loaded(strategies: list[str]) -> list[dict[str, str]]:
 @requires_package("deepspeed")
 def test_strategies_that_cut_parameters_say_it_too() -> None:
     other = "unexpected ['heads.other.weight', 'heads.other.bias']"
-    for found in run_distributed(_loaded, 2, ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])[0]:
+    for found in on_ranks(_loaded, 2, ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])[0]:
         assert other in found["names"]
         assert "body.weight ((16, 4) instead of (8, 4))" in found["shapes"]
         assert "skipped" in found["said"]

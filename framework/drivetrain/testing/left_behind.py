@@ -1,0 +1,89 @@
+"""What a piece of code may not leave behind in a process that goes on without it."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+
+# Torch's optimizers import dynamo at their first step, which sets the first of them for the process.
+_NOT_OURS = frozenset({"TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST"})
+
+
+class Surroundings:
+    """The state of the process as it is now, to compare a later one with.
+
+    It looks at what `Fit` promises to leave alone or to take away again: the default process group, environment
+    variables, the default dtype, grad mode, the working directory, threads that keep the process alive, child
+    processes.
+    """
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._dtype = torch.get_default_dtype()
+        self._grad = torch.is_grad_enabled()
+        self._folder = _working_directory()
+        self._threads = set(_lasting_threads())
+        self._children = {child.pid for child in multiprocessing.active_children()}
+
+    def put_back(self) -> list[str]:
+        """Put back what has changed and can be put back, and return a phrase for everything that had changed."""
+        left = []
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+            left.append("a default process group")
+        if torch.get_default_dtype() != self._dtype:
+            torch.set_default_dtype(self._dtype)
+            left.append("another default dtype")
+        if torch.is_grad_enabled() != self._grad:
+            torch.set_grad_enabled(self._grad)
+            left.append("another grad mode")
+        if _working_directory() != self._folder:
+            os.chdir(self._folder)
+            left.append("another working directory")
+        names = self._changed_variables()
+        if names:
+            left.append(f"changed environment variables: {', '.join(sorted(names))}")
+        return left
+
+    def still_running(self) -> list[str]:
+        """Return a phrase for every thread and child process that is there and was not.
+
+        Objects in cycles, such as a data loader with persistent workers, are collected first where that may help.
+        """
+        if self._new_threads_and_children():
+            gc.collect()
+        return self._new_threads_and_children()
+
+    def _new_threads_and_children(self) -> list[str]:
+        threads = [f"the thread {thread.name!r}" for thread in _lasting_threads() if thread not in self._threads]
+        children = [
+            f"the child process {child.name!r}"
+            for child in multiprocessing.active_children()
+            if child.pid not in self._children
+        ]
+        return threads + children
+
+    def _changed_variables(self) -> set[str]:
+        before, now = self._environment, os.environ
+        names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)} - _NOT_OURS
+        for name in names:
+            now.pop(name, None)
+            if name in before:
+                now[name] = before[name]
+        return names
+
+
+def _lasting_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""  # It was removed, and nobody can go back to it.
