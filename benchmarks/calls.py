@@ -13,7 +13,7 @@ from drivetrain.loops import stopping
 _RUNS = 5
 
 
-def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 15) -> float:
+def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 15, runs: int = _RUNS) -> float:
     """How many calls one step of ``run(steps)`` makes on this thread, whatever it does before and after.
 
     Comparisons by ``__eq__`` are left out, and what they call: how often a hash table compares two of torch's objects
@@ -22,14 +22,14 @@ def python_calls_a_step(run: Callable[[int], Any], short: int = 5, long: int = 1
     # Where steps are long, on a busy machine too, a run looks by the clock whether it is to leave: here every 16 steps.
     with patch.object(stopping, "_LOOK", 1e6):
         run(2)  # what is done and imported once
-        few, many = (python_calls(run, steps) for steps in (short, long))
+        few, many = (python_calls(run, steps, runs) for steps in (short, long))
     return (many - few) / (long - short)
 
 
-def python_calls(run: Callable[[int], Any], steps: int) -> int:
+def python_calls(run: Callable[[int], Any], steps: int, runs: int = _RUNS) -> int:
     """How many calls ``run(steps)`` makes, likewise, from its start to its end."""
     # Who waits for others asks more or less often; all else is the same in every run.
-    return min(_calls(run, steps) for _ in range(_RUNS))
+    return min(_calls(run, steps) for _ in range(runs))
 
 
 def _calls(run: Callable[[int], Any], steps: int) -> int:

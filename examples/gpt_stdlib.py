@@ -95,7 +95,7 @@ def main() -> None:
     options = parser.parse_args()
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    train_set, held_out = pieces([file for file in files if file not in files[::40]]), pieces(files[::40])
+    train_set, held_out = pieces([file for file in files if file not in files[::100]]), pieces(files[::100])
     train_loader = DataLoader(train_set, batch_size=8, shuffle=True, collate_fn=collate)
     val_loader = DataLoader(held_out, batch_size=64, collate_fn=collate)
     logger, meter = CSVLogger("runs", "gpt_stdlib"), ThroughputMonitor()

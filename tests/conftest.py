@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -58,6 +59,10 @@ def _nothing_left_behind() -> Iterator[None]:
     yield
     left = surroundings.put_back()
     assert not left, f"this test left behind {'; '.join(left)}"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # None of what is imported by now is garbage: collections need not look at it.
 
 
 def pytest_sessionfinish() -> None:

@@ -42,8 +42,10 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=90)
 
 
-def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(tmp_path: Path) -> None:
-    done = run(
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """A run, a validation, and a run in which one rank waits for the other."""
+    return run(
         """
 if fit.is_global_zero:
     print("before")
@@ -52,26 +54,27 @@ module = Line()
 fit.fit(module, loader, loader)
 fit.validate(module, loader, verbose=False)
 fit.print("after", fit.global_step, fit.current_epoch, fit.samples_seen)
-""",
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["before", "also before", "after 6 2 48"]
 
-
-def test_waiting_for_another_rank_is_silent(tmp_path: Path) -> None:
-    done = run(
-        """
 class Slow(Line):
     def on_train_epoch_end(self):
         time.sleep(2.5 * (self.global_rank == 0))
 fit.fit(Slow(), loader)
 """,
-        tmp_path,
+        tmp_path_factory.mktemp("ran"),
     )
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("Precision 32-true")
+
+
+def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(
+    ran: subprocess.CompletedProcess[str],
+) -> None:
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["before", "also before", "after 6 2 48"]
+
+
+def test_waiting_for_another_rank_is_silent(ran: subprocess.CompletedProcess[str]) -> None:
+    lines = ran.stderr.splitlines()
+    assert len(lines) == 2, ran.stderr  # one for each fit
+    assert all(line.startswith("Precision 32-true") for line in lines)
 
 
 def test_a_call_on_rank_0_alone_after_the_others_have_left_is_refused(tmp_path: Path) -> None:  # G-04

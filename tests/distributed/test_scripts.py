@@ -5,43 +5,116 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+from scripts import Run, run_script
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
+_THROUGH = """
+before = dict(os.environ)
+module = Model()
+fit = quiet(strategy="ddp", devices=2)
+fit.fit(module, loader(64, 4), loader(18, 4))
+reference = weights(train_by_hand(Model(), global_batches(64, 8)))
+say("first", torch.allclose(weights(module), reference, atol=1e-6), fit.global_step, fit.world_size)
+second = quiet(strategy="ddp", devices=2)
+second.fit(module, loader(64, 4))
+reference = weights(train_by_hand(Model(), global_batches(64, 8) * 2))
+say("second", torch.allclose(weights(module), reference, atol=1e-6))
+(validated,), (tested,) = second.validate(module, loader(18, 4)), second.test(module, loader(18, 4))
+say("evaluated", validated == tested, f"{validated['val_loss']:.5f}")
+predicted = sum(second.predict(module, loader(18, 4)), [])
+say("predicted", predicted == loader(18, 18).dataset.tensors[0][:, 0].tolist())
+alone = Model()
+single = quiet(devices=1)
+single.fit(alone, loader(64, 8))
+reference = weights(train_by_hand(Model(), global_batches(64, 8)))
+say("alone", torch.allclose(weights(alone), reference, atol=1e-6), single.world_size)
+with failing() as error:
+    quiet(strategy="ddp", devices=3).fit(module, loader(64, 4))
+say("refused", error["type"], error["text"].splitlines()[0])
+any_size = quiet()
+any_size.fit(module, loader(64, 4))
+say("auto", any_size.world_size, any_size.strategy.name)
+say("environment", {key for key in before | os.environ if before.get(key) != os.environ.get(key)} or "same")
+"""
 
-def test_every_rank_goes_on_through_the_script(tmp_path: Path) -> None:  # A-02, A-03, A-06
-    run = run_script(
-        tmp_path,
-        """
-        before = dict(os.environ)
-        module = Model()
-        fit = quiet(strategy="ddp", devices=2)
-        fit.fit(module, loader(64, 4), loader(18, 4))
-        reference = weights(train_by_hand(Model(), global_batches(64, 8)))
-        say("first", torch.allclose(weights(module), reference, atol=1e-6), fit.global_step, fit.world_size)
-        second = quiet(strategy="ddp", devices=2)
-        second.fit(module, loader(64, 4))
-        reference = weights(train_by_hand(Model(), global_batches(64, 8) * 2))
-        say("second", torch.allclose(weights(module), reference, atol=1e-6))
-        (validated,), (tested,) = second.validate(module, loader(18, 4)), second.test(module, loader(18, 4))
-        say("evaluated", validated == tested, f"{validated['val_loss']:.5f}")
-        predicted = sum(second.predict(module, loader(18, 4)), [])
-        say("predicted", predicted == loader(18, 18).dataset.tensors[0][:, 0].tolist())
-        alone = Model()
-        single = quiet(devices=1)
-        single.fit(alone, loader(64, 8))
-        reference = weights(train_by_hand(Model(), global_batches(64, 8)))
-        say("alone", torch.allclose(weights(alone), reference, atol=1e-6), single.world_size)
-        with failing() as error:
-            quiet(strategy="ddp", devices=3).fit(module, loader(64, 4))
-        say("refused", error["type"], error["text"].splitlines()[0])
-        any_size = quiet()
-        any_size.fit(module, loader(64, 4))
-        say("auto", any_size.world_size, any_size.strategy.name)
-        say("environment", {key for key in before | os.environ if before.get(key) != os.environ.get(key)} or "same")
-        """,
-    )
+_JOINED = """
+import torch.distributed as dist
+before = dict(os.environ)
+for number in range(2):
+    module = Model()
+    fit = quiet()
+    fit.fit(module, loader(64, 4), loader(18, 4))
+    reference = weights(train_by_hand(Model(), global_batches(64, 8)))
+    say(number, torch.allclose(weights(module), reference, atol=1e-6), fit.world_size, dist.is_initialized())
+for devices in (1, 3):
+    with failing() as error:
+        quiet(devices=devices).fit(module, loader(64, 4))
+    say(devices, "devices", error["type"])
+# A user's own group, made as torchrun's users do.
+dist.init_process_group("gloo")
+group = dist.group.WORLD
+quiet().fit(Model(), loader(64, 4))
+say("own", dist.group.WORLD is group, os.environ == before)
+dist.destroy_process_group()
+"""
+
+_FAILING = """
+class Failing(Model):
+    def __init__(self, ranks, how="raises"):
+        super().__init__()
+        self.ranks, self.how = ranks, how
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and self.global_rank in self.ranks:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError(f"boom on {self.global_rank}")
+        return super().training_step(batch, batch_idx)
+"""
+
+_AGAIN = (
+    _FAILING
+    + """
+began = time.monotonic()
+for ranks in ((1,), (0,), (0, 1)):
+    with failing() as error:
+        quiet(strategy="ddp", devices=2).fit(Failing(ranks), loader(64, 4))
+    text = error["text"].splitlines()
+    say(ranks, error["type"], text[0], "in training_step" in error["text"])
+    say(ranks, "python prints errors", sys.excepthook is sys.__excepthook__)
+    module = Model()
+    quiet(strategy="ddp", devices=2).fit(module, loader(64, 4))
+    reference = weights(train_by_hand(Model(), global_batches(64, 8)))
+    say(ranks, "again", torch.allclose(weights(module), reference, atol=1e-6))
+say("seconds", time.monotonic() - began < 20)
+"""
+)
+
+_ALONE = """
+fit = quiet(strategy="ddp", devices=2)
+module = Model()
+fit.fit(module, loader(16, 4))
+if fit.is_global_zero:
+    with failing() as error:
+        fit.validate(module, loader(16, 4))
+    say("alone", error["type"], error["text"].splitlines()[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def started_again(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A script that starts itself again for the second rank, and does one thing after the other."""
+    return run_script(tmp_path_factory.mktemp("script"), _THROUGH + _AGAIN + _ALONE, limit=120)
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same, where torchrun started both ranks."""
+    return run_script(tmp_path_factory.mktemp("script"), _AGAIN + _JOINED, *TORCHRUN, limit=120)
+
+
+def test_every_rank_goes_on_through_the_script(started_again: Run) -> None:  # A-02, A-03, A-06
+    run = started_again
     assert run.code == 0, run.errors
     for rank in (0, 1):
         said = [line for line in run.said if line.startswith(f"{rank} ")]
@@ -57,31 +130,8 @@ def test_every_rank_goes_on_through_the_script(tmp_path: Path) -> None:  # A-02,
     assert run.out.count("validate: val_loss") == 1  # rank 0 alone prints
 
 
-def test_torchruns_processes_are_joined(tmp_path: Path) -> None:  # A-02, A-03, A-06
-    run = run_script(
-        tmp_path,
-        """
-        import torch.distributed as dist
-        before = dict(os.environ)
-        for number in range(2):
-            module = Model()
-            fit = quiet()
-            fit.fit(module, loader(64, 4), loader(18, 4))
-            reference = weights(train_by_hand(Model(), global_batches(64, 8)))
-            say(number, torch.allclose(weights(module), reference, atol=1e-6), fit.world_size, dist.is_initialized())
-        for devices in (1, 3):
-            with failing() as error:
-                quiet(devices=devices).fit(module, loader(64, 4))
-            say(devices, "devices", error["type"])
-        # A user's own group, made as torchrun's users do.
-        dist.init_process_group("gloo")
-        group = dist.group.WORLD
-        quiet().fit(Model(), loader(64, 4))
-        say("own", dist.group.WORLD is group, os.environ == before)
-        dist.destroy_process_group()
-        """,
-        *TORCHRUN,
-    )
+def test_torchruns_processes_are_joined(under_torchrun: Run) -> None:  # A-02, A-03, A-06
+    run = under_torchrun
     assert run.code == 0, run.errors
     for rank in (0, 1):
         refused = [f"{devices} devices ConfigurationError" for devices in (1, 3)]
@@ -89,41 +139,10 @@ def test_torchruns_processes_are_joined(tmp_path: Path) -> None:  # A-02, A-03, 
             assert f"{rank} {line}" in run.said, run.said
 
 
-_FAILING = """
-class Failing(Model):
-    def __init__(self, ranks, how="raises"):
-        super().__init__()
-        self.ranks, self.how = ranks, how
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and self.global_rank in self.ranks:
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError(f"boom on {self.global_rank}")
-        return super().training_step(batch, batch_idx)
-"""
-
-
 @pytest.mark.parametrize("launched", ["subprocess", "torchrun"])
-def test_after_a_failure_the_same_processes_fit_again(tmp_path: Path, launched: str) -> None:  # G-01, G-07
-    run = run_script(
-        tmp_path,
-        _FAILING
-        + """
-began = time.monotonic()
-for ranks in ((1,), (0,), (0, 1)):
-    with failing() as error:
-        quiet(strategy="ddp", devices=2).fit(Failing(ranks), loader(64, 4))
-    text = error["text"].splitlines()
-    say(ranks, error["type"], text[0], "in training_step" in error["text"])
-    say(ranks, "python prints errors", sys.excepthook is sys.__excepthook__)
-    module = Model()
-    quiet(strategy="ddp", devices=2).fit(module, loader(64, 4))
-    reference = weights(train_by_hand(Model(), global_batches(64, 8)))
-    say(ranks, "again", torch.allclose(weights(module), reference, atol=1e-6))
-say("seconds", time.monotonic() - began < 20)
-""",
-        *(TORCHRUN if launched == "torchrun" else ()),
-    )
+def test_after_a_failure_the_same_processes_fit_again(launched: str, request: pytest.FixtureRequest) -> None:
+    # G-01, G-07
+    run: Run = request.getfixturevalue("under_torchrun" if launched == "torchrun" else "started_again")
     assert run.code == 0, run.errors
     for failed in (0, 1):
         other = 1 - failed
@@ -173,21 +192,7 @@ finally:
     assert took < 15
 
 
-def test_a_validation_on_rank_0_alone_after_fit_is_refused(tmp_path: Path) -> None:  # A-08
-    run = run_script(
-        tmp_path,
-        """
-        fit = quiet(strategy="ddp", devices=2)
-        module = Model()
-        fit.fit(module, loader(16, 4))
-        if fit.is_global_zero:
-            with failing() as error:
-                fit.validate(module, loader(16, 4))
-            say("alone", error["type"], error["text"].splitlines()[0])
-        """,
-        limit=60,
-    )
-    assert run.code == 0, run.errors
-    (line,) = run.said
-    assert line.startswith("0 alone DistributedError")
+def test_a_validation_on_rank_0_alone_after_fit_is_refused(started_again: Run) -> None:  # A-08
+    assert started_again.code == 0, started_again.errors
+    (line,) = [line for line in started_again.said if line.startswith("0 alone DistributedError")]
     assert "rank 1 has already left the script" in line

@@ -33,7 +33,7 @@ def _sent(strategy: str) -> Any:
     assert known.collectives == {"all-reduce": 1}
     assert known.sent == 16  # two ranks send half of 16 bytes to each other, twice
     loops = partial(train_by_hand, strategy, make=narrow), partial(train_by_engine, strategy, net=narrow)
-    return [(a_step(loop), loop(3), python_calls_a_step(loop, 2, 6)) for loop in loops]
+    return [(a_step(loop), loop(3), python_calls_a_step(loop, 1, 3, runs=3)) for loop in loops]
 
 
 @pytest.mark.parametrize("strategy", list(WRAPS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -63,6 +64,7 @@ def serve(rank: int, world_size: int, pipe: Connection) -> None:
     """Answer calls until the caller closes the pipe."""
     die_with_parent()
     torch.set_num_threads(1)
+    gc.freeze()  # None of what is imported by now is garbage: collections need not look at it.
     pipe.send(STARTED)
     while True:
         try:
