@@ -21,9 +21,12 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 # Tests run in this many processes, file by file (tests/conftest.py); those that train on ranks start these besides.
 WORKERS ?= 2
 
+# All of one process, and of several what others rest on.
+QUICK := tests/unit tests/distributed/test_ddp.py tests/distributed/test_clipping.py tests/distributed/test_checkpoint_files.py
+
 DEMO ?= --strategy ddp --devices 2 --accelerator cpu
 
-.PHONY: help demo test faults lint format types bench docs parity clean distclean
+.PHONY: help demo test quick faults lint format types bench docs parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -33,6 +36,9 @@ demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about t
 
 test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it, WORKERS=0 keeps it in one process)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in under a minute (lint and types apart)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
 faults: $(VENV)/.stamp-dev ## Kill saves and runs at random instants, and let seeded faults strike, 200 times each (FAULTS=20 make faults)
 	@FAULTS=$(or $(FAULTS),200) $(BIN)/python -m pytest -s --timeout 0 tests/faults $(ARGS)

@@ -264,6 +264,7 @@ def test_settings_import_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_import_leaves_no_variable_and_no_text() -> None:
     # E-12
     done = _run(

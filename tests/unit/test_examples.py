@@ -14,6 +14,8 @@ import pytest
 from drivetrain.testing import requires_package
 from warm_python import run_script
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -48,7 +48,7 @@ FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floo
 UNKNOWN = len(FLOORS)  # a unit without a floor, which a test of its own reports
 STRATEGIES_REACH = FLOOR_OF["strategy"]  # the interfaces and what they stand on
 
-MAX_LINES = 400
+MAX_LINES = 600
 LONGER: dict[str, str] = {}  # path: the reason why it is one idea all the same
 
 HEAVY = ["torchmetrics", "transformers", "tensorboard", "deepspeed", "rich", "matplotlib", "torch._dynamo"]

@@ -20,6 +20,8 @@ if {without_rich}:
     sys.modules["rich"] = None
 from callback_modules import Regression, loader, quiet_fit
 
+pytestmark = pytest.mark.slow
+
 class Talking(Regression):
     def training_step(self, batch, batch_idx):
         time.sleep(0.02)

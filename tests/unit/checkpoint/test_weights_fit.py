@@ -125,6 +125,7 @@ def _loaded(strategies: list[str]) -> list[dict[str, str]]:
     return every
 
 
+@pytest.mark.slow
 @requires_package("deepspeed")
 def test_strategies_that_cut_parameters_say_it_too() -> None:
     other = "unexpected ['heads.other.weight', 'heads.other.bias']"

@@ -206,6 +206,7 @@ def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
         assert getattr(hooks, name) == ()
 
 
+@pytest.mark.slow
 def test_a_fit_imports_nothing_that_is_not_used(tmp_path: Path) -> None:
     """H-02, extended to a run: neither building a Fit nor running a bare one brings in what nobody asked for.
 
