@@ -45,7 +45,7 @@ class Candidate:
         """What `Fit` is given."""
         if self.make is not None:
             return self.make()
-        return self.name if self.tensor == 1 else FSDPStrategy(tensor_parallel=self.tensor)
+        return self.name
 
     def refusal(self, job: Job) -> str | None:
         """A part of the message with which it refuses a job, or None."""
@@ -75,6 +75,16 @@ def everything_spread() -> Strategy:
     return DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)
 
 
+def copied_shards() -> Strategy:
+    """Gathers a network as one: what several units come to on two by two ranks is in test_fsdp_meshes.py."""
+    return FSDPStrategy(sharding="hybrid", wrap=[])
+
+
+def split_layers() -> Strategy:
+    """The same, the layers split over two ranks besides."""
+    return FSDPStrategy(tensor_parallel=2, wrap=[])
+
+
 STRATEGIES = [
     Candidate("single_device", ranks=1),
     Candidate(
@@ -98,8 +108,8 @@ STRATEGIES = [
     ),
     Candidate("fsdp", ranks=2, also_on=(4,), refuses=NO_SPARSE, shards=True),
     Candidate("fsdp_grad_op", ranks=2, refuses=NO_SPARSE, shards=True),
-    Candidate("hsdp", ranks=4, refuses=NO_SPARSE, shards=True),
-    Candidate("fsdp x tp", ranks=4, refuses=NO_SPARSE, shards=True, tensor=2),
+    Candidate("hsdp", ranks=4, refuses=NO_SPARSE, shards=True, make=copied_shards),
+    Candidate("fsdp x tp", ranks=4, refuses=NO_SPARSE, shards=True, tensor=2, make=split_layers),
     Candidate("deepspeed_stage_1", ranks=2, refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, zero=1),
     Candidate(
         "deepspeed_stage_2", ranks=2, also_on=(4,), refuses=BY_ZERO, refuses_precisions=PRECISIONS_BY_ZERO, zero=2
