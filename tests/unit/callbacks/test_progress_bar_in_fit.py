@@ -13,14 +13,14 @@ import pytest
 
 from drivetrain.testing import requires_linux, requires_package
 
+pytestmark = pytest.mark.slow
+
 _SCRIPT = """
 import sys, time
 sys.path.insert(0, {here!r})
 if {without_rich}:
     sys.modules["rich"] = None
 from callback_modules import Regression, loader, quiet_fit
-
-pytestmark = pytest.mark.slow
 
 class Talking(Regression):
     def training_step(self, batch, batch_idx):
