@@ -95,6 +95,19 @@ class World:
                 something behind.
             ConfigurationError: ``fn`` or its arguments cannot be pickled.
         """
+        outcomes, leftovers = self._call(fn, args, process_group, timeout, env)
+        self._check(leftovers)
+        return [pickle.loads(outcome) for outcome in outcomes]
+
+    def _call(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        process_group: str | None,
+        timeout: float,
+        env: Mapping[str, str] | None,
+    ) -> tuple[list[bytes], dict[int, Leftovers]]:
+        """Return what every rank returned, pickled, and what each left behind."""
         work = _dump(fn, args)
         try:
             self._start()
@@ -108,8 +121,7 @@ class World:
         except BaseException:
             self._kill()
             raise
-        self._check(leftovers)
-        return [pickle.loads(outcome) for outcome in outcomes]
+        return outcomes, leftovers
 
     def close(self) -> None:
         """End the ranks.
@@ -239,14 +251,15 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``nprocs`` ranks started for it and return the list of what each returned, by rank.
 
-    It is `World.run` of a world that ends with the call: the arguments and errors are the same. Use it for a function
-    that leaves its mark on the process; a `World` for many that do not.
+    It is `World.run` of a world that ends with the call: the arguments and errors are the same, but that a function may
+    leave behind what ends with its process. Use it for one that leaves its mark; a `World` for many that do not.
 
     Raises:
         DistributedError: besides, a process did not end, or not well, after its function had returned.
     """
     with World(nprocs) as world:
-        return world.run(fn, *args, process_group=process_group, timeout=timeout, env=env)
+        outcomes, _ = world._call(fn, args, process_group, timeout, env)
+    return [pickle.loads(outcome) for outcome in outcomes]
 
 
 def _dump(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
