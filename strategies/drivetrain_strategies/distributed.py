@@ -12,6 +12,7 @@ from drivetrain.control import LocalControl
 from drivetrain.environments import Placement
 from drivetrain.precision import Precision
 from drivetrain.strategy import Strategy
+from drivetrain_strategies.buffers import take_forms_of_rank_0
 from drivetrain_strategies.collectives import all_gather, broadcast, broadcast_together, reduce
 from drivetrain_strategies.process_group import ProcessGroup
 
@@ -62,6 +63,7 @@ class DistributedStrategy(Strategy):
         self.control.barrier()
 
     def sync_buffers(self, module: nn.Module) -> None:
+        take_forms_of_rank_0(module, self.control)
         buffers = list(module.buffers())
         if buffers:
             broadcast_together(buffers)

@@ -34,6 +34,10 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
     finally:
         for child, training in flags:
             child.training = training
+            # What a step made anew in inference mode could not be written to from here on.
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_inference():
+                    child._buffers[name] = buffer.clone()
 
 
 class EvaluateLoop:

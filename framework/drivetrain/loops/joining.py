@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.metrics.objects import metric_state, set_metric_state
 from drivetrain.metrics.store import MetricStore
@@ -39,18 +39,32 @@ class Joining:
 
 @contextmanager
 def leaving_no_trace(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
-    """Within it this rank joins, and afterwards buffers are as before too.
+    """Within it this rank joins, and afterwards buffers are as before too, the same tensors with the same values.
 
     They are put back after the step alone: a hook that keeps an average of the weights, say, follows the optimizer's
     step on every rank.
     """
     joining = None if metrics.joining else Joining(metrics)
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # A step may write into a buffer, or put another tensor in its place (`self.count = self.count + 1`).
+    places = [(child, dict(child._buffers)) for child in module.modules()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
+            for buffer, before in values:
                 buffer.copy_(before)
+        for child, buffers in places:
+            _put_back(child, buffers)
         if joining is not None:
             joining.end()
+
+
+def _put_back(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Let ``module`` have these buffers and no others."""
+    for name in [*module._buffers]:
+        if name not in buffers:
+            delattr(module, name)
+    for name, buffer in buffers.items():
+        if name not in module._buffers or module._buffers[name] is not buffer:
+            module._buffers[name] = buffer

@@ -12,6 +12,7 @@ import torch
 
 from drivetrain.control import ControlPlane, Pending
 from drivetrain.data import Share
+from drivetrain.data.keeping import own_containers
 from drivetrain.errors import ConfigurationError
 
 Weigh = Callable[[Any], int | float | torch.Tensor]
@@ -145,6 +146,10 @@ def exchanged_windows(
             if weigh is not None and not share.joins:
                 weight = checked_weight(weigh(batch), control.rank, number + len(taken))
             taken.append((batch, share, weight))
+        if last is not None and (len(taken) < room or not ahead):
+            # Before a step takes it apart: this rank may go on with it as a joiner. What is not read ahead shows only
+            # later that it has come to its end.
+            last = own_containers(last)
         number += size
         report = torch.zeros(1 + 2 * size, dtype=torch.float64)
         report[0] = sum(weight for _, _, weight in taken)
@@ -172,7 +177,7 @@ def exchanged_windows(
         if ahead:
             taken, pending = read()
         for position in range(reach):
-            batch, share, weight = window[position] if position < len(window) else (last, None, 0.0)
+            batch, share, weight = window[position] if position < len(window) else (own_containers(last), None, 0.0)
             yield MicroBatch(
                 batch,
                 share.samples if share is not None else 0,
