@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 
 class LoaderClone:
@@ -41,6 +41,13 @@ class LoaderClone:
         """Shut the workers down, persistent ones too. Another epoch starts new ones."""
         self._running.stop()
         self._loader._iterator = None
+
+
+def gives_new_memory(loader: DataLoader[Any]) -> bool:
+    """Whether every batch comes in memory of its own: put together by torch's own collation, or sent by a worker."""
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return False  # which may do anything with what torch's gives
+    return loader.num_workers > 0 or loader.collate_fn is default_collate
 
 
 class _Running:

@@ -106,6 +106,11 @@ class CombinedSource:
         self.in_process = any(source.in_process for source in sources)
         self.stateful = any(source.stateful for source in sources)
         self.stride = sources[0].stride if loader.mode != "sequential" else None
+        self.lasting = all(source.lasting for source in sources)
+
+    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> None:
+        """Which loader a share comes from shows as they are read."""
+        return
 
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         if origin.samples:

@@ -44,6 +44,10 @@ class Feed(ABC):
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
         """Say where the next iteration starts, and return the shares of what it will ask for; see `BatchSource`."""
 
+    def shares(self, start: int, origin: Origin = START) -> Iterator[Share] | None:
+        """Return what `begin` returns, without beginning anything; None where it shows only as the sampler is read."""
+        return None
+
     @abstractmethod
     def _blocks(self) -> Iterator[list[Any]]:
         """Yield the requests of the epoch begun last, a block of micro-batches at a time."""
@@ -95,8 +99,10 @@ class DealtFeed(Feed):
 
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
         self._epoch, self._start, self._origin = epoch, start, origin
-        shares = self._deal.rest(origin.samples).shares(start - origin.number)
-        return chain(chain.from_iterable(shares), _surplus())
+        return chain(self.shares(start, origin), _surplus())
+
+    def shares(self, start: int, origin: Origin = START) -> Iterator[Share]:
+        return chain.from_iterable(self._deal.rest(origin.samples).shares(start - origin.number))
 
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin)

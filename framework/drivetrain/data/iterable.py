@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from drivetrain.data.clone import LoaderClone
+from drivetrain.data.clone import LoaderClone, gives_new_memory
 from drivetrain.data.feeds import sized
 from drivetrain.data.sharding import START, Origin, Share
 from drivetrain.data.workers import SeededIterable, WorkerStart
@@ -57,10 +57,16 @@ class IterableSource:
                 self._seeded = SeededIterable(loader.dataset, seed, rank)
                 attributes = {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
             self._clone = LoaderClone(loader, **attributes)
+        # A list runs no code when it is read; of any other iterable nothing is known.
+        self.lasting = type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and gives_new_memory(loader))
         self._stateful = self._with_state()
         self.stateful = self._stateful is not None
         self._began: Any = None  # where the process's generators stood as the epoch began
         self._goes_on = False
+
+    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> None:
+        """Nobody knows how many samples a batch holds before it is there."""
+        return
 
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         if origin.samples:

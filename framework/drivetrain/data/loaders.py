@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from drivetrain.data.clone import LoaderClone
+from drivetrain.data.clone import LoaderClone, gives_new_memory
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.feeds import DealtFeed, Feed, StreamFeed, complete, sized
 from drivetrain.data.iterable import IterableSource, count_samples, empty, set_epoch
@@ -132,10 +132,14 @@ class MapSource:
         self.in_process = in_process
         self.stateful = False
         self.stride = stride
+        self.lasting = gives_new_memory(clone.loader)
 
     @property
     def length(self) -> int | None:
         return self._feed.length
+
+    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
+        return None if self._items else self._feed.shares(start, origin)
 
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         if origin.samples and self._alone:

@@ -18,6 +18,7 @@ class BatchSource(Protocol):
         in_process: batches are read in this process, and what reading them draws comes from its generators.
         stateful: where reading stands is in an object that a checkpoint keeps: nothing may be read ahead of training.
         stride: samples in a whole global micro-batch; None where that is not known.
+        lasting: a batch stays as it is while later ones are read: none of them can come in the same memory.
     """
 
     @property
@@ -37,6 +38,13 @@ class BatchSource(Protocol):
 
     @property
     def stride(self) -> int | None: ...
+
+    @property
+    def lasting(self) -> bool: ...
+
+    def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
+        """Return the shares that `epoch` gives with its batches, without reading any; None where only reading tells."""
+        ...
 
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         """Start an epoch and return its batches with this rank's shares of them.

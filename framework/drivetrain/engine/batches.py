@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from drivetrain.data import DataModule, Prefetcher
+from drivetrain.data.keeping import own_pinned_memory
 from drivetrain.hooks import is_overridden
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.module import TrainModule
@@ -41,13 +42,25 @@ def batch_mover(module: TrainModule, datamodule: DataModule | None, strategy: St
 
 
 def moved(
-    micro_batches: Iterator[MicroBatch], move: Move | None, device: torch.device, ahead: bool = True
+    micro_batches: Iterator[MicroBatch],
+    move: Move | None,
+    device: torch.device,
+    ahead: bool = True,
+    lasting: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Bring micro-batches to the device, on CUDA one ahead (where that may be) and on a stream of its own."""
+    """Bring micro-batches to the device, on CUDA one ahead (where that may be) and on a stream of its own.
+
+    Args:
+        micro_batches: an epoch's.
+        move: what is done to a batch; None where it is nothing.
+        device: where to.
+        ahead: the next one may be read before the current one is trained on.
+        lasting: a batch stays as it is while the next one is read.
+    """
     if move is None:
         return micro_batches
     if device.type == "cuda" and ahead:
-        return _moved_ahead(micro_batches, move, device)
+        return _moved_ahead(micro_batches, move, device, lasting)
     return _moved_here(micro_batches, move)
 
 
@@ -57,11 +70,14 @@ def _moved_here(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[Mic
         yield micro
 
 
-def _moved_ahead(micro_batches: Iterator[MicroBatch], move: Move, device: torch.device) -> Iterator[MicroBatch]:
+def _moved_ahead(
+    micro_batches: Iterator[MicroBatch], move: Move, device: torch.device, lasting: bool
+) -> Iterator[MicroBatch]:
     prefetcher = Prefetcher(device, lambda batch: move(batch, 0))
     waiting: MicroBatch | None = None
     for micro in micro_batches:
-        sent = micro.with_batch(prefetcher.send(micro.batch))
+        batch = micro.batch if lasting else own_pinned_memory(micro.batch)
+        sent = micro.with_batch(prefetcher.send(batch))
         if waiting is not None:
             waiting.batch = prefetcher.receive(waiting.batch)
             yield waiting

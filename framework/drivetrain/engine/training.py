@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from drivetrain.arguments import duration
+from drivetrain.data.keeping import own_memory
 from drivetrain.engine.batches import Move, moved
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
@@ -96,9 +98,11 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
         _check_manual(session)
         session.manual = ManualStep(module, runner, strategy, session.handles, hooks, session.metrics, arguments)
         return session.manual
-    kind = AutomaticStep
+    kind: Callable[..., TrainStep] = AutomaticStep
     if any(needs_closure(optimizer) for optimizer in session.optimizers):
-        kind = ClosureStep
+        assert session.data is not None
+        assert session.data.train is not None
+        kind = partial(ClosureStep, lasting=session.data.train.lasting)
         if strategy.precision.scales_loss:
             raise ConfigurationError(
                 f"precision={strategy.precision.name!r} with {type(session.optimizers[0]).__name__}.",
@@ -186,10 +190,18 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
         # What is left of an epoch that began under another dealing ends with its data.
         room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
         # The epoch's order stays the first one's where the run overfits a few batches.
-        pairs = source.epoch(0 if trainer.overfit_batches else epoch, first, origin)
+        order = 0 if trainer.overfit_batches else epoch
+        pairs = source.epoch(order, first, origin)
         pairs = session.draws.follow(pairs, first, trained)
+        shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
+        lasting = source.lasting
+        if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):
+            # These wait for their turn while others are read, which the loader may write into the same memory.
+            pairs = ((own_memory(batch), share) for batch, share in pairs)
+            lasting = True
         if room is not None:
             pairs = islice(pairs, room)
+            shares = shares and islice(shares, room)
         if exchanged:
             micro_batches = exchanged_windows(
                 pairs,
@@ -207,7 +219,7 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
         elif weigh is not None:
             micro_batches = weighed_windows(pairs, size, weigh)
         else:
-            micro_batches = dealt_windows(pairs, size, ranks)
-        return moved(micro_batches, move, strategy.device, ahead=not source.stateful)
+            micro_batches = dealt_windows(pairs, size, ranks, shares)
+        return moved(micro_batches, move, strategy.device, ahead=not source.stateful, lasting=lasting)
 
     return begin

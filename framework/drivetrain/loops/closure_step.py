@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.data.keeping import own_memory
 from drivetrain.loops.step import AutomaticStep
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.loops.zero_grad import zero_grad
@@ -18,10 +19,15 @@ class ClosureStep(AutomaticStep):
     The closure's first call returns what the window's micro-batches already computed; each further one runs them again.
     It returns the loss of all ranks together: line search and stopping rules that went by a local loss would decide
     differently on each rank, and the replicas would part.
+
+    Args:
+        args: see `AutomaticStep`.
+        lasting: a batch stays as it is while later ones are read.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: Any, lasting: bool) -> None:
+        super().__init__(*args)
+        self._lasting = lasting
         self._window: list[tuple[MicroBatch, int]] = []
         self._window_loss: torch.Tensor | None = None
 
@@ -29,7 +35,9 @@ class ClosureStep(AutomaticStep):
         if micro.opens:
             self._window = []
             self._window_loss = None
-        self._window.append((micro, batch_idx))
+        # It is run again after the loader has gone on, which may write the next one into the same memory.
+        kept = micro if micro.closes or self._lasting else micro.with_batch(own_memory(micro.batch))
+        self._window.append((kept, batch_idx))
         return super().micro_batch(micro, batch_idx)
 
     def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:

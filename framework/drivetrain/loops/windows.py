@@ -79,12 +79,32 @@ def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
         yield micro
 
 
-def dealt_windows(pairs: Pairs, size: int, world_size: int) -> Iterator[MicroBatch]:
-    """Windows whose weights are the samples that the sampler dealt: every rank knows them all without talking."""
-    while taken := list(islice(pairs, size)):
-        total = sum(_known(share) for _, share in taken)
-        last = len(taken) - 1
-        for position, (batch, share) in enumerate(taken):
+def dealt_windows(
+    pairs: Pairs, size: int, world_size: int, shares: Iterator[Share] | None = None
+) -> Iterator[MicroBatch]:
+    """Windows whose weights are the samples that the sampler dealt: every rank knows them all without talking.
+
+    Args:
+        pairs: this rank's batches.
+        size: micro-batches of a window.
+        world_size: among how many ranks the data is dealt.
+        shares: those of ``pairs``, known before: a batch is then read when its turn has come, as a loop by hand reads
+            it. None reads a whole window to know them.
+    """
+    while True:
+        if shares is None:
+            taken = list(islice(pairs, size))
+            window, coming = iter(taken), [share for _, share in taken]
+        else:
+            coming = list(islice(shares, size))
+            window = islice(pairs, len(coming))
+        if not coming:
+            if shares is not None:
+                next(pairs, None)  # which refuses what comes beyond what was dealt
+            return
+        total = sum(map(_known, coming))
+        last = len(coming) - 1
+        for position, (batch, share) in enumerate(window):
             samples, everywhere = share.samples, _known(share)
             scale = world_size * samples / total if total else 0.0
             ranks = min(world_size, everywhere)
