@@ -281,6 +281,10 @@ class Strategy(ABC):
 
     # The end
 
+    def leaves_shards(self, module: torch.nn.Module) -> bool:
+        """Whether `restore_module` leaves the module's weights spread over the ranks."""
+        return False
+
     def restore_module(self) -> None:
         """Make the module plain again, with whole tensors and rank 0's buffers. Collective."""
 

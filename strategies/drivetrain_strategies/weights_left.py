@@ -36,6 +36,11 @@ left: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Part]]] =
 """By module: the sizes of the mesh, and this rank's parts."""
 
 
+def exceeds(module: nn.Module, limit: int) -> bool:
+    """Whether the module's parameters take more than ``limit`` bytes."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) > limit
+
+
 def are_gathered(nbytes: int, limit: int, strategy: str, tell: bool) -> bool:
     """Whether parameters of ``nbytes`` become whole after a run; says so where they do not.
 

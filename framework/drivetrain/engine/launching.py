@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drivetrain.accelerators import resolve_devices
+from drivetrain.engine.layers import Before
 from drivetrain.engine.loaders import Given
-from drivetrain.engine.outcome import Outcome, shapes_of
+from drivetrain.engine.outcome import Outcome
 from drivetrain.engine.place import Place, find_place, place_of_first, stands_alone
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
@@ -163,6 +164,7 @@ def asks_for_sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.devi
 
 def _in_other_processes(launcher: FunctionLauncher, place: Place, request: Request) -> Any:
     trainer = request.trainer
+    _refuse_shards(trainer, request.module)
     try:
         outcome = launcher.launch(
             place.placement,
@@ -181,11 +183,27 @@ def _in_other_processes(launcher: FunctionLauncher, place: Place, request: Reque
 
 def _on_ray(launcher: RayLauncher, single: bool, request: Request) -> Any:
     trainer = request.trainer
+    _refuse_shards(trainer, request.module)
     devices = launcher.devices(trainer.accelerator, trainer.devices)
     place = place_of_first(devices, trainer.num_nodes, single)
     outcome = launcher.launch(place.placement, _worker, *request, device=devices.type)
     _take_over(outcome, place, request)
     return outcome.result
+
+
+def _refuse_shards(trainer: Fit, module: TrainModule) -> None:
+    """Refuse a run whose weights would end as shards in processes that end with it.
+
+    Raises:
+        ConfigurationError: they would.
+    """
+    strategy = trainer.chosen_strategy
+    if strategy is not None and strategy.leaves_shards(module):
+        raise ConfigurationError(
+            f"The parameters of {type(module).__name__} take more than the gather_limit of strategy={strategy.name!r}.",
+            "each rank would be left with its part, in a process that was started for the run and ends with it.",
+            "raise the strategy's gather_limit, or use launcher='subprocess' or torchrun, whose ranks stay.",
+        )
 
 
 def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
@@ -212,6 +230,7 @@ def _stand_in(trainer: Fit, place: Place) -> Strategy:
 
 def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
-    shapes = shapes_of(module)
+    before = Before.of(module)
     result = launch(Request(trainer, stage, module, given, ckpt_path))
-    return Outcome.of(trainer, module, result, shapes)
+    _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
+    return Outcome.of(trainer, module, result, before)

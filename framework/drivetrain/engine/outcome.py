@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import nn
 
+from drivetrain.engine.layers import Before, Layers, build_of
 from drivetrain.module import TrainModule
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-
-Shapes = dict[str, tuple[int, ...]]
-
-_CONTAINERS = ("_modules", "_parameters", "_buffers")
 
 
 @dataclass(slots=True)
@@ -23,8 +21,10 @@ class Outcome:
 
     Attributes:
         result: what the stage returned.
-        weights: the module's state.
-        buffers: those that are no part of its state.
+        tensors: the module's parameters and buffers by name, in the dtypes that the run left them in; none where the
+            layers bring them.
+        trains: which parameters require a gradient.
+        extra: by layer: what its ``get_extra_state`` returned.
         layers: the module's own containers, where the run built or replaced layers; None where it only trained.
         progress: the counters.
         metrics: every value by every name.
@@ -33,26 +33,29 @@ class Outcome:
     """
 
     result: Any
-    weights: dict[str, Any]
-    buffers: dict[str, torch.Tensor]
-    layers: dict[str, Any] | None
+    tensors: dict[str, torch.Tensor]
+    trains: dict[str, bool]
+    extra: dict[str, Any]
+    layers: Layers | None
     progress: dict[str, int]
     metrics: dict[str, float]
     callbacks: list[dict[str, Any]]
     state: str
 
     @classmethod
-    def of(cls, trainer: Fit, module: TrainModule, result: Any, shapes: Shapes) -> Self:
-        """Collect what there is after a run, on rank 0 all of it; ``shapes`` are the module's of before."""
+    def of(cls, trainer: Fit, module: TrainModule, result: Any, before: Before) -> Self:
+        """Collect what there is after a run, on rank 0 all of it; ``before`` is how the module was built."""
         session = trainer.session
         assert session is not None
         first = trainer.is_global_zero
-        changed = first and shapes_of(module) != shapes
+        layers = Layers.of(module, before) if first else None
+        alone = first and (layers is None or layers.pickled is None)
         return cls(
             result=result if first else None,
-            weights={name: _on_cpu(value) for name, value in module.state_dict().items()} if first else {},
-            buffers={name: _on_cpu(buffer) for name, buffer in module.named_buffers()} if first else {},
-            layers={name: module.__dict__[name] for name in _CONTAINERS} if changed else None,
+            tensors={name: tensor.detach().cpu() for name, tensor in _tensors_of(module).items()} if alone else {},
+            trains={name: one.requires_grad for name, one in module.named_parameters()} if first else {},
+            extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if first else {},
+            layers=layers,
             progress=session.progress.state_dict(),
             metrics={name: float(value) for name, value in session.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
@@ -60,19 +63,42 @@ class Outcome:
         )
 
     def fill(self, module: TrainModule) -> None:
-        """Make the caller's module what rank 0's is. Its tensors stay the same objects where no layer changed."""
-        if self.layers is not None:
-            module.__dict__.update(self.layers)
-        module.load_state_dict(self.weights)
+        """Make the caller's module what rank 0's is. Its tensors stay the same objects where no layer changed.
+
+        Raises:
+            ConfigurationError: layers that the run built could not be sent, nor be built here.
+        """
+        if self.layers is not None and build_of(module) != self.layers.build:
+            self.layers.put_into(module)
+        own = _tensors_of(module)
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(self.buffers[name])
+            for name, tensor in self.tensors.items():
+                _in_the_form_of(tensor, own[name], module).copy_(tensor)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(self.trains[name])
+        for name, layer in _with_extra_state(module):
+            layer.set_extra_state(self.extra[name])
 
 
-def shapes_of(module: TrainModule) -> Shapes:
-    """Return the shape of every parameter and buffer by name."""
-    return {name: tuple(tensor.shape) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    plain = nn.Module.get_extra_state
+    return [(name, layer) for name, layer in module.named_modules() if type(layer).get_extra_state is not plain]
+
+
+def _in_the_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Give a tensor of the caller's the shape and dtype that the run's has, as a conversion here would have done."""
+    if own.is_meta:  # it had no storage, and the run gave it some
+        fresh = torch.empty_like(wanted)
+        replacement = nn.Parameter(fresh, own.requires_grad) if isinstance(own, nn.Parameter) else fresh
+        for layer in module.modules():
+            for place in (layer._parameters, layer._buffers):
+                place.update({key: replacement for key, value in place.items() if value is own})  # type: ignore[misc]
+        return replacement
+    if own.shape != wanted.shape or own.dtype != wanted.dtype:
+        own.data = torch.empty_like(wanted, device=own.device)
+        own.grad = None  # of another form
+    return own

@@ -42,7 +42,7 @@ from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIME
 from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.module_checks import refuse_meta
 from drivetrain_strategies.placement import HomeDevice
-from drivetrain_strategies.weights_left import GATHER_LIMIT
+from drivetrain_strategies.weights_left import GATHER_LIMIT, exceeds
 
 NATIVE = ".deepspeed"
 """What the name of a checkpoint of DeepSpeed's own ends with."""
@@ -347,6 +347,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._running.state.optimizer_regions()
 
     # The end
+
+    def leaves_shards(self, module: nn.Module) -> bool:
+        return self.stage == 3 and exceeds(module, self.gather_limit)
 
     def restore_module(self) -> None:
         if self.module is not None and self._run is not None:

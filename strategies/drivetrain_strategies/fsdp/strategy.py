@@ -44,7 +44,7 @@ from drivetrain_strategies.fsdp.unused import UnusedParameters
 from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.step_module import StepModule, whole_output
 from drivetrain_strategies.unit_order import UnitOrder
-from drivetrain_strategies.weights_left import GATHER_LIMIT, are_gathered
+from drivetrain_strategies.weights_left import GATHER_LIMIT, are_gathered, exceeds
 
 logger = logging.getLogger("drivetrain")
 
@@ -352,6 +352,9 @@ class FSDPStrategy(DistributedStrategy):
         return self.module
 
     # The end
+
+    def leaves_shards(self, module: nn.Module) -> bool:
+        return exceeds(module, self.gather_limit)
 
     def restore_module(self) -> None:
         module = self.module

@@ -1,0 +1,176 @@
+"""What the caller's module is after a run in processes that were started for it. Row I-15."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_runs import FEATURES, Regression, data, global_batches, loader, quiet, seeded, train_by_hand, weights
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from drivetrain import Fit
+from drivetrain.errors import ConfigurationError
+from drivetrain_strategies import FSDPStrategy
+
+SAMPLES, SIZE = 32, 4
+RATE = 0.1
+
+
+class Late(Regression):
+    """Builds everything in `configure_model`, where `__init__` left a place for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.net = self.act = self.scale = self.names = None
+        self.register_buffer("table", None)
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = seeded(lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8, bias=False)))
+            self.act = nn.Softsign()
+            self.scale = nn.Parameter(torch.full((8,), 0.5))
+            self.net[2].weight = nn.Parameter(self.net[2].weight.detach().clone())
+            self.out = nn.Linear(8, 8, bias=False)
+            self.out.weight = self.net[2].weight
+            self.table = torch.ones(1)
+            self.register_buffer("own", torch.zeros(1), persistent=False)
+            self.names = ["a", "b"]
+            self.width = 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.width == len(self.scale)
+        assert self.names == ["a", "b"]
+        return (self.out(self.act(self.net(x))) * self.scale).sum(1, keepdim=True) * self.table
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        self.own += 1
+        return nn.functional.mse_loss(self(x), y)
+
+
+def launched(launcher: str, **settings: Any) -> Fit:
+    return quiet(**{"strategy": "ddp", "devices": 2, "launcher": launcher, **settings})
+
+
+def by_hand(module: Regression, dtype: torch.dtype = torch.float32) -> Regression:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # in which a run under this precision builds, too
+    module.configure_model()
+    torch.set_default_dtype(before)
+    module.to(dtype)
+    batches = [(x.to(dtype), y.to(dtype)) for x, y in global_batches(SAMPLES, 2 * SIZE)]
+    return train_by_hand(module, batches, step=lambda batch, _: module.loss(batch))
+
+
+@pytest.mark.parametrize(("launcher", "strategy"), [("fork", "ddp"), ("spawn", "ddp"), ("forkserver", "fsdp")])
+def test_layers_built_in_configure_model_are_there_after_fit(launcher: str, strategy: str) -> None:  # I-15
+    module = Late()
+    launched(launcher, strategy=strategy).fit(module, loader(SAMPLES, SIZE))
+    reference = by_hand(Late())
+    assert [name for name, _ in module.named_parameters()] == [name for name, _ in reference.named_parameters()]
+    torch.testing.assert_close(weights(module), weights(reference), atol=1e-6, rtol=1e-5)
+    assert module.out.weight is module.net[2].weight
+    assert module.state_dict().keys() == reference.state_dict().keys()
+    x = data(SAMPLES).tensors[0]
+    torch.testing.assert_close(module(x), reference(x), atol=1e-6, rtol=1e-5)
+    # It can go on, here and elsewhere.
+    quiet().fit(module, loader(SAMPLES, 2 * SIZE))
+    torch.testing.assert_close(weights(module), weights(by_hand(reference)), atol=1e-6, rtol=1e-5)
+
+
+class Activated(Regression):
+    """Builds a layer without parameters late, and has one that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: Any = None
+
+    def configure_model(self) -> None:
+        if self.act is None:
+            self.act = nn.Softsign()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.act(self.net(x)), y)
+
+
+class Unsendable(Activated):
+    """A parametrized layer refuses to be pickled."""
+
+    def configure_model(self) -> None:
+        if self.act is None:
+            self.act = seeded(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(1, 1)), nn.Softsign()))
+
+
+class Unbuildable(Unsendable):
+    """Builds it only where there is a run."""
+
+    def configure_model(self) -> None:
+        if self.trainer.world_size == 2:
+            super().configure_model()
+
+
+def test_layers_without_parameters_and_such_as_cannot_be_pickled_are_there_too() -> None:  # I-15
+    for kind in (Activated, Unsendable):
+        module = kind()
+        launched("fork").fit(module, loader(SAMPLES, SIZE))
+        torch.testing.assert_close(weights(module), weights(by_hand(kind())), atol=1e-6, rtol=1e-5)
+        assert module.loss(data(SAMPLES).tensors).isfinite()
+    with pytest.raises(ConfigurationError, match="arametrized"):
+        launched("fork").fit(Unbuildable(), loader(SAMPLES, SIZE))
+
+
+class Thawing(Regression):
+    """Freezes a layer in a hook, and lets a buffer take another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(0, dtype=torch.int64))
+
+    def setup(self, stage: str) -> None:
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen = torch.cat([self.seen, torch.tensor([batch_idx])])
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_run_froze_and_what_grew_is_so_in_the_caller() -> None:  # I-15
+    module = Thawing()
+    pointers = [parameter.data_ptr() for parameter in module.parameters()]
+    launched("fork").fit(module, loader(SAMPLES, SIZE))
+    assert [parameter.requires_grad for parameter in module.parameters()] == [False, False, True, True]
+    assert module.seen.tolist() == [0, 1, 2, 3]
+    assert [parameter.data_ptr() for parameter in module.parameters()] == pointers
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+@pytest.mark.parametrize("kind", [Regression, Late])
+def test_weights_come_back_in_the_dtype_of_the_run(kind: type[Regression], precision: str, strategy: str) -> None:
+    # I-15
+    single, module = kind(), kind()
+    quiet(precision=precision).fit(single, loader(SAMPLES, 2 * SIZE))
+    parameters = list(module.parameters())
+    launched("fork", precision=precision, strategy=strategy).fit(module, loader(SAMPLES, SIZE))
+    dtype = torch.float64 if precision == "64-true" else torch.bfloat16
+    assert {one.dtype for one in module.parameters()} == {one.dtype for one in single.parameters()} == {dtype}
+    forms = [(name, buffer.dtype) for name, buffer in module.named_buffers()]
+    assert forms == [(name, buffer.dtype) for name, buffer in single.named_buffers()]
+    if kind is Regression:
+        assert all(own is before for own, before in zip(module.parameters(), parameters, strict=True))
+    # What is rounded to float32 on the way differs by 1e-8.
+    exact = {"atol": 1e-13, "rtol": 1e-12} if precision == "64-true" else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(weights(module), weights(by_hand(kind(), dtype)), **exact)
+
+
+@pytest.mark.parametrize("kind", [Regression, Late])
+def test_shards_that_would_end_with_their_processes_are_refused(kind: type[Regression]) -> None:  # I-15
+    module = kind()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with pytest.raises(ConfigurationError, match="gather_limit"):
+        launched("fork", strategy=FSDPStrategy(gather_limit=0)).fit(module, loader(SAMPLES, SIZE))
+    assert all(torch.equal(own, old) for own, old in zip(module.parameters(), before, strict=True))
