@@ -12,14 +12,18 @@ from drivetrain.control import ControlPlane
 
 
 def take_forms_of_rank_0(module: nn.Module, control: ControlPlane) -> None:
-    """Give the module's buffers the names, shapes and dtypes that they have on rank 0. Collective.
+    """Give the module's buffers the names, shapes and dtypes that they have on rank 0. Every rank calls it.
 
-    Where they have them on every rank, as almost always, one number a rank is exchanged.
+    Where they have them on every rank, as almost always, a number goes over the store; where there is no place for one
+    (`register_buffer` makes it), nothing.
     """
+    if not any(layer._buffers for layer in module.modules()):
+        return
     buffers = dict(module.named_buffers())
     own = {name: [[*buffer.shape], str(buffer.dtype).removeprefix("torch.")] for name, buffer in buffers.items()}
-    marks = control.all_gather(torch.tensor([zlib.crc32(repr(own).encode())]))
-    if bool((marks == marks.flatten()[0]).all()):
+    mark = zlib.crc32(repr(own).encode())
+    (others,) = control.agree("the form of buffers", control.from_rank_0(mark) != mark)
+    if not others:
         return
     wanted: dict[str, Any] = control.from_rank_0(own)
     for name in [*own, *wanted]:

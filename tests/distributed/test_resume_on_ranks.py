@@ -151,11 +151,12 @@ def test_on_other_ranks_every_sample_is_seen_once_an_epoch(tmp_path: Path) -> No
 
 
 def test_a_second_resume_within_such_an_epoch_is_exact(tmp_path: Path) -> None:
-    # F-02
-    on_ranks(_once, 2, tmp_path / "a", None, 3, {"max_steps": 2, "max_epochs": -1})
+    # F-02. To two ranks: with three, DDP's buckets, which differ between its first step and later ones, say in which
+    # order gloo adds up, and the last bit may differ (1.5e-8 here, by seed).
+    on_ranks(_once, 3, tmp_path / "a", None, 2, {"max_steps": 2, "max_epochs": -1})
     start = tmp_path / "a" / "epoch=0-step=2"
-    whole = on_ranks(_once, 3, tmp_path / "b", start, 2, {})
-    again = on_ranks(_once, 3, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 2, {})
+    whole = on_ranks(_once, 2, tmp_path / "b", start, 3, {})
+    again = on_ranks(_once, 2, tmp_path / "c", tmp_path / "b" / "epoch=0-step=4", 3, {})
     for found, expected in zip(again, whole, strict=True):
         assert torch.equal(found[0], expected[0])
         assert found[1] == expected[1][-len(found[1]) :]

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drivetrain.accelerators import resolve_devices
-from drivetrain.engine.layers import Before
 from drivetrain.engine.loaders import Given
-from drivetrain.engine.outcome import Outcome
 from drivetrain.engine.place import Place, find_place, place_of_first, stands_alone
 from drivetrain.engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain.engine.session import Session
@@ -33,6 +31,7 @@ from drivetrain.precision import resolve_precision
 from drivetrain.strategy import Strategy, strategy_by_name
 
 if TYPE_CHECKING:
+    from drivetrain.engine.outcome import Outcome
     from drivetrain.fit import Fit
 
 logger = logging.getLogger("drivetrain")
@@ -230,6 +229,9 @@ def _stand_in(trainer: Fit, place: Place) -> Strategy:
 
 def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
+    from drivetrain.engine.layers import Before  # for runs in other processes alone
+    from drivetrain.engine.outcome import Outcome
+
     before = Before.of(module)
     result = launch(Request(trainer, stage, module, given, ckpt_path))
     _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
