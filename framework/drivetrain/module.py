@@ -191,17 +191,17 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         add_dataloader_idx: bool = True,
         metric_attribute: str | None = None,
     ) -> None:
-        """Record a value. Never synchronises the device and never communicates.
+        """Record a value as it is now. Never synchronises the device and never communicates.
 
         Args:
             name: the key; alike on every rank.
-            value: a number, a tensor of one element, or a `torchmetrics.Metric`.
+            value: a number (of Python's or NumPy's), a tensor or array of one element, or a `torchmetrics.Metric`.
             on_step: keep each step's value. Default: in `training_step`.
             on_epoch: keep the epoch's value, reduced over all ranks. Default: everywhere else.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers.
             reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch.
-            batch_size: the weight of this value; by default the micro-batch's samples.
+            batch_size: the weight of this value in a mean; by default the micro-batch's samples.
             sync_dist: False keeps an epoch's value local to the rank; True reduces a step's value when it is flushed.
             add_dataloader_idx: append ``/dataloader_idx_i`` where there are several loaders.
             metric_attribute: the metric's name on the module, where it cannot be found.

@@ -161,7 +161,7 @@ class Session:
             strategy.control.hearsay = self.place.world.failures
         self.draws.device = strategy.device
         self.metrics.control = strategy.control
-        self.metrics.speaks, self.metrics.group = strategy.speaks_for_data, strategy.data_group
+        self.metrics.speaks, self.metrics.objects.group = strategy.speaks_for_data, strategy.data_group
         attach(self.module, trainer)
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)

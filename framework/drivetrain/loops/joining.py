@@ -26,7 +26,7 @@ class Joining:
     def __init__(self, metrics: MetricStore) -> None:
         self._metrics = metrics
         self._muted = metrics.muted
-        self._states = [(metric, metric_state(metric)) for metric in metrics.objects()]
+        self._states = [(metric, metric_state(metric)) for metric in metrics.objects.all().values()]
         metrics.muted = metrics.joining = True
 
     def end(self) -> None:

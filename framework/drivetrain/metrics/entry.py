@@ -103,12 +103,19 @@ class Entry:
     def reset(self) -> None:
         """Forget what the epoch accumulated."""
         self.total: torch.Tensor | float | None = None
-        self.weight = 0.0
+        self.weight: torch.Tensor | float = 0.0
         self.waiting: list[torch.Tensor] = []
         self.weights: list[float] = []
 
-    def accumulate(self, value: torch.Tensor | float, weight: float) -> None:
-        """Add one value to the epoch."""
+    def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
+        """Add one value to the epoch. Only a mean has weights; of other operations they count the values."""
+        if isinstance(weight, torch.Tensor):
+            weight = _wide(weight)
+            self.weight = self.weight + weight
+            self.total = self._combine(
+                self.total, weight * (_wide(value) if isinstance(value, torch.Tensor) else value)
+            )
+            return
         self.weight += weight
         if isinstance(value, torch.Tensor):
             self.waiting.append(value)
@@ -125,7 +132,7 @@ class Entry:
         return self.total
 
     def _fold(self) -> None:
-        values = [value.double() if value.device.type != "mps" else value.float() for value in self.waiting]
+        values = [_wide(value) for value in self.waiting]
         if self.operation == "mean":
             # Python scalars, not a tensor of weights, whose copy to the device would wait for it.
             values = list(torch._foreach_mul(values, self.weights))
@@ -185,6 +192,11 @@ class Entry:
         return True
 
 
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    """``value`` in the widest type that its device has."""
+    return value.double() if value.device.type != "mps" else value.float()
+
+
 def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, ...]) -> NoReturn:
     """Refuse to log a key in another way than before.
 
@@ -199,4 +211,18 @@ def refuse_other_options(name: str, before: tuple[Any, ...], after: tuple[Any, .
         f"log({name!r}) was called with other options than before: {', '.join(changed)}.",
         "a key has one meaning within a stage.",
         "use the same options, or another key.",
+    )
+
+
+def refuse_another_kind(entry: Entry, value: Any) -> NoReturn:
+    """Refuse a number for a key that is a metric object's, another object, or an object for a number's key.
+
+    Raises:
+        ConfigurationError: always; says what it was.
+    """
+    before = "a number" if entry.metric is None else f"the {type(entry.metric).__name__} {entry.attribute!r}"
+    raise ConfigurationError(
+        f"log({entry.name!r}) was given a {type(value).__name__}, and {before} before.",
+        "a key has one meaning within a stage.",
+        "use another key.",
     )

@@ -8,8 +8,80 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from drivetrain.errors import ConfigurationError
+
+
+class MetricObjects:
+    """The metric objects of a module, and what those came to that were logged.
+
+    Args:
+        module: has them as attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.group: Any = None
+        """The ranks over which they are reduced; None for all."""
+        self._ending = False  # between an epoch's first reduction and its end, where hooks log, and reset by hand
+        self._settled: dict[str, torch.Tensor] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        self._computed: dict[str, Any] = {}
+
+    def all(self) -> dict[str, Any]:
+        """Every metric object, by its attribute."""
+        return {name: child for name, child in self._module.named_modules() if is_metric(child)}
+
+    def at(self, attribute: str) -> Any:
+        """The metric object of that name."""
+        return self._module.get_submodule(attribute)
+
+    def attribute_of(self, name: str, metric: Any) -> str:
+        """Where the module has ``metric``, which was logged as ``name``.
+
+        Raises:
+            ConfigurationError: nowhere.
+        """
+        for attribute, child in self._module.named_modules():
+            if child is metric:
+                return str(attribute)
+        raise ConfigurationError(
+            f"log({name!r}) was given a {type(metric).__name__} that is no attribute of the module.",
+            "a metric must move with the module, and be found again on every rank and after a resume.",
+            "assign it in __init__ (self.accuracy = ...), or pass metric_attribute=.",
+        )
+
+    def logged(self, key: str, metric: Any) -> None:
+        """Note that the epoch value ``key`` is ``metric``'s: by its end, or as it is where the end has begun."""
+        if self._ending:
+            # The hook may reset it next, and to compute it now would communicate.
+            self._settled.pop(key, None)
+            self._states[key] = metric_state(metric)
+
+    def computed(self, name: str, key: str, metric: Any, together: bool) -> torch.Tensor:
+        """Return what the epoch value ``key`` comes to, see `computed`; the same again, unless it was logged since."""
+        value = self._settled.get(key)
+        if value is None:
+            value = computed(name, metric, together, self.group, self._states.pop(key, None))
+            self._settled[key] = value
+            self._computed[key] = metric
+        return value
+
+    def end_epoch(self) -> None:
+        """The epoch's data are over, and what was logged of them is computed."""
+        self._ending = True
+
+    def begin_epoch(self) -> None:
+        """What comes from here on belongs to another epoch."""
+        self._ending = False
+        self._settled, self._states, self._computed = {}, {}, {}
+
+    def reset(self) -> None:
+        """Reset what the epoch computed, and begin another: on a rank too that had no data, and logged none of it."""
+        for metric in self._computed.values():
+            reset(metric)
+        self.begin_epoch()
 
 
 def is_metric(value: Any) -> bool:
@@ -21,13 +93,19 @@ def is_metric(value: Any) -> bool:
 
 def metric_state(metric: Any) -> dict[str, Any]:
     """Return a copy of the states that a metric declares with add_state, and of what it keeps about them."""
-    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
-    return {name: copy.deepcopy(getattr(metric, name)) for name in names if name in metric.__dict__}
+    return {name: _copied(value) for name, value in _kept(metric).items()}
 
 
 def set_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
     """Put back what `metric_state` returned."""
     metric.__dict__.update(state)
+
+
+def reset(metric: Any) -> None:
+    """Let a metric object forget what it has seen."""
+    # An evaluation ends within torch.inference_mode, whose tensors training could not count in.
+    with torch.inference_mode(False):
+        metric.reset()
 
 
 def merge_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
@@ -42,7 +120,24 @@ def merge_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
     metric._computed = None
 
 
-def computed(name: str, metric: Any, together: bool, group: Any) -> torch.Tensor:
+def _kept(metric: Any) -> dict[str, Any]:
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache"]
+    return {name: getattr(metric, name) for name in names if name in metric.__dict__}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()  # what a metric that was called on a loss gave has a graph, and no deepcopy
+    if type(value) in (list, tuple):
+        return type(value)(_copied(part) for part in value)
+    if type(value) is dict:
+        return {key: _copied(part) for key, part in value.items()}
+    return copy.deepcopy(value)
+
+
+def computed(
+    name: str, metric: Any, together: bool, group: Any, state: Mapping[str, Any] | None = None
+) -> torch.Tensor:
     """Return the number that a metric logged as ``name`` computes.
 
     Args:
@@ -50,24 +145,49 @@ def computed(name: str, metric: Any, together: bool, group: Any) -> torch.Tensor
         metric: the object.
         together: over all ranks; collective then.
         group: the ranks, where the metric names none itself; None for all.
+        state: what it was, where that counts and not what it is.
 
     Raises:
         ConfigurationError: it computes something else.
     """
-    before = metric.sync_on_compute, metric.process_group
+    before, now = (metric.sync_on_compute, metric.process_group), _kept(metric)
     metric.sync_on_compute = together
     metric.process_group = metric.process_group or group
+    if state is not None:
+        set_metric_state(metric, state)
     try:
         value = metric.compute()
     finally:
         metric.sync_on_compute, metric.process_group = before
+        if state is not None:
+            set_metric_state(metric, now)
+    # A copy: what a metric computes may be the very tensor that it goes on to count in.
+    return one_number(name, metric, value).to("cpu", copy=True)
+
+
+def forward_value(name: str, metric: Any) -> torch.Tensor | None:
+    """Return what a metric logged as ``name`` gave for the batch that it was called on; None where it was not called.
+
+    Raises:
+        ConfigurationError: it computes something else than a number.
+    """
+    value = metric._forward_cache
+    return None if value is None else one_number(name, metric, value).clone()
+
+
+def one_number(name: str, metric: Any, value: Any) -> torch.Tensor:
+    """Return what a metric computed, of shape () and without its graph.
+
+    Raises:
+        ConfigurationError: it is more than one number.
+    """
     if isinstance(value, int | float):
-        value = torch.tensor(value)
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise ConfigurationError(
-            f"log({name!r}) was given a {type(metric).__name__}, which computes {found}.",
-            "a logged value is one number.",
-            "compute it in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
-        )
-    return value.detach().reshape(()).cpu()
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise ConfigurationError(
+        f"log({name!r}) was given a {type(metric).__name__}, which computes {found}.",
+        "a logged value is one number.",
+        "compute it in on_train_epoch_end or on_validation_epoch_end, and log its elements one at a time.",
+    )

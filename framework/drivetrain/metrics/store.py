@@ -6,14 +6,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.metrics.agreement import agreed_value
-from drivetrain.metrics.entry import Entry, refuse_other_options
-from drivetrain.metrics.objects import computed, is_metric, merge_metric_state, metric_state, set_metric_state
-from drivetrain.metrics.packing import Part, combined, gather_packed, to_host
+from drivetrain.metrics.entry import Entry, refuse_another_kind, refuse_other_options
+from drivetrain.metrics.objects import (
+    MetricObjects,
+    forward_value,
+    is_metric,
+    merge_metric_state,
+    metric_state,
+    reset,
+    set_metric_state,
+)
+from drivetrain.metrics.packing import Part, agreed_value, combined, gather_packed, to_host
+from drivetrain.metrics.values import for_reading, number, weight
 from drivetrain.transfer import first_dimension, move_to
 
 _OPERATIONS: dict[Any, str] = {
@@ -27,8 +35,6 @@ _OPERATIONS: dict[Any, str] = {
     torch.min: "min",
 }
 
-_Number = (int, float)
-
 
 class MetricStore:
     """Holds every logged key of a run, by stage.
@@ -37,10 +43,9 @@ class MetricStore:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.objects = MetricObjects(module)
         self.control: ControlPlane = LocalControl()
         self.speaks = True  # of several ranks that read the same data, one does
-        self.group: Any = None  # over which metric objects are reduced; None for all ranks
         self._stages: dict[str, dict[str, Entry]] = {}
         self.entries: dict[str, Entry] = {}
         self.stage: str | None = None
@@ -56,7 +61,7 @@ class MetricStore:
         self.had_data = False
         """Whether this rank had a sample of its own in the stage's epoch; of every loader, where there are several."""
         self._had_data: dict[str | None, bool] = {}
-        self._values: dict[str, torch.Tensor | float] = {}
+        self._values: dict[str, Tensor | float] = {}
 
     # What a step calls
 
@@ -86,27 +91,26 @@ class MetricStore:
         if entry.metric is not None:
             self._record_metric(entry, value)
             return
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ConfigurationError(
-                    f"log({name!r}) was given a tensor of shape {tuple(value.shape)}.",
-                    "a logged value is one number.",
-                    "log its mean(), or one element at a time.",
-                )
-            value = value.detach() if value.requires_grad else value.clone()
+        if type(value) is Tensor and value.numel() == 1:
+            # A copy even so: ``loss += penalty`` comes after, and a view would keep all that it is a view of.
+            value = value.detach().clone() if value.requires_grad else value.clone()
             if value.dim():
                 value = value.reshape(())
-        elif not isinstance(value, _Number):
-            raise ConfigurationError(
-                f"log({name!r}) was given a {type(value).__name__}.",
-                "a logged value is a number, a tensor of one element or a torchmetrics.Metric.",
-                "use log_dict for several values.",
-            )
+        elif type(value) is not float and type(value) is not int:
+            if is_metric(value):
+                refuse_another_kind(entry, value)
+            value = number(name, value)
         if entry.on_step:
             entry.last = value
             entry.fresh = True
         if entry.on_epoch:
-            entry.accumulate(value, self._weight() if batch_size is None else batch_size)
+            if entry.operation != "mean":
+                entry.accumulate(value, 1)
+            elif batch_size is None:
+                entry.accumulate(value, self._weight())
+            else:
+                plain = type(batch_size) is int and batch_size >= 0
+                entry.accumulate(value, batch_size if plain else weight(name, batch_size))
 
     def _weight(self) -> float:
         if self.batch is None:
@@ -116,10 +120,16 @@ class MetricStore:
         return self.samples
 
     def _record_metric(self, entry: Entry, metric: Any) -> None:
-        entry.metric = metric
+        if metric is not entry.metric:
+            # One that is made anew in each epoch, under its name, is the same one.
+            if not is_metric(metric) or metric is not self.objects.at(entry.attribute or ""):
+                refuse_another_kind(entry, metric)
+            entry.metric = metric
         if entry.on_step:
-            entry.last = metric._forward_cache
+            entry.last = forward_value(entry.name, metric)
             entry.fresh = True
+        if entry.on_epoch:
+            self.objects.logged(entry.epoch_name, metric)
 
     def _open(self, name: str, value: Any, options: tuple[Any, ...], old: Entry | None, attribute: str | None) -> Entry:
         if self.stage is None or self.stage == "predict":
@@ -142,6 +152,8 @@ class MetricStore:
                 "use 'mean', 'sum', 'max' or 'min', or log a torchmetrics.Metric.",
             )
         metric = value if is_metric(value) else None
+        if metric is None:
+            number(name, value)  # refused by its first value, a rank without data included
         loader = f"/dataloader_idx_{self.dataloader_idx}"
         in_step = self.batch is not None and self.stage == "train"
         entry = Entry(
@@ -154,31 +166,18 @@ class MetricStore:
             operation=operation,
             sync_dist=sync_dist,
             metric=metric,
-            attribute=None if metric is None else attribute or self._attribute_of(name, metric),
+            attribute=None if metric is None else attribute or self.objects.attribute_of(name, metric),
             loader=loader if name.endswith(loader) else "",
         )
         self.entries[name] = entry
         return entry
 
-    def _attribute_of(self, name: str, metric: Any) -> str:
-        for attribute, child in self._module.named_modules():
-            if child is metric:
-                return str(attribute)
-        raise ConfigurationError(
-            f"log({name!r}) was given a {type(metric).__name__} that is no attribute of the module.",
-            "a metric must move with the module, and be found again on every rank and after a resume.",
-            "assign it in __init__ (self.accuracy = ...), or pass metric_attribute=.",
-        )
-
     # What the loops call
-
-    def objects(self) -> list[Any]:
-        """The module's metric objects."""
-        return [child for child in self._module.modules() if is_metric(child)]
 
     def enter(self, stage: str | None, reset: bool = True) -> None:
         """Begin (or go on with) a stage: "train", "validate", "test", "predict", or None between them."""
         self._had_data[self.stage] = self.had_data
+        self.objects.begin_epoch()
         self.stage = stage
         self.batch = None
         self.samples = None
@@ -196,7 +195,7 @@ class MetricStore:
             for name in (entry.name, entry.epoch_name, entry.step_name):
                 self._values.pop(name, None)
             if entry.metric is not None:
-                entry.metric.reset()
+                reset(entry.metric)
         if self.stage == stage:
             self.entries = self._stages.setdefault(stage, {})
 
@@ -204,7 +203,7 @@ class MetricStore:
         """Whether this rank has an epoch's values that the other ranks must hear of."""
         return any(entry.on_epoch and entry.sync_dist is not False for entry in self.entries.values())
 
-    def reduce_epoch(self, together: bool) -> dict[str, torch.Tensor]:
+    def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
         """Reduce the stage's epoch values: one packed collective where ``together``. Returns them by epoch name."""
         plain = sorted(
             (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None),
@@ -217,11 +216,10 @@ class MetricStore:
             key=lambda entry: entry.name,
         )
         totals = [entry.epoch_total() for entry in [*shared, *local]]
-        known = to_host([0.0 if total is None else total for total in totals])
-        numbers = [
-            number for entry, total in zip([*shared, *local], known, strict=True) for number in (total, entry.weight)
-        ]
-        results: dict[str, torch.Tensor | None] = {}
+        weights = [entry.weight for entry in (*shared, *local)]
+        known = to_host([*(0.0 if total is None else total for total in totals), *weights])
+        numbers = [part for pair in zip(known[: len(totals)], known[len(totals) :], strict=True) for part in pair]
+        results: dict[str, Tensor | None] = {}
         split = 2 * len(shared)
         if together:
             if not self.speaks:
@@ -238,7 +236,7 @@ class MetricStore:
             for position, key in enumerate(keys):
                 name, operation, attribute = key.split("\t")
                 if operation == "metric":
-                    results[name] = computed(name, self._module.get_submodule(attribute), True, self.group)
+                    results[name] = self.objects.computed(name, name, self.objects.at(attribute), True)
                 else:
                     results[name] = combined(operation, table[:, 2 * position], table[:, 2 * position + 1])
         else:
@@ -249,7 +247,9 @@ class MetricStore:
             results[entry.epoch_name] = combined(entry.operation, column[:1], column[1:])
         for entry in metrics:
             if entry.epoch_name not in results:
-                results[entry.epoch_name] = computed(entry.name, entry.metric, entry.sync_dist is not False, self.group)
+                together = entry.sync_dist is not False
+                results[entry.epoch_name] = self.objects.computed(entry.name, entry.epoch_name, entry.metric, together)
+        self.objects.end_epoch()
         # What was logged in an earlier epoch and not in this one keeps its value.
         logged = {name: value for name, value in results.items() if value is not None}
         for entry in self.entries.values():
@@ -260,9 +260,10 @@ class MetricStore:
 
     def reset_metrics(self) -> None:
         """Reset the stage's torchmetrics objects: their epoch is over."""
+        self.objects.reset()
         for entry in self.entries.values():
-            if entry.metric is not None:
-                entry.metric.reset()
+            if entry.metric is not None and not entry.on_epoch:
+                reset(entry.metric)
 
     def flush_steps(self) -> dict[str, float]:
         """Bring over the step values that loggers want and that came since the last flush, in one copy."""
@@ -305,23 +306,23 @@ class MetricStore:
 
     # What users read
 
-    def callback_metrics(self) -> dict[str, torch.Tensor]:
+    def callback_metrics(self) -> dict[str, Tensor]:
         """Everything logged, under every name it is known by; epoch values once they are reduced."""
-        values: dict[str, torch.Tensor] = {name: torch.as_tensor(value) for name, value in self._values.items()}
+        values: dict[str, Tensor | float] = dict(self._values)
         for entry in self._all():
             if entry.on_step and entry.last is not None:
-                values[entry.step_name] = torch.as_tensor(entry.last)
+                values[entry.step_name] = entry.last
                 if entry.result is None:
-                    values[entry.name] = torch.as_tensor(entry.last)
+                    values[entry.name] = entry.last
             if entry.result is not None:
                 values[entry.name] = entry.result
-        return values
+        return {name: for_reading(value) for name, value in values.items()}
 
-    def logged_metrics(self) -> dict[str, torch.Tensor]:
+    def logged_metrics(self) -> dict[str, Tensor]:
         """The latest values that loggers get."""
         return self._chosen("logger")
 
-    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+    def progress_bar_metrics(self) -> dict[str, Tensor]:
         """The latest values with ``prog_bar=True``; reading them as numbers waits for the device."""
         return self._chosen("prog_bar")
 
@@ -338,7 +339,7 @@ class MetricStore:
                 stage: {name: entry.state_dict() for name, entry in entries.items()}
                 for stage, entries in self._stages.items()
             },
-            "objects": {name: metric_state(child) for name, child in self._module.named_modules() if is_metric(child)},
+            "objects": {name: metric_state(metric) for name, metric in self.objects.all().items()},
             "values": dict(self._values),
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
@@ -350,40 +351,40 @@ class MetricStore:
         """
         self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
         self.stage, self.had_data = None, False
-        for number, state in enumerate(states):
+        for position, state in enumerate(states):
             for stage, entries in state["stages"].items():
                 known = self._stages.setdefault(stage, {})
                 for name, saved in entries.items():
                     entry = Entry.of_state(name, saved, device)
                     if entry.attribute is not None:
-                        entry.metric = self._module.get_submodule(entry.attribute)
+                        entry.metric = self.objects.at(entry.attribute)
                     if name in known:
                         known[name].merge(entry)
                     else:
                         known[name] = entry
             for name, saved in state["objects"].items():
-                take = merge_metric_state if number else set_metric_state
-                take(self._module.get_submodule(name), move_to(saved, device))
+                take = merge_metric_state if position else set_metric_state
+                take(self.objects.at(name), move_to(saved, device))
             self._values |= state["values"]
             for stage, had in state["had_data"].items():
                 self._had_data[stage] = self._had_data.get(stage, False) or had
 
     def restore(self, values: dict[str, float]) -> None:
         """Take values from another process or a checkpoint as if they had been logged here."""
-        self._values.update({name: torch.tensor(value) for name, value in values.items()})
+        self._values.update({name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()})
 
     def _all(self) -> Iterable[Entry]:
         return (entry for entries in self._stages.values() for entry in entries.values())
 
-    def _chosen(self, flag: str) -> dict[str, torch.Tensor]:
-        values: dict[str, torch.Tensor] = {}
+    def _chosen(self, flag: str) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
         for entry in self._all():
             if not getattr(entry, flag):
                 continue
             if entry.on_step and entry.last is not None:
-                values[entry.step_name] = torch.as_tensor(entry.last)
+                values[entry.step_name] = for_reading(entry.last)
             if entry.result is not None:
-                values[entry.epoch_name] = entry.result
+                values[entry.epoch_name] = for_reading(entry.result)
         return values
 
 

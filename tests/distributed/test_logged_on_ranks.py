@@ -1,0 +1,143 @@
+"""What is logged on several ranks: exact, whatever becomes of it or of a metric object later (I-01)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from small_runs import Regression, data, failing, loader, quiet
+from torch.utils.data import DataLoader
+
+from drivetrain_strategies import DDPStrategy, FSDPStrategy
+from worlds import on_ranks
+
+BIG = 2**24 + 1  # the first whole number that float32 cannot hold
+
+
+class Measured(Regression):
+    """Its metric object is reset by hand in the epoch's last hook, as code that computes by hand does it."""
+
+    def __init__(self, in_step: bool, reuse: bool) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.in_step, self.reuse = in_step, reuse
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.validation_step(batch, batch_idx)
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(batch[0][:, 0])
+        if self.in_step:
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        if not self.in_step:
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.mean.reset()
+        if self.reuse:
+            self.mean.update(100.0)
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+def _reset(in_step: bool, reuse: bool, samples: int) -> tuple[Any, Any]:
+    trainer, module = quiet(strategy=DDPStrategy()), Measured(in_step, reuse)
+    validated = trainer.validate(module, loader(samples, 1), verbose=False)
+    trainer.fit(module, loader(samples, 1))
+    return validated, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("samples", [1, 5])  # of one, the second rank has none
+@pytest.mark.parametrize(("in_step", "reuse"), [(True, False), (True, True), (False, False), (False, True)])
+def test_a_metric_that_a_hook_resets_keeps_what_was_logged(in_step: bool, reuse: bool, samples: int) -> None:
+    # I-01
+    expected = pytest.approx(float(data(samples).tensors[0][:, 0].mean()), rel=1e-6)
+    for validated, trained in on_ranks(_reset, 2, in_step, reuse, samples):
+        assert validated == [{"mean": expected}]
+        assert trained == {"mean": expected}
+
+
+class Counting(Regression):
+    """Logs what float32 cannot hold, with weights of every kind."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        options = {"on_step": False, "on_epoch": True}
+        self.log("sum", torch.tensor(BIG), reduce_fx="sum", batch_size=0, **options)
+        self.log("max", BIG, reduce_fx="max", batch_size=0, **options)
+        self.log("mean", float(BIG), **options)
+        self.log("first", batch[0][:, 0].mean(), batch_size=torch.tensor(len(batch[0])), **options)
+        self.log("step", float(BIG), sync_dist=True)
+        self.log("ce", loss, on_step=True, on_epoch=True)
+        loss += 100.0
+        return loss
+
+
+def _counted() -> tuple[dict[str, float], list[float]]:
+    module, losses = Counting(), []
+    plain = module.loss
+    module.loss = lambda batch: losses.append(plain(batch)) or losses[-1]  # type: ignore[method-assign,func-returns-value,assignment]
+    trainer = quiet(strategy=DDPStrategy(), log_every_n_steps=1)
+    trainer.fit(module, loader(8, 2))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, [float(each) for each in losses]
+
+
+def test_what_float32_cannot_hold_and_what_changes_afterwards() -> None:
+    # I-01
+    first, second = on_ranks(_counted, 2)
+    found = first[0]
+    assert (found["sum"], found["max"], found["mean"], found["step"]) == (4 * BIG, BIG, BIG, BIG)
+    assert found["first"] == pytest.approx(float(data(8).tensors[0][:, 0].mean()), rel=1e-6)
+    before = [changed - 100 for changed in (*first[1], *second[1])]
+    assert found["ce_epoch"] == pytest.approx(sum(before) / 4, abs=1e-4)
+    assert found["ce_step"] == pytest.approx(first[1][-1] - 100, abs=1e-4)
+
+
+class Scaled(Regression):
+    """A parameter of one element, logged where it is whole or where it is not."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([0.5]))
+        self.seen: list[float] = []
+        self.hook = hook
+
+    def _log(self) -> None:
+        self.seen.append(float(self.scale.full_tensor() if hasattr(self.scale, "full_tensor") else self.scale))
+        self.log("scale", self.scale, on_step=True, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.hook == "step":
+            self._log()
+        return self.loss(batch) * self.scale.square().sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.hook == "end":
+            self._log()
+
+
+def _scaled(hook: str) -> tuple[dict[str, str], list[float], dict[str, float]]:
+    module, trainer = Scaled(hook), quiet(strategy=FSDPStrategy(), log_every_n_steps=1)
+    with failing() as caught:
+        trainer.fit(module, DataLoader(data(8), 2))
+    return caught, module.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_parameter_of_one_element_under_fsdp() -> None:
+    # I-01: it is whole within the step, and its storage goes once that is over
+    for _, seen, found in on_ranks(_scaled, 2, "step"):
+        assert len(seen) == 2
+        assert seen[0] != seen[1]
+        assert found["scale_epoch"] == pytest.approx(sum(seen) / 2, rel=1e-6)
+        assert found["scale_step"] == seen[-1]
+
+
+def test_a_shard_of_one_element_is_refused() -> None:
+    # I-01, H-03: no rank but one has it, and log does not communicate
+    for caught, _, _ in on_ranks(_scaled, 2, "end"):
+        assert caught["type"] == "ConfigurationError"
+        assert "log('scale') was given a DTensor" in caught["text"]
+        assert "full_tensor()" in caught["text"]

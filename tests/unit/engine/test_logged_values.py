@@ -1,0 +1,509 @@
+"""What is logged is what it was at the call, whatever happens to it later, and nothing else is kept alive (I-01)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from engine_case import Tiny, fit, loader
+from test_logging import Kept, Logging
+
+from drivetrain import Callback, ConfigurationError
+
+BIG = 2**24 + 1  # the first whole number that float32 cannot hold
+
+
+class TestChangedAfterwards:
+    """I-01."""
+
+    def test_a_loss_changed_in_place(self, tmp_path: Path) -> None:
+        class Regularised(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = (self.layer(batch) - batch[:, :1]).square().mean()
+                self.log("ce", loss, on_step=True, on_epoch=True)
+                loss += 100 * self.layer.weight.square().sum()
+                self.log("total", loss, on_step=True, on_epoch=True)
+                return loss
+
+        torch.manual_seed(1)
+        module, by_hand = Regularised(lr=1e-3), Regularised(lr=1e-3)
+        by_hand.load_state_dict(module.state_dict())
+        optimizer = by_hand.configure_optimizers()
+        steps = []
+        for batch in loader(5):
+            loss = (by_hand.layer(batch) - batch[:, :1]).square().mean()
+            ce = loss.item()
+            loss += 100 * by_hand.layer.weight.square().sum()
+            steps.append((ce, loss.item(), len(batch)))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        logger = Kept()
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
+        runner.fit(module, loader(5))
+        assert logger.of("ce_step") == [(step + 1, ce) for step, (ce, _, _) in enumerate(steps)]
+        assert logger.of("total_step") == [(step + 1, total) for step, (_, total, _) in enumerate(steps)]
+        for name, index in (("ce_epoch", 0), ("total_epoch", 1)):
+            expected = sum(step[index] * step[2] for step in steps) / 5
+            assert float(runner.callback_metrics[name]) == pytest.approx(expected, rel=1e-12)
+
+    @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+    def test_a_parameter_of_one_element(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        """CLIP's ``logit_scale``: the optimizer changes it after the call."""
+        seen: list[float] = []
+
+        class Scaled(Tiny):
+            def __init__(self) -> None:
+                super().__init__(lr=0.1)
+                self.scale = torch.nn.Parameter(torch.ones(shape))
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                seen.append(self.scale.item())
+                self.log("scale", self.scale, on_step=True, on_epoch=True)
+                return (self.scale * self.layer(batch)).square().mean()
+
+        logger = Kept()
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
+        runner.fit(Scaled(), loader(8))
+        assert len(set(seen)) == 4  # it moves
+        assert logger.of("scale_step") == list(enumerate(seen, 1))
+        assert float(runner.callback_metrics["scale_epoch"]) == pytest.approx(sum(seen) / 4, rel=1e-12)
+        assert float(runner.callback_metrics["scale_step"]) == seen[-1]
+
+    def test_an_array_that_is_used_again(self, tmp_path: Path) -> None:
+        scratch = np.zeros(())
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            scratch[...] = batch_idx + 1
+            self.log("it", scratch, on_step=False, on_epoch=True, reduce_fx="sum")
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(8))
+        assert float(runner.callback_metrics["it"]) == 1 + 2 + 3 + 4
+
+    def test_a_weight_that_is_used_again(self, tmp_path: Path) -> None:
+        """A count of tokens is often a tensor; it is no more read than a value is."""
+        count = torch.zeros((), dtype=torch.long)
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            count.fill_(batch_idx + 1)
+            for number in (False, True):
+                value = float(batch[:, 0].mean()) if number else batch[:, 0].mean()
+                self.log(f"it_{number}", value, on_step=False, on_epoch=True, batch_size=count)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(5))
+        for name in ("it_True", "it_False"):
+            assert float(runner.callback_metrics[name]) == pytest.approx((0.5 * 1 + 2.5 * 2 + 4 * 3) / 6)
+
+    def test_what_is_read_is_the_reader_s_own(self, tmp_path: Path) -> None:
+        """A hook that shows percents must not change what decides later."""
+
+        class Percents(Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                for read in (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics):
+                    for name in read:
+                        read[name] *= 100
+
+            def on_train_end(self, trainer: Any, module: Any) -> None:
+                self.on_train_batch_end(trainer, module, None, None, 0)
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", batch[:, 0].mean(), on_step=True, on_epoch=True, prog_bar=True)
+
+        runner = fit(tmp_path, callbacks=Percents())
+        runner.fit(Logging(train), loader(5))
+        found = {name: float(value) for name, value in runner.callback_metrics.items()}
+        assert found == {"it": 2.0, "it_epoch": 2.0, "it_step": 4.0}
+
+
+class TestNothingElseIsKept:
+    """I-01."""
+
+    def test_a_view_of_an_activation_does_not_keep_the_activation(self, tmp_path: Path) -> None:
+        held: list[int] = []
+
+        class Wide(Tiny):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                wide = self.layer(batch).expand(2, 2**17) * 1.0  # 1 MiB
+                self.log("view", wide[0, 0], on_step=True, on_epoch=True)
+                self.log("slice", wide[:1, :1], on_step=True, on_epoch=True)
+                return wide.mean()
+
+            def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                gc.collect()
+                storages = {
+                    thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
+                    for thing in gc.get_objects()
+                    if type(thing) is torch.Tensor
+                }
+                held.append(sum(nbytes for nbytes in storages.values() if nbytes >= 2**20))
+
+        fit(tmp_path).fit(Wide(), loader(40))
+        assert len(held) == 20
+        assert held[-1] <= held[1]
+
+    def test_a_metric_s_value_does_not_keep_the_graph(self, tmp_path: Path) -> None:
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mean = torchmetrics.MeanMetric()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.layer(batch).mean()
+                self.mean(loss)
+                self.log("it", self.mean, on_step=True, on_epoch=True)
+                return loss
+
+        runner = fit(tmp_path)
+        runner.fit(Measuring(), loader(4))
+        assert not any(value.requires_grad for value in runner.callback_metrics.values())
+
+
+class TestNumbers:
+    """I-01."""
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            np.float16(3),
+            np.float32(3),
+            np.float64(3),
+            np.longdouble(3),
+            np.int64(3),
+            np.uint8(3),
+            np.array(3.0, dtype=np.float32),
+            np.array([[3]]),
+            torch.tensor(3, dtype=torch.uint8),
+            torch.tensor([[3.0]], dtype=torch.bfloat16),
+        ],
+        ids=lambda value: f"{type(value).__name__}-{value.dtype}",
+    )
+    def test_numbers_of_every_kind(self, tmp_path: Path, value: Any) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", value, on_step=True, on_epoch=True, batch_size=np.int64(2))
+
+        logger = Kept()
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
+        runner.fit(Logging(train), loader(4))
+        assert {name: float(read) for name, read in runner.callback_metrics.items()} == dict.fromkeys(
+            ("it", "it_step", "it_epoch"), 3.0
+        )
+        assert logger.of("it_step") == [(1, 3.0), (2, 3.0)]
+
+    def test_truth_values(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log_dict({"a": True, "b": np.bool_(True), "c": torch.tensor(True)}, on_step=False, on_epoch=True)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(4))
+        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"a": 1, "b": 1, "c": 1}
+
+    @pytest.mark.parametrize(
+        ("value", "said"),
+        [
+            (np.zeros(2), "an array of shape (2,)"),
+            (np.str_("high"), "a str_"),
+            (np.datetime64("2020-01-01"), "a datetime64"),
+            (np.array("high"), "an array of str128"),
+            (np.complex64(1j), "a complex64"),
+            (1j, "a complex"),
+            (torch.tensor(1j), "a tensor of complex64"),
+        ],
+        ids=str,
+    )
+    def test_what_is_no_number(self, tmp_path: Path, value: Any, said: str) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            fit(tmp_path).fit(Logging(lambda self, *_: self.log("it", value)), loader(4))
+        assert f"log('it') was given {said}." in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "kind",
+        [float, int, np.int64, torch.tensor, lambda value: torch.tensor(value, dtype=torch.float64)],
+        ids=["float", "int", "int64", "tensor", "double"],
+    )
+    @pytest.mark.parametrize("reduce_fx", ["mean", "sum", "max", "min"])
+    def test_what_does_not_fit_in_float32_is_not_rounded_to_it(
+        self, tmp_path: Path, kind: Callable[[int], Any], reduce_fx: str
+    ) -> None:
+        def step(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", kind(BIG), on_step=True, on_epoch=True, reduce_fx=reduce_fx)
+
+        logger = Kept()
+        runner = fit(tmp_path, logger=logger, log_every_n_steps=1)
+        runner.fit(Logging(step), loader(2))
+        assert {name: float(read) for name, read in runner.callback_metrics.items()} == dict.fromkeys(
+            ("it", "it_step", "it_epoch"), float(BIG)
+        )
+        assert logger.of("it_step") == logger.of("it_epoch") == [(1, float(BIG))]
+        assert runner.validate(Logging(None, step), loader(2), verbose=False) == [{"it_epoch": float(BIG)}]
+
+    def test_a_sum_of_many_small_numbers(self, tmp_path: Path) -> None:
+        """Tokens seen: each count fits, their sum does not."""
+
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            tokens = torch.tensor(2.0**20 + 1)
+            self.log("tokens", tokens, on_step=False, on_epoch=True, reduce_fx="sum")
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(66))
+        assert float(runner.callback_metrics["tokens"]) == 33 * (2**20 + 1)
+
+    def test_whole_numbers_beyond_64_bits(self, tmp_path: Path) -> None:
+        """The FLOPs of a large training."""
+        runner = fit(tmp_path)
+        runner.fit(Logging(lambda self, *_: self.log("flops", 10**24, on_epoch=True, reduce_fx="sum")), loader(4))
+        assert float(runner.callback_metrics["flops_step"]) == 1e24
+        assert float(runner.callback_metrics["flops_epoch"]) == 2e24
+
+
+class TestWeights:
+    """I-01."""
+
+    @pytest.mark.parametrize(("reduce_fx", "expected"), [("sum", 3.0), ("max", 2.0), ("min", 0.0)])
+    @pytest.mark.parametrize("kind", [float, torch.tensor])
+    def test_a_weight_of_0_is_for_means(
+        self, tmp_path: Path, reduce_fx: str, expected: float, kind: Callable[[float], Any]
+    ) -> None:
+        def step(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", kind(float(batch_idx)), on_step=False, on_epoch=True, reduce_fx=reduce_fx, batch_size=0)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(step), loader(6))
+        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"it": expected}
+        assert runner.validate(Logging(None, step), loader(6), verbose=False) == [{"it": expected}]
+
+    def test_in_a_mean_it_does_not_count(self, tmp_path: Path) -> None:
+        def train(self: Any, batch: Any, batch_idx: int) -> None:
+            self.log("it", float(batch_idx), on_step=False, on_epoch=True, batch_size=batch_idx % 2)
+            self.log("nothing", 1.0, on_step=False, on_epoch=True, batch_size=0)
+
+        runner = fit(tmp_path)
+        runner.fit(Logging(train), loader(8))
+        assert {name: float(read) for name, read in runner.callback_metrics.items()} == {"it": 2.0}
+
+    @pytest.mark.parametrize("weight", [-1, -0.5, np.int64(-1), float("nan")])
+    def test_a_weight_below_0_is_refused(self, tmp_path: Path, weight: Any) -> None:
+        module = Logging(lambda self, *_: self.log("it", 1.0, on_epoch=True, batch_size=weight))
+        with pytest.raises(ConfigurationError, match=r"log\('it', batch_size=(np.int64\()?(-1|-0\.5|nan)"):
+            fit(tmp_path).fit(module, loader(4))
+
+
+class Measured(Tiny):
+    """Measures the mean of the sample numbers; ``at_end`` is called in the epoch's last hook."""
+
+    def __init__(self, at_end: Callable[[Any], None], in_step: bool) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.first = torchmetrics.CatMetric()
+        self._at_end, self._in_step = at_end, in_step
+
+    def _step(self, batch: Any) -> None:
+        self.mean.update(batch[:, 0])
+        self.first.update(batch[:, 0].max() if not len(self.first.value) else batch[:0, 0])
+        if self._in_step:
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            self.log("first", self.first, on_step=False, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._step(batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._step(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self._at_end(self)
+
+    def on_validation_epoch_end(self) -> None:
+        self._at_end(self)
+
+
+def _reset(module: Any) -> None:
+    module.mean.reset()
+    module.first.reset()
+
+
+def _log(module: Any) -> None:
+    module.log("mean", module.mean, on_step=False, on_epoch=True)
+    module.log("first", module.first, on_step=False, on_epoch=True)
+
+
+def _log_and_reset(module: Any) -> None:
+    _log(module)
+    _reset(module)
+
+
+def _compute_and_reset(module: Any) -> None:
+    module.log("by_hand", module.mean.compute())
+    _reset(module)
+
+
+def _reset_and_use(module: Any) -> None:
+    _reset(module)
+    module.mean.update(100.0)
+
+
+def _log_reset_and_use(module: Any) -> None:
+    _log_and_reset(module)
+    module.mean.update(100.0)
+
+
+class TestMetricObjects:
+    """I-01."""
+
+    @pytest.mark.parametrize(
+        ("at_end", "in_step"),
+        [
+            (_reset, True),
+            (_compute_and_reset, True),
+            (_log_and_reset, True),
+            (_log_and_reset, False),
+            (_reset_and_use, True),
+            (_log_reset_and_use, False),
+        ],
+    )
+    def test_reset_by_hand_once_it_was_logged(
+        self, tmp_path: Path, at_end: Callable[[Any], None], in_step: bool
+    ) -> None:
+        """By-hand resets belong to code that computes by hand; beside a logged object they came out as NaN."""
+        module = Measured(at_end, in_step)
+        expected = {"mean": 2.0, "first": 1.0} | ({"by_hand": 2.0} if at_end is _compute_and_reset else {})
+        runner = fit(tmp_path)
+        assert runner.validate(module, loader(5), verbose=False) == [expected]
+        assert runner.validate(module, loader(5), verbose=False) == [expected]  # the next epoch has its own
+        runner = fit(tmp_path, max_epochs=2)
+        runner.fit(module, loader(5))
+        assert {name: float(value) for name, value in runner.callback_metrics.items()} == expected
+
+    def test_logged_again_in_the_hook_it_counts_as_it_is_then(self, tmp_path: Path) -> None:
+        def more(module: Any) -> None:
+            module.mean.update(8.0)
+            _log(module)
+
+        module = Measured(more, True)
+        assert fit(tmp_path).validate(module, loader(5), verbose=False)[0]["mean"] == (0 + 1 + 2 + 3 + 4 + 8) / 6
+
+    def test_logged_before_the_first_batch_it_stands_for_the_epoch(self, tmp_path: Path) -> None:
+        class Early(Measured):
+            def on_validation_epoch_start(self) -> None:
+                _log(self)
+
+        module = Early(lambda module: None, False)
+        expected = [{"mean": 2.0, "first": 1.0}]
+        assert fit(tmp_path).validate(module, loader(5), verbose=False) == expected
+
+    def test_one_object_for_training_and_validation(self, tmp_path: Path) -> None:
+        """Validation left it with tensors that training could not count in."""
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.mean = torchmetrics.MeanMetric()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.mean.update(batch[:, 0])
+                self.log("train", self.mean, on_step=False, on_epoch=True)
+                return super().training_step(batch, batch_idx)
+
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+                self.mean.update(batch[:, 0])
+                self.log("val", self.mean)
+
+        runner = fit(tmp_path, max_epochs=2, num_sanity_val_steps=1, check_val_every_n_epoch=2)
+        module = Measuring()
+        runner.validate(module, loader(3), verbose=False)
+        runner.fit(module, loader(5), loader(3))
+        assert runner.global_step == 6
+
+    @pytest.mark.parametrize("dicts", [False, True])
+    def test_more_than_one_number_is_refused_where_it_is_logged_by_step(self, tmp_path: Path, dicts: bool) -> None:
+        class Pair(torchmetrics.MeanMetric):
+            def compute(self) -> Any:
+                value = super().compute()
+                return {"a": value, "b": value} if dicts else torch.stack([value, value])
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.pair = Pair()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.pair(batch[:, 0])
+                self.log("pair", self.pair)
+                return super().training_step(batch, batch_idx)
+
+        runner = fit(tmp_path)
+        said = "a dict" if dicts else r"shape \(2,\)"
+        with pytest.raises(ConfigurationError, match=rf"log\('pair'\) was given a Pair, which computes {said}"):
+            runner.fit(Measuring(), loader(8))
+        assert runner.global_step == 0
+
+    def test_a_key_stays_what_it_was(self, tmp_path: Path) -> None:
+        def logging(first: str, then: str) -> Any:
+            class Measuring(Tiny):
+                def __init__(self) -> None:
+                    super().__init__()
+                    self.a, self.b, self.number = torchmetrics.MeanMetric(), torchmetrics.MeanMetric(), 1.0
+
+                def training_step(self, batch: Any, batch_idx: int) -> Any:
+                    self.a.update(1.0)
+                    self.b.update(2.0)
+                    self.log("it", getattr(self, then if batch_idx else first), on_step=False, on_epoch=True)
+                    return super().training_step(batch, batch_idx)
+
+            return Measuring()
+
+        for first, then, said in [
+            ("number", "a", "a MeanMetric"),
+            ("a", "number", "a float"),
+            ("a", "b", "a MeanMetric"),
+        ]:
+            with pytest.raises(ConfigurationError, match=rf"log\('it'\) was given {said}(?s:.)*before"):
+                fit(tmp_path).fit(logging(first, then), loader(4))
+
+    def test_a_metric_that_is_made_anew_under_its_name_is_the_same_one(self, tmp_path: Path) -> None:
+        class Measuring(Tiny):
+            def on_train_epoch_start(self) -> None:
+                self.mean = torchmetrics.MeanMetric()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                self.mean.update(batch[:, 0] + 10 * self.current_epoch)
+                self.log("it", self.mean, on_step=False, on_epoch=True)
+                return super().training_step(batch, batch_idx)
+
+        runner = fit(tmp_path, max_epochs=2)
+        runner.fit(Measuring(), loader(5))
+        assert float(runner.callback_metrics["it"]) == 12.0
+
+    def test_saved_while_it_holds_a_value_with_a_graph(self, tmp_path: Path) -> None:
+        """A metric called on the loss keeps the value that it gave: the save failed on it."""
+
+        class Measuring(Tiny):
+            def __init__(self) -> None:
+                super().__init__(lr=0.1)
+                self.mean = torchmetrics.MeanMetric()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.layer(batch).square().mean()
+                self.mean(loss)
+                self.log("it", self.mean, on_step=True, on_epoch=True)
+                return loss
+
+        class Saving(Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx == 1:
+                    trainer.save_checkpoint(tmp_path / "saved")
+
+        torch.manual_seed(1)
+        whole, resumed = fit(tmp_path, callbacks=Saving()), fit(tmp_path)
+        whole.fit(Measuring(), loader(8))
+        resumed.fit(Measuring(), loader(8), ckpt_path=tmp_path / "saved")
+        assert resumed.callback_metrics == whole.callback_metrics
