@@ -56,6 +56,42 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def regrouped(optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]) -> list[str]:
+    """Let ``optimizer`` have the groups of these names; return the names of what it held and then holds no longer.
+
+    Nothing changes where it has them already, or where a name is not the module's, for which others have words. A
+    group that is new has the optimizer's defaults, until state is loaded. What is frozen stays in its group: some
+    strategies do not tell of it.
+
+    Args:
+        optimizer: before its state is loaded.
+        groups: the names of each group's parameters.
+        named: the module's parameters.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    own = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    wanted = {name for group in groups for name in group}
+    if not wanted <= set(named) or any(name not in named for group in own for name in group):
+        return []
+    rest = [[name for name in group if name not in wanted] for group in own]
+    idle = [[name for name in group if not named[name].requires_grad] for group in rest]
+    idle += [[]] * (len(groups) - len(idle))
+    complete = [[*group, *also] for group, also in zip(groups, idle, strict=False)]
+    if [set(group) for group in own] == [set(group) for group in complete]:
+        return []
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    settings += [dict(optimizer.defaults)] * (len(groups) - len(settings))
+    optimizer.param_groups[:] = [
+        {**setting, "params": [named[name] for name in group]}
+        for setting, group in zip(settings, complete, strict=False)
+    ]
+    kept = {name for group in complete for name in group}
+    dropped = [name for group in own for name in group if name not in kept]
+    for name in dropped:
+        optimizer.state.pop(named[name], None)
+    return dropped
+
+
 def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
     """Refuse saved state that is not for ``optimizer``.
 

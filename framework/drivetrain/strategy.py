@@ -166,6 +166,35 @@ class Strategy(ABC):
         self.optimizers = list(optimizers)
         return self.optimizers
 
+    # What trains
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The module's parameters by plain name, as its optimizers know them."""
+        return {} if self.module is None else dict(self.module.named_parameters())
+
+    def trainable_changed(self, module: torch.nn.Module) -> None:
+        """Adapt to a change of what trains, or refuse it. Called between windows, on all ranks alike.
+
+        Parameters were frozen or unfrozen, layers created, or groups added to an optimizer. A strategy of one process
+        that looks at ``requires_grad`` anew in every step has nothing to do.
+
+        Raises:
+            ConfigurationError: the strategy cannot train ``module`` so; on several ranks, where this is not overridden.
+        """
+        if self.world_size > 1:
+            raise ConfigurationError(
+                f"What trains changed within a run, under {type(self).__name__}.",
+                "it does not say how it adapts, and the ranks' gradients may be exchanged for the wrong parameters.",
+                "override Strategy.trainable_changed, or train each phase in a fit of its own.",
+            )
+
+    def adding_group(self, optimizer: Optimizer) -> None:
+        """Refuse, where it must be, that ``optimizer.add_param_group`` is called within a run.
+
+        Raises:
+            ConfigurationError: it cannot be done under this strategy.
+        """
+
     # In the loop
 
     def to_device(self, batch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -82,6 +82,21 @@ def refuse_meta(module: nn.Module) -> None:
             "they have no values, and this strategy does not initialise them.",
             "build the layers in configure_model without torch.device('meta'), or call module.to_empty and initialise.",
         )
+
+
+def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    """Refuse layers that were created within a run elsewhere than on the run's device.
+
+    Raises:
+        ConfigurationError: names the first of them.
+    """
+    for name, parameter in created.items():
+        if parameter.device.type != device.type:
+            raise ConfigurationError(
+                f"{name!r} was created within a run, on {parameter.device}.",
+                f"this rank computes on {device}, and the strategy placed the module before.",
+                "build the layer with device=self.device.",
+            )
 
 
 def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:

@@ -86,6 +86,11 @@ class Checkpoint:
         filled: dict[str, Any] = _filled(document, wanted, self.readers)
         return filled
 
+    def optimizer_groups(self, index: int = 0) -> list[list[str]]:
+        """Return the names of the parameters in each of an optimizer's groups; no tensor is read."""
+        part = self.manifest.optimizers[index]
+        return [list(group["params"]) for group in self._decoded(part, self._sources(part))["param_groups"]]
+
     def state(self) -> Any:
         """What rank 0 said of the run; None where it said nothing."""
         part = self.manifest.state

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
 
 from drivetrain.control import LocalControl
 from drivetrain.engine.seeding import order_seed
 from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.loops.trainables import restore_frozen
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
 if TYPE_CHECKING:
@@ -79,6 +82,34 @@ class RunCheckpoints:
         """Go on from what was opened, if anything. Collective."""
         if self.opened is not None:
             self._contents().load(self.opened)
+            self._session.trainables.resuming(self._frozen() is not None)
+
+    def restore_trainables(self) -> None:
+        """Let the module train what it trained in the run that goes on, before it is wrapped. Talks to nobody."""
+        frozen = self._frozen()
+        if frozen is not None:
+            restore_frozen(dict(self._session.module.named_parameters()), frozen)
+
+    def regroup(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers the groups that they had in the run that goes on; what trains stays as it was there."""
+        frozen = self._frozen()
+        if frozen is None or self.opened is None:
+            return
+        session = self._session
+        session.trainables.keep_frozen(frozen, "configure_optimizers")
+        self._contents().regroup(self.opened, optimizers)
+
+    def keep_trainables(self) -> None:
+        """Undo what hooks that begin a resumed run froze or unfroze."""
+        frozen = self._frozen()
+        if frozen is not None:
+            self._session.trainables.keep_frozen(frozen, "on_fit_start or on_train_start")
+            self._session.trainables.resuming(False)
+
+    def _frozen(self) -> set[str] | None:
+        """What did not train in the run that goes on; None for a fresh start, or a checkpoint that does not say."""
+        frozen = None if self.opened is None else self.opened.state().get("frozen")
+        return None if frozen is None else set(frozen)
 
     def before(self, step: int) -> tuple[str, int] | None:
         """Return the newest whole one of this run's that holds no step after ``step``, and its own. Collective."""
@@ -113,7 +144,7 @@ class RunCheckpoints:
         def back() -> None:
             self.finish()
             lists = [(one, one.written()) for one in self._callbacks()]
-            self._contents().load(checkpoint)
+            self._contents().load(checkpoint, back=True)
             for one, written in lists:
                 one.go_on_with(written, session.trainer, path)
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
 from drivetrain.checkpoint.ties import tied_names
 from drivetrain.checkpoint_format import Checkpoint, Contents, Facts, agreed
 from drivetrain.engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain.engine.seeding import seed_rank
-from drivetrain.optimizer_state import named_optimizer_state
+from drivetrain.optimizer_state import named_optimizer_state, regrouped
 from drivetrain.seed import derive_seed
+from drivetrain.trainable import listed
 
 if TYPE_CHECKING:
     from drivetrain.engine.session import Session
+
+logger = logging.getLogger("drivetrain")
 
 _ANEW = 0x616E6577
 """Tells the seeds of a run that goes on among other ranks from others derived from the same numbers."""
@@ -87,9 +92,16 @@ class RunCheckpoint:
             "callbacks": callbacks,
             "schedulers": [config.scheduler.state_dict() for config in session.schedulers],
             "precision": self._strategy.precision.state_dict(),
+            "frozen": self._frozen(),
             "loop": {} if session.loop is None else session.loop.state_dict(),
             "data": session.data_state(),
         }
+
+    def _frozen(self) -> list[str]:
+        """The names of what does not train."""
+        if self._running:
+            return self._session.trainables.frozen()
+        return [name for name, one in self._module.named_parameters() if not one.requires_grad]
 
     def _rank_state(self) -> dict[str, Any]:
         """What is this rank's own."""
@@ -103,6 +115,29 @@ class RunCheckpoint:
 
     # Loading
 
+    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers the groups that the saved ones had: some may have been added within that run. Collective.
+
+        Their settings come with their state.
+        """
+        if len(checkpoint.manifest.optimizers) != len(optimizers):
+            return  # refused, with both numbers, where state is loaded
+        saved = self._agreed(
+            checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
+        )
+        named = self._strategy.named_parameters()
+        for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
+            dropped = regrouped(optimizer, groups, named)
+            if dropped and self._strategy.rank == 0:
+                logger.warning(
+                    "Optimizer %d holds %d parameter(s) that are in no group of it in %r: %s. They are left out, as "
+                    "there; optimizer.add_param_group adds them.",
+                    number,
+                    len(dropped),
+                    checkpoint.path,
+                    listed(dropped),
+                )
+
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint's weights and nothing else.
 
@@ -111,8 +146,12 @@ class RunCheckpoint:
         """
         self._strategy.load_model_state(self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint, back: bool = False) -> None:
         """Take everything that the run goes on from.
+
+        Args:
+            checkpoint: of this run or another.
+            back: the run is under way: what trains, and in which groups, goes back as well.
 
         Raises:
             CheckpointError: it is damaged, or does not fit; nothing is changed then.
@@ -131,6 +170,10 @@ class RunCheckpoint:
 
         # All that is needed is read and checked, on every rank, before anything changes.
         weights, states, state, ranks = self._agreed(checkpoint, read)
+        if back and state.get("frozen") is not None:
+            session.trainables.keep_frozen(state["frozen"], None)
+            self.regroup(checkpoint, session.optimizers)
+            session.trainables.touched = True
         strategy.load_model_state(weights)
         for index, optimizer_state in enumerate(states):
             strategy.load_optimizer_state(optimizer_state, index)

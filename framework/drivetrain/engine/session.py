@@ -25,6 +25,7 @@ from drivetrain.engine.defaults import checked_callbacks
 from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
 from drivetrain.engine.failing import cause_of, in_vain, tell_others
 from drivetrain.engine.loaders import Dealing, Given
+from drivetrain.engine.optimizer_setup import set_up_optimizers
 from drivetrain.engine.out_of_memory import explain_out_of_memory
 from drivetrain.engine.place import Place
 from drivetrain.engine.rank_log import RankLog
@@ -40,11 +41,12 @@ from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
 from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
-from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_optimizers
+from drivetrain.loops.optimizers import SchedulerConfig
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.saving import SaveRequests
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.loops.train import TrainLoop
+from drivetrain.loops.trainables import Trainables
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule, hold, release
 from drivetrain.process_state import ProcessState
@@ -94,6 +96,7 @@ class Session:
         self.seed = 0
         """Of the order of samples, the same on every rank."""
         self.loop: TrainLoop | None = None
+        self._trainables: Trainables | None = None
         self.checkpoints = RunCheckpoints(self, ckpt_path)
         self.metrics = MetricStore(module)
         self.stop = StopRequest(strategy.control, None, None, None)
@@ -196,7 +199,7 @@ class Session:
 
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
         hooks = self.hooks
-        self._set_up_optimizers()
+        set_up_optimizers(self)
         if self._data().sources.get("validate"):
             self.validate = build_evaluation(self, "validate", runner, move)
         loop = self.loop = build_training(self, runner, move)
@@ -215,6 +218,7 @@ class Session:
         self._signals.listen()  # before, there is nothing to save
         for hook in hooks.on_train_start:
             hook()
+        self.checkpoints.keep_trainables()
         loop.run()
         self.metrics.enter(None)
         if self.stop.leaving:
@@ -268,12 +272,16 @@ class Session:
         strategy.take_settings(self._settings(data))
         with strategy.module_init_context():
             module.configure_model()
+        if self.stage == "fit":
+            self.checkpoints.restore_trainables()  # a strategy wraps what trains
         strategy.check(module)
         facts = {"stage": self.stage, **self.trainer.facts(), **data.facts(), **facts_about(module)}
         shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
         self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
         runner = under_context(strategy.setup_module(module), strategy.precision)
         hold(module)
+        if self.stage == "fit":
+            self._trainables = Trainables(module, strategy)
         return runner
 
     def _settings(self, data: StageData) -> RunSettings:
@@ -286,18 +294,6 @@ class Session:
             data.batch_size,
             self.module.automatic_optimization,
         )
-
-    def _set_up_optimizers(self) -> None:
-        with self.strategy.optimizer_init_context():
-            optimizers, self.schedulers = read_optimizers(self.module.configure_optimizers())
-        self.strategy.adopt_parameters(optimizers)
-        check_optimizers(self.module, optimizers, self.schedulers, self.module.automatic_optimization)
-        self.optimizers = self.strategy.setup_optimizers(optimizers)
-        self.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in self.strategy.schedulers]
-        if not self.optimizers:
-            logger.warning("configure_optimizers returned None: nothing will be trained.")
-        before_step = () if self.module.automatic_optimization else self.hooks.on_before_optimizer_step
-        self.handles = [OptimizerHandle(optimizer, self.strategy, before_step) for optimizer in self.optimizers]
 
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of how the data is dealt."""
@@ -316,6 +312,12 @@ class Session:
         """Who overrode what; there from when the callbacks are known."""
         assert self._hooks is not None
         return self._hooks
+
+    @property
+    def trainables(self) -> Trainables:
+        """Watches what trains; there from when the strategy holds the module of a fit."""
+        assert self._trainables is not None
+        return self._trainables
 
     @property
     def estimated_steps(self) -> int | float:
@@ -361,6 +363,8 @@ class Session:
                 one.finalize(status)
 
     def _detach(self) -> None:
+        if self._trainables is not None:
+            self._trainables.end()
         release(self.module)
         detach(self.module)
         if self._compiled is not None:

@@ -73,6 +73,7 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         saves=session.saves,
         draws=session.draws,
         save=session.checkpoints.save_before_leaving,
+        settle=session.trainables.settle,
     )
 
 
@@ -96,7 +97,9 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
     arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
     if not module.automatic_optimization:
         _check_manual(session)
-        session.manual = ManualStep(module, runner, strategy, session.handles, hooks, session.metrics, arguments)
+        session.manual = ManualStep(
+            module, runner, strategy, session.handles, hooks, session.metrics, session.trainables, arguments
+        )
         return session.manual
     kind: Callable[..., TrainStep] = AutomaticStep
     if any(needs_closure(optimizer) for optimizer in session.optimizers):
@@ -119,6 +122,7 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
         session.optimizers,
         hooks,
         session.metrics,
+        session.trainables,
         _clipping(session),
         arguments,
         steps,

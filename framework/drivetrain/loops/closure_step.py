@@ -53,6 +53,8 @@ class ClosureStep(AutomaticStep):
         part = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
         if (self._skipped or not window_weight) and not self._rescale(window_weight):
             return False
+        if self._watches:
+            self._close()
         (optimizer,) = self.optimizers
         for hook in self._before_step:
             hook(optimizer)

@@ -12,10 +12,12 @@ from drivetrain.hooks import HookTable
 from drivetrain.loops.joining import leaving_no_trace
 from drivetrain.loops.optimizers import needs_closure
 from drivetrain.loops.progress import Progress
+from drivetrain.loops.trainables import Trainables
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
 from drivetrain.strategy import StepRunner, Strategy
+from drivetrain.trainable import TRAINS
 
 
 class OptimizerHandle:
@@ -79,6 +81,7 @@ class ManualStep:
         handles: what ``self.optimizers()`` gives.
         hooks: who overrode what.
         metrics: where values are logged.
+        trainables: watches what trains.
         arguments: builds the step's arguments where it does not take both.
     """
 
@@ -90,6 +93,7 @@ class ManualStep:
         handles: Sequence[OptimizerHandle],
         hooks: HookTable,
         metrics: MetricStore,
+        trainables: Trainables,
         arguments: Callable[[Any, int], tuple[Any, ...]] | None,
     ) -> None:
         self._module = module
@@ -97,12 +101,18 @@ class ManualStep:
         self._strategy = strategy
         self._handles = handles
         self._metrics = metrics
+        self._trainables = trainables
         self._arguments = arguments
         self._before_backward = hooks.on_before_backward
         self._after_backward = hooks.on_after_backward
         self._scale = 1.0
 
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
+        watch = self._trainables
+        if watch.watches:
+            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+                watch.settle()
+            watch.open = True
         # The strategy averages over all ranks; those without data count for nothing.
         self._scale = self._strategy.data_world_size / micro.ranks
         for handle in self._handles:
@@ -114,12 +124,19 @@ class ManualStep:
                 output = self._run(self._module.training_step, *arguments)
         else:
             output = self._run(self._module.training_step, *arguments)
+        if watch.watches:
+            if tuple(map(TRAINS, watch.parameters)) != watch.flags:
+                watch.refuse_within()
+            watch.open = False
         return {} if output is None else output
 
     def backward(self, loss: torch.Tensor) -> None:
         """What ``self.manual_backward`` does."""
         for hook in self._before_backward:
             hook(loss)
+        watch = self._trainables
+        if watch.open and tuple(map(TRAINS, watch.parameters)) != watch.flags:
+            watch.refuse_within(unfrozen_only=True)
         self._strategy.backward(loss if self._scale == 1.0 else loss * self._scale)
         for hook in self._after_backward:
             hook()

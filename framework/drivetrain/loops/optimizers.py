@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.module import TrainModule
 from drivetrain.optimizer_state import parameter_names
 
 _INTERVALS = ("epoch", "step")
@@ -173,6 +174,35 @@ def check_optimizers(
                 f"The scheduler {type(config.scheduler).__name__} is over an optimizer that was not returned.",
                 "its learning rates would move nothing.",
                 "return the optimizer that the scheduler was built with.",
+            )
+
+
+def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse the last group of ``optimizer``, just added, where it cannot train ``module``.
+
+    Raises:
+        ConfigurationError: names the parameter, or its shape.
+    """
+    names = parameter_names(module)
+    others = {
+        id(parameter)
+        for other in optimizers
+        if other is not optimizer
+        for group in other.param_groups
+        for parameter in group["params"]
+    }
+    for parameter in optimizer.param_groups[-1]["params"]:
+        if id(parameter) not in names:
+            raise ConfigurationError(
+                f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not the module's.",
+                "it would train something that nobody saves, moves or synchronises.",
+                "assign the layer to the module (self.layer = ...) first, and add its parameters.",
+            )
+        if module.automatic_optimization and id(parameter) in others:
+            raise ConfigurationError(
+                f"add_param_group: another optimizer holds {names[id(parameter)]!r} already.",
+                "in automatic optimization all of them step after one backward, so it would move twice.",
+                "add it to one of them alone, or set self.automatic_optimization = False.",
             )
 
 

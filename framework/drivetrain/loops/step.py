@@ -18,12 +18,14 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import HookTable, is_overridden
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.joining import leaving_no_trace
+from drivetrain.loops.trainables import Trainables
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.loops.zero_grad import zero_grad
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner, Strategy
+from drivetrain.trainable import TRAINS
 
 ClipGradients = Callable[[Sequence[Optimizer]], Any]
 StepOptimizers = Callable[..., bool]
@@ -53,6 +55,7 @@ class AutomaticStep:
         optimizers: stepped together.
         hooks: who overrode what.
         metrics: where values are logged.
+        trainables: watches what trains.
         clip: clips before a step; None where nothing is clipped.
         step_optimizers: steps them where the module overrides ``optimizer_step``; None for the plain way.
         unscales: whether scaled gradients are unscaled before anything else is done; else ``clip`` does it.
@@ -66,6 +69,7 @@ class AutomaticStep:
         optimizers: Sequence[Optimizer],
         hooks: HookTable,
         metrics: MetricStore,
+        trainables: Trainables,
         clip: ClipGradients | None,
         arguments: StepArguments | None,
         step_optimizers: StepOptimizers | None = None,
@@ -76,6 +80,8 @@ class AutomaticStep:
         self.optimizers = tuple(optimizers)
         self._training_step = called_by(runner, module.training_step, arguments)
         self._metrics = metrics
+        self._trainables = trainables
+        self._watches = trainables.watches
         self._clip = clip
         self._step_optimizers = step_optimizers
         self._before_zero_grad = hooks.on_before_zero_grad
@@ -101,6 +107,11 @@ class AutomaticStep:
                     hook(optimizer)
             for optimizer in self.optimizers:
                 zero_grad(optimizer)  # before the forward, through which old gradients need not live
+            if self._watches:
+                watch = self._trainables
+                if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+                    watch.settle()
+                watch.open = True
         if micro.weight == 0:
             return self._weightless(micro, batch_idx)
         if micro.closes or not self._defers_sync:
@@ -111,6 +122,8 @@ class AutomaticStep:
     def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
         """Run one micro-batch forward and backward, its loss scaled to its part of the window."""
         output = self._training_step(micro.batch, batch_idx)
+        if self._watches and tuple(map(TRAINS, self._trainables.parameters)) != self._trainables.flags:
+            self._trainables.refuse_within()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             if loss is None and self._none_allowed:
@@ -132,6 +145,8 @@ class AutomaticStep:
     def close_window(self, micro: MicroBatch) -> bool:
         if (self._skipped or not micro.window_weight) and not self._rescale(micro.window_weight):
             return False
+        if self._watches:
+            self._close()
         strategy = self.strategy
         if self._unscales:
             for optimizer in self.optimizers:
@@ -157,7 +172,15 @@ class AutomaticStep:
 
     # Rare turns
 
+    def _close(self) -> None:
+        """From here on what trains may change again: the next window sees it."""
+        watch = self._trainables
+        if tuple(map(TRAINS, watch.parameters)) != watch.flags:
+            watch.refuse_within()
+        watch.open = False
+
     def drop_window(self) -> None:
+        self._trainables.open = False
         self._skipped = 0.0
         self.strategy.forget_gradients()
         for optimizer in self.optimizers:

@@ -71,6 +71,7 @@ class TrainLoop:
         saves: the checkpoints that were asked for.
         draws: brings the random generators back to where they stood when a resumed run was saved.
         save: writes what a later run goes on from, where this one ends before its time.
+        settle: looks what trains, once the hooks that begin an epoch have been called.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class TrainLoop:
         saves: SaveRequests,
         draws: ReadAhead,
         save: Callable[[], None],
+        settle: Callable[[], None],
     ) -> None:
         self._step = step
         self._micro_batches = micro_batches
@@ -109,6 +111,7 @@ class TrainLoop:
         self._saves = saves
         self._draws = draws
         self._save = save
+        self._settle = settle
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
 
@@ -136,6 +139,7 @@ class TrainLoop:
                 self._metrics.enter("train", reset=fresh)
                 for hook in self._hooks.on_train_epoch_start:
                     hook()
+                self._settle()
             else:
                 self._metrics.enter("train", reset=False)  # resumed within an epoch
                 if resumed is not None and resumed["validation"] is not None:

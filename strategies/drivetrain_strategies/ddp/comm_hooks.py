@@ -39,6 +39,20 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
             ) from error
 
 
+def refuse_kept_state(hook: CommHook | None) -> None:
+    """Refuse that DDP is built anew over a hook whose state is the user's: it is of the buckets that were.
+
+    Raises:
+        ConfigurationError: names the state.
+    """
+    if isinstance(hook, tuple) and hook[0] is not None:
+        raise ConfigurationError(
+            f"What trains changed within a run, under a comm_hook with a {type(hook[0]).__name__}.",
+            "such state is kept by bucket of gradients, and the buckets are others now.",
+            "name the hook (comm_hook='powersgd'), which then begins with fresh state; or use one without state.",
+        )
+
+
 def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
     # Imported here, since they are wanted rarely and cost start-up time.
     if name == "powersgd":

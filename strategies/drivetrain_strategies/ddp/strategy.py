@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -15,14 +15,16 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategy import StepRunner
+from drivetrain_strategies.collectives import broadcast_together
 from drivetrain_strategies.ddp import reducer
-from drivetrain_strategies.ddp.comm_hooks import CommHook, register_comm_hook
+from drivetrain_strategies.ddp.comm_hooks import CommHook, refuse_kept_state, register_comm_hook
 from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
 from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
 from drivetrain_strategies.module_checks import (
     refuse_device_map,
     refuse_embedding_max_norm,
     refuse_meta,
+    refuse_other_device,
 )
 from drivetrain_strategies.placement import HomeDevice
 from drivetrain_strategies.step_module import StepModule, whole_output
@@ -88,6 +90,8 @@ class DDPStrategy(DistributedStrategy):
         self._plain = False
         self._unverified = False
         self._first_window = True
+        self._replicated: tuple[nn.Parameter, ...] = ()
+        self._trained: list[nn.Parameter] = []
 
     @property
     def ddp_module(self) -> DistributedDataParallel | None:
@@ -120,24 +124,16 @@ class DDPStrategy(DistributedStrategy):
             self._swap = SyncBatchNormSwap(module)
         self.precision.convert_module(module)
         module.to(self.device)
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return operator.call  # nothing to reduce, and DDP refuses such a module
         self._manual = not getattr(module, "automatic_optimization", True)
-        options = dict(self._options)
-        if self.static_graph is not None:
-            options["static_graph"] = self.static_graph
-        ddp = DistributedDataParallel(
-            StepModule(module), find_unused_parameters=self.find_unused_parameters or self._manual, **options
-        )
-        register_comm_hook(ddp, self.comm_hook)
-        self._ddp = ddp
-        self._first_window = True
-        self._plain = self._unverified = not (self.static_graph or self.find_unused_parameters or self._manual)
+        self._replicated = tuple(module.parameters())
+        if not self._wrap(module, init_sync=True):
+            self._give_out([*module.parameters(), *module.buffers()])  # as DDP does where anything trains
         if self._manual:
             return operator.call  # each backward is announced by itself, in `backward`
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
-            if not torch.is_grad_enabled():
+            ddp = self._ddp
+            if ddp is None or not torch.is_grad_enabled():
                 return step(*args)  # nothing to reduce; buffers were given out before the evaluation
             try:
                 output = ddp(step, *args)
@@ -147,6 +143,48 @@ class DDPStrategy(DistributedStrategy):
             return whole_output(output)
 
         return run
+
+    def _wrap(self, module: nn.Module, init_sync: bool) -> bool:
+        """Put DDP around the module, for what trains now; False where nothing does. Collective."""
+        self._trained = [one for one in module.parameters() if one.requires_grad]
+        if self._ddp is not None:
+            reducer.let_go(self._ddp)  # its hooks come off the parameters with it
+        self._ddp = None
+        self._plain = self._unverified = False
+        if not self._trained:
+            return False  # nothing to reduce, and DDP refuses such a module
+        options = dict(self._options)
+        if self.static_graph is not None:
+            options["static_graph"] = self.static_graph
+        ddp = DistributedDataParallel(
+            StepModule(module),
+            find_unused_parameters=self.find_unused_parameters or self._manual,
+            init_sync=init_sync,
+            **options,
+        )
+        register_comm_hook(ddp, self.comm_hook)
+        self._ddp = ddp
+        self._first_window = True
+        self._plain = self._unverified = not (self.static_graph or self.find_unused_parameters or self._manual)
+        return True
+
+    def trainable_changed(self, module: nn.Module) -> None:
+        known = {id(one) for one in self._replicated}
+        fresh = {name: one for name, one in module.named_parameters() if id(one) not in known}
+        self._replicated = tuple(module.parameters())
+        if fresh:
+            refuse_other_device(fresh, self.device)
+            self._give_out([*fresh.values(), *module.buffers()])
+        if list(map(id, self._trained)) == [id(one) for one in self._replicated if one.requires_grad]:
+            return
+        refuse_kept_state(self.comm_hook)
+        if self._ddp is not None and self._plain:
+            self._refuse_unused(self._ddp)  # in the last step; the reducer that knows of it goes now
+        self._wrap(module, init_sync=False)
+
+    def _give_out(self, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors:
+            broadcast_together(tensors)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         # torch cannot skip the synchronisation of a static graph's first backward, on which it plans the rest.
@@ -195,4 +233,5 @@ class DDPStrategy(DistributedStrategy):
         self._ddp = None
         self._home = None
         self._swap = None
+        self._replicated, self._trained = (), []
         super().teardown()
