@@ -34,7 +34,7 @@ class Gradients:
         reshard_after_backward: bool,
     ) -> None:
         self._sharded = sharded
-        self._whole = list(whole)
+        self.whole = list(whole)
         self._average = WholeParameters(whole, group) if whole else None
         self._unused = unused
         self._reshard_after_backward = reshard_after_backward
@@ -59,7 +59,7 @@ class Gradients:
         """Within it a backward adds exactly zero to every gradient."""
         handles = [
             parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            for parameter in self._whole
+            for parameter in self.whole
             if parameter.requires_grad
         ]
         try:
@@ -77,7 +77,7 @@ class Gradients:
             for one in self._sharded.parameters
             if one.sharded_param.requires_grad and id(one.sharded_param) not in parameters
         ]
-        whole = [one for one in self._whole if one.requires_grad and id(one) not in parameters]
+        whole = [one for one in self.whole if one.requires_grad and id(one) not in parameters]
 
         def require(requires_grad: bool) -> None:
             for sharded in others:
@@ -90,6 +90,10 @@ class Gradients:
             yield
         finally:
             require(True)
+
+    def trainable_changed(self) -> None:
+        """Let the next window decide anew what is unused."""
+        self._unused.begin_anew()
 
     def after_backward(self) -> None:
         """Finish the exchange. Collective, unless gradients are being added up."""

@@ -22,6 +22,8 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from drivetrain.trainable import TRAINS
+
 
 class _WatchedParam(FSDPParam):
     """Tells its watcher when torch asks it for zeros, having no gradient, and when its whole tensor is first made."""
@@ -72,6 +74,8 @@ class Sharded:
         self._asked_for_zeros: dict[int, _WatchedParam] = {}
         self._gave_gradient: set[int] = set()
         self._silencers: list[Any] | None = None
+        self._shards: list[Any] = []
+        self._wholes: list[Any] = []
         for group in self._groups:
             for parameter in group.fsdp_params:
                 parameter.__class__ = _WatchedParam
@@ -157,6 +161,7 @@ class Sharded:
             self._silencers = None
 
     def _made(self, parameter: _WatchedParam) -> None:
+        self._list_made()
         if self._silencers is not None:
             self._silence(parameter)
 
@@ -172,6 +177,35 @@ class Sharded:
         parameter.sharded_param.requires_grad_(requires_grad)
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.requires_grad_(requires_grad)
+
+    def trainable_changed(self) -> None:
+        """Bring up to date what torch derived from what trained before: the dtypes in which a group is reduced.
+
+        Raises:
+            AssertionError: torch's, where what trains in a group now is of several dtypes.
+        """
+        for group in self._groups:
+            if hasattr(group, "_reduce_dtype"):  # else it has not run yet, and will look for itself
+                group._init_mp_dtypes()
+        for parameter in self.parameters:
+            self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
+        self._list_made()
+
+    def changed_while_whole(self) -> list[_WatchedParam]:
+        """Those whose whole tensor was frozen or unfrozen, where the shard was not: torch would undo it unseen."""
+        if tuple(map(TRAINS, self._shards)) == tuple(map(TRAINS, self._wholes)):
+            return []
+        return [
+            one
+            for one in self.parameters
+            if hasattr(one, "_unsharded_param")
+            and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
+        ]
+
+    def _list_made(self) -> None:
+        made = [one for one in self.parameters if hasattr(one, "_unsharded_param")]
+        self._shards = [one.sharded_param for one in made]
+        self._wholes = [one._unsharded_param for one in made]
 
     def forget_gradients(self) -> None:
         """Drop what a window has added up and not exchanged."""

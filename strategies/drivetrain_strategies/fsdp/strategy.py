@@ -40,6 +40,7 @@ from drivetrain_strategies.fsdp.sharding import Sharding, change_forwards, gathe
 from drivetrain_strategies.fsdp.shards_left import gather_back, leave_shards, take_up_shards
 from drivetrain_strategies.fsdp.start import start_alike
 from drivetrain_strategies.fsdp.state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
+from drivetrain_strategies.fsdp.trainable_change import adapt, refuse_while_whole
 from drivetrain_strategies.fsdp.unused import UnusedParameters
 from drivetrain_strategies.materialize import Building
 from drivetrain_strategies.step_module import StepModule, whole_output
@@ -213,11 +214,9 @@ class FSDPStrategy(DistributedStrategy):
             mesh.also(other)
         gather_ahead(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        unused = UnusedParameters(
-            True if self._manual else self.find_unused_parameters,
-            {id(one): names[id(one.sharded_param)] for one in sharded.parameters},
-            self.control,
-        )
+        counts = True if self._manual else self.find_unused_parameters
+        named = {id(one): names[id(one.sharded_param)] for one in sharded.parameters}
+        unused = UnusedParameters(counts, named, self.control)
         whole = list(plan.whole.values())
         self._gradients = Gradients(sharded, whole, mesh.data_group, unused, self.reshard_after_backward)
         if whole or self.tensor_parallel > 1:  # an overflow does not spread from one mesh, or from none, to the others
@@ -246,6 +245,13 @@ class FSDPStrategy(DistributedStrategy):
             if isinstance(optimizer, whole_step.KINDS):
                 self._whole_steps.append(whole_step.WholeStep(optimizer))
         return super().setup_optimizers(optimizers)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        return {} if self.module is None else dict(self._resharded().named_parameters())
+
+    def trainable_changed(self, module: nn.Module) -> None:
+        assert self._sharded is not None
+        adapt(self._resharded(), self._sharded, self._held_gradients())
 
     # In the loop
 
@@ -299,6 +305,7 @@ class FSDPStrategy(DistributedStrategy):
     def backward(self, loss: torch.Tensor) -> None:
         sharded = self._sharded
         assert sharded is not None
+        refuse_while_whole(sharded)
         if self._inside:
             sharded.begin_backward_within_forward(loss)
         self.precision.backward(loss)

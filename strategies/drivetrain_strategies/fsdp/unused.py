@@ -32,10 +32,15 @@ class UnusedParameters:
     """
 
     def __init__(self, asked: bool | None, names: dict[int, str], control: ControlPlane) -> None:
-        self._counts = asked
+        self._asked = self._counts = asked
         self._position = {key: number for number, key in enumerate(names)}
         self._names = list(names.values())
         self._control = control
+        self._told = False
+
+    def begin_anew(self) -> None:
+        """Let the next window decide, since what trains has changed."""
+        self._counts = self._asked
         self._told = False
 
     def settle(self, unused: list[Any]) -> None:
