@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.run_settings import RunSettings
+from drivetrain.trainable import listed
 from drivetrain_strategies.module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
 from drivetrain_strategies.weights_left import left_by_deepspeed, refuse_weights_left
 
@@ -137,6 +138,50 @@ def check_optimizers(
                     "ZeRO flattens a group's trainable parameters into one tensor, and here there are none.",
                     "leave the group out.",
                 )
+
+
+_PHASES = (
+    "freeze in __init__, configure_model or configure_optimizers and train each phase in a fit of its own, or use "
+    "strategy='fsdp' or 'ddp', under which what trains may change."
+)
+
+
+def check_trainable(module: nn.Module, held: Mapping[str, tuple[nn.Parameter, bool]]) -> None:
+    """Refuse that what trains changed within a run.
+
+    Args:
+        module: as it is now.
+        held: each parameter when the engine was built, and whether it trained, by name.
+
+    Raises:
+        ConfigurationError: names the parameters.
+    """
+    created = [name for name, one in module.named_parameters() if name not in held or held[name][0] is not one]
+    if created:
+        raise ConfigurationError(
+            f"A layer was created within a run, under DeepSpeed: {listed(created)}.",
+            "its engine has flattened what trains into its own tensors: it would never see the layer.",
+            "build it in configure_model, or use strategy='ddp'.",
+        )
+    for verb, names in (
+        ("unfrozen", [name for name, (one, trained) in held.items() if one.requires_grad and not trained]),
+        ("frozen", [name for name, (one, trained) in held.items() if trained and not one.requires_grad]),
+    ):
+        if names:
+            raise ConfigurationError(
+                f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
+                "its engine flattened what trained at the start: it never trains the others and decays what is frozen.",
+                _PHASES,
+            )
+
+
+def adding_a_group(optimizer: Optimizer) -> ConfigurationError:
+    """The refusal of ``add_param_group`` within a run."""
+    return ConfigurationError(
+        f"add_param_group on {type(optimizer).__name__} within a run, under DeepSpeed.",
+        "its engine has flattened the groups that were there: it would step on no other.",
+        f"return all groups from configure_optimizers; {_PHASES}",
+    )
 
 
 def _check_kind(optimizer: Optimizer, allowed: bool) -> None:

@@ -19,9 +19,11 @@ from drivetrain.shards import Region
 from drivetrain.strategy import StepRunner
 from drivetrain_strategies.activation_checkpointing import Checkpointing, ForwardSwap, Policy, modules_of
 from drivetrain_strategies.deepspeed.checks import (
+    adding_a_group,
     check_leaves,
     check_module,
     check_optimizers,
+    check_trainable,
     clipping_by_value,
 )
 from drivetrain_strategies.deepspeed.config import (
@@ -160,6 +162,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
+        self._trains: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # Where we are
 
@@ -238,7 +241,16 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
         self._run.start(optimizers, self._building.take())
         self.schedulers = self._run.schedulers
+        self._trains = {name: (one, one.requires_grad) for name, one in module.named_parameters()}
         return super().setup_optimizers(self._run.optimizers)
+
+    # What trains
+
+    def trainable_changed(self, module: nn.Module) -> None:
+        check_trainable(module, self._trains)
+
+    def adding_group(self, optimizer: Optimizer) -> None:
+        raise adding_a_group(optimizer)
 
     # In the loop
 
