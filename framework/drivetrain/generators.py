@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,3 +52,42 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state((saved["kind"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def kept_generators(device: torch.device, own: Iterable[Any] = ()) -> Iterator[dict[str, Any]]:
+    """Put the generators back afterwards: what is drawn within it changes nothing for who draws later.
+
+    It gives what `generator_states` found.
+
+    Args:
+        device: whose generator counts besides the host's.
+        own: generators of the user's own, which are put back too: torch's, NumPy's and Python's.
+    """
+    states, put_back = generator_states(device), [_put_back(one) for one in own]
+    try:
+        yield states
+    finally:
+        set_generators(states, device)
+        for call in put_back:
+            call()
+
+
+def is_generator(value: Any) -> bool:
+    """Tell whether ``value`` is a generator of random numbers whose state can be read and set."""
+    if isinstance(value, torch.Generator | random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)
+
+
+def _put_back(generator: Any) -> Callable[[], object]:
+    """Return what puts a generator where it stands now."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    bits = getattr(generator, "bit_generator", None)
+    if bits is None:  # NumPy's older kind
+        return partial(generator.set_state, generator.get_state())
+    return partial(setattr, bits, "state", bits.state)

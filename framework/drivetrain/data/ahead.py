@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from drivetrain.data.sharding import Share
-from drivetrain.generators import generator_states, set_generators
+from drivetrain.generators import generator_states, kept_generators, set_generators
 
 Pairs = Iterator[tuple[Any, Share]]
 
@@ -31,6 +32,7 @@ class ReadAhead:
         self._before: deque[tuple[int, Any]] = deque()
         self._read = 0
         self._final: Any = None
+        self._held: Any = None
         self._again: deque[Any] = deque()  # where they are put one after the other as reading goes on
 
     def follow(self, pairs: Pairs, first: int, trained: Callable[[], int] | None) -> Pairs:
@@ -51,7 +53,16 @@ class ReadAhead:
     def state(self, trained: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
         ahead = [states for number, states in self._before if trained <= number < self._read]
-        return {"ahead": ahead, "now": generator_states(self.device) if self._final is None else self._final}
+        return {"ahead": ahead, "now": self._final or self._held or generator_states(self.device)}
+
+    @contextmanager
+    def aside(self, own: Iterable[Any] = ()) -> Iterator[None]:
+        """Put all generators back afterwards, ``own`` of the user's too; until then `state` tells where they stood."""
+        with kept_generators(self.device, own) as self._held:
+            try:
+                yield
+            finally:
+                self._held = None
 
     def end(self) -> None:
         """The run is over: what the generators do from here on is none of its business."""

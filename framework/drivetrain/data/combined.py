@@ -47,7 +47,7 @@ class CombinedLoader:
             iterables = [iterables]
         self.iterables = iterables
         self.mode = mode
-        self.flattened: list[Any] = _leaves(iterables)
+        self.flattened: list[Any] = leaves(iterables)
         if not self.flattened:
             raise ConfigurationError(
                 f"CombinedLoader({iterables!r}) holds no loader", "there is nothing to iterate", "pass at least one"
@@ -235,9 +235,10 @@ def _source_opener(source: BatchSource, first: int) -> Callable[[int, int], Iter
     return lambda number, offset: source.epoch(first + number, offset)
 
 
-def _leaves(tree: Any) -> list[Any]:
+def leaves(tree: Any) -> list[Any]:
+    """Return the loaders of a collection, from left to right."""
     values = tree.values() if isinstance(tree, Mapping) else tree
-    return [leaf for value in values for leaf in (_leaves(value) if is_collection(value) else [value])]
+    return [leaf for value in values for leaf in (leaves(value) if is_collection(value) else [value])]
 
 
 def _filled(tree: Any, values: Iterator[Any]) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.engine.batches import Move
 from drivetrain.loops.evaluate import EvaluateLoop
 from drivetrain.loops.predict import PredictLoop
-from drivetrain.process_state import ProcessState
 from drivetrain.strategy import StepRunner
 
 if TYPE_CHECKING:
@@ -43,6 +43,17 @@ def build_evaluation(
     ).run
 
 
+def build_validation(session: Session, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
+    """Return what validates ``session``'s module within fit, and leaves training's random draws alone."""
+    run = build_evaluation(session, "validate", runner, move)
+
+    def validate() -> list[dict[str, float]]:
+        with _draws_apart(session):
+            return run()
+
+    return validate
+
+
 def build_prediction(session: Session, runner: StepRunner, move: Move | None) -> Callable[[], list[Any]]:
     """Return what predicts with ``session``'s module."""
     assert session.data is not None
@@ -67,15 +78,25 @@ def try_validation(session: Session, runner: StepRunner, move: Move | None) -> N
     if steps != -1:
         limits = [steps if limit is None else min(steps, limit) for limit in limits]
     session.sanity_checking = True
-    for hook in hooks.on_sanity_check_start:
-        hook()
-    # What training draws must not depend on whether something was tried before it.
-    with ProcessState(generators=True):
+    with _draws_apart(session):
+        for hook in hooks.on_sanity_check_start:
+            hook()
         build_evaluation(session, "validate", runner, move, limits)()
-    session.metrics.forget("validate")
-    for hook in hooks.on_sanity_check_end:
-        hook()
+        session.metrics.forget("validate")
+        for hook in hooks.on_sanity_check_end:
+            hook()
     session.sanity_checking = False
+
+
+def _draws_apart(session: Session) -> AbstractContextManager[None]:
+    """What is drawn within it, by loaders, steps and hooks, is drawn without moving any generator of training's."""
+    from drivetrain.data.own_generators import own_generators  # by whoever validates
+
+    data, module, datamodule = session.data, session.module, session.given.datamodule
+    assert data is not None
+    holders = [*data.loaders, *module.modules(), *session.callbacks, *([] if datamodule is None else [datamodule])]
+    own = own_generators(*holders)
+    return session.draws.aside(own)
 
 
 def _inference_mode(session: Session) -> bool:

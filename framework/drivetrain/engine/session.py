@@ -22,7 +22,7 @@ from drivetrain.engine.compiling import CompiledSteps
 from drivetrain.engine.console import heard
 from drivetrain.engine.cursor import Cursor
 from drivetrain.engine.defaults import checked_callbacks
-from drivetrain.engine.evaluating import build_evaluation, build_prediction, try_validation
+from drivetrain.engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
 from drivetrain.engine.failing import cause_of, in_vain, tell_others
 from drivetrain.engine.loaders import Dealing, Given
 from drivetrain.engine.optimizer_setup import set_up_optimizers
@@ -201,7 +201,7 @@ class Session:
         hooks = self.hooks
         set_up_optimizers(self)
         if self._data().sources.get("validate"):
-            self.validate = build_evaluation(self, "validate", runner, move)
+            self.validate = build_validation(self, runner, move)
         loop = self.loop = build_training(self, runner, move)
         self.checkpoints.load()
         logger.info(self.strategy.precision.describe())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from drivetrain.control import ControlPlane
 from drivetrain.data import BatchSource
 from drivetrain.engine.loaders import (
@@ -17,6 +19,7 @@ from drivetrain.engine.loaders import (
     training_source,
 )
 from drivetrain.errors import ConfigurationError
+from drivetrain.generators import kept_generators
 from drivetrain.hooks import is_overridden
 from drivetrain.loops.evaluate import NAMES
 from drivetrain.module import TrainModule
@@ -55,6 +58,8 @@ class StageData:
         self._dealing = dealing
         self._control = control
         self.train: BatchSource | None = None
+        self.loaders: tuple[Any, ...] = ()
+        """The training loader(s) as the user gave them."""
         self.train_limit: int | None = None
         """Micro-batches of a training epoch, the same on every rank; None where it is not known."""
         self.batch_size: int | None = None
@@ -66,7 +71,8 @@ class StageData:
         if stage == "fit":
             self._find_training()
             if is_overridden("validation_step", module, TrainModule):
-                self._find_evaluation("validate", within_fit=True)
+                with kept_generators(torch.device("cpu")):  # of training, which began before validation was asked for
+                    self._find_evaluation("validate", within_fit=True)
         else:
             self._find_evaluation(stage, within_fit=False)
 
@@ -101,6 +107,7 @@ class StageData:
                 "there is nothing to train on.",
                 "pass it to fit, as Fit().fit(module, loader), in a DataModule, or as module.train_dataloader().",
             )
+        self.loaders = (loaders,)
         self.batch_size = getattr(loaders, "batch_size", None)
         self.train = training_source(loaders, self._dealing, sequential=bool(trainer.overfit_batches))
         setting, name = trainer.limit_train_batches, "limit_train_batches"

@@ -1,0 +1,187 @@
+"""Validation leaves training alone: whatever draws within it moves no generator that training draws from. Row I-13."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_case import Regression, fit, regression
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from drivetrain import Callback
+
+
+def draw() -> float:
+    """Something from each of the process's generators."""
+    return random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+class Noisy(Dataset[Any]):
+    """Adds noise of its own generators and of the process's to what it holds."""
+
+    def __init__(self, samples: int = 24) -> None:
+        self.x, self.y = regression(samples).dataset.tensors
+        self.numpy = np.random.default_rng(5)
+        self.older = np.random.RandomState(6)
+        self.python = random.Random(7)
+        self.torch = torch.Generator().manual_seed(8)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        own = self.numpy.normal() + self.older.normal() + self.python.gauss(0, 1)
+        own += float(torch.randn((), generator=self.torch))
+        return self.x[index] + 0.1 * (own + draw()), self.y[index]
+
+
+class Dropping(Regression):
+    """Draws in training, in validation and in every hook of validation."""
+
+    def __init__(self, draws: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+        self.generator = torch.Generator().manual_seed(9)
+        self.draws = draws
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * (1 + torch.rand((), generator=self.generator)) * (1 + 0.1 * draw())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.draws:
+            draw()
+            torch.rand((), generator=self.generator)
+        self.log("val", self.loss(batch))
+
+
+class Hooks(Callback):
+    """Draws in each hook around validation."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+        for name in (
+            *("on_sanity_check_start", "on_sanity_check_end", "on_validation_start", "on_validation_end"),
+            *("on_validation_epoch_start", "on_validation_epoch_end"),
+            *("on_validation_batch_start", "on_validation_batch_end"),
+        ):
+            setattr(self, name, self._drawing(name))
+
+    def _drawing(self, name: str) -> Any:
+        def hook(*args: Any, **kwargs: Any) -> None:
+            self.called.add(name)
+            draw()
+
+        return hook
+
+
+def trained(path: Path, data: Any, validation: Any = None, **options: Any) -> torch.Tensor:
+    module = Dropping()
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    hooks = Hooks()
+    options.setdefault("num_sanity_val_steps", 0)
+    fit(path, max_epochs=2, callbacks=hooks, seed=None, **options).fit(module, data, validation)
+    assert validation is None or len(hooks.called) == (8 if options["num_sanity_val_steps"] else 6)
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def by_hand(data: Dataset[Any]) -> torch.Tensor:
+    """A loop without validation."""
+    module = Dropping()
+    torch.manual_seed(11)
+    random.seed(11)
+    np.random.seed(11)
+    optimizer = module.configure_optimizers()
+    for _ in range(2):
+        for batch in DataLoader(data, 4):
+            optimizer.zero_grad()
+            module.training_step(batch, 0).backward()
+            optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 0.5}, {"val_check_interval": 1}])
+@pytest.mark.parametrize("sanity", [0, 2])
+def test_weights_are_those_of_a_loop_without_it_to_the_last_bit(
+    tmp_path: Path, options: dict[str, Any], sanity: int
+) -> None:
+    # I-13: the data set is training's too, with generators of its own, as after `random_split`.
+    data = Noisy()
+    validation = DataLoader(data, 4, shuffle=True)
+    # The seed of the order is drawn as the run begins, where it is not given: not from what the steps draw from.
+    found = trained(tmp_path, DataLoader(data, 4), validation, num_sanity_val_steps=sanity, **options)
+    without = trained(tmp_path, DataLoader(Noisy(), 4))
+    assert torch.equal(found, without)
+
+
+def test_and_those_of_a_hand_written_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # I-13
+    monkeypatch.setattr(
+        "drivetrain.engine.seeding.last_seed", lambda: 0
+    )  # else the order's seed is one draw of torch's
+    data = Noisy()
+    found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), val_check_interval=2)
+    assert torch.equal(found, by_hand(Noisy()))
+
+
+def test_workers_of_a_validation_loader_cost_training_no_draw(tmp_path: Path) -> None:
+    # I-13: torch draws their base seed from the process's generator.
+    validation = DataLoader(regression().dataset, 4, num_workers=1)
+    found = trained(tmp_path, regression(), validation, val_check_interval=0.5)
+    assert torch.equal(found, trained(tmp_path, regression()))
+
+
+def test_a_generator_that_both_loaders_have(tmp_path: Path) -> None:
+    # I-13
+    def loaders() -> tuple[Any, Any]:
+        data, generator = regression().dataset, torch.Generator().manual_seed(4)
+        return tuple(DataLoader(data, 4, sampler=RandomSampler(data, generator=generator)) for _ in range(2))
+
+    options = {"use_distributed_sampler": False}
+    train, validation = loaders()
+    found = trained(tmp_path, train, validation, val_check_interval=0.5, **options)
+    assert torch.equal(found, trained(tmp_path, loaders()[0], **options))
+
+
+def test_a_val_dataloader_that_draws(tmp_path: Path) -> None:
+    # I-13: as one that calls `random_split` does.
+    class Own(Dropping):
+        def val_dataloader(self) -> Any:
+            draw()
+            return regression(8)
+
+    found = []
+    for kind in (Own, Dropping):
+        module = kind()
+        torch.manual_seed(11)
+        fit(tmp_path).fit(module, regression())
+        found.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(*found)
+
+
+def test_a_run_that_goes_on_draws_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    # I-13, F-02: saved in a hook of validation, whose draws are none of training's.
+    class Saving(Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            draw()
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(str(tmp_path / "saved"))
+
+    weights = []
+    for callbacks, path in (([Saving()], None), ([], str(tmp_path / "saved"))):
+        module = Dropping(draws=False)
+        module.generator = torch.Generator().manual_seed(9)
+        module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)  # type: ignore[method-assign]
+        torch.manual_seed(11)
+        run = fit(tmp_path, max_epochs=2, val_check_interval=3, callbacks=callbacks, num_sanity_val_steps=0)
+        run.fit(module, DataLoader(regression().dataset, 4, shuffle=True), regression(8), ckpt_path=path)
+        assert run.global_step == 12
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(*weights)
