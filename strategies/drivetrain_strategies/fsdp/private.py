@@ -6,7 +6,7 @@ gradient are known, gradients can be silenced, a backward may run inside a forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -201,6 +201,11 @@ class Sharded:
             if hasattr(one, "_unsharded_param")
             and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
         ]
+
+    def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
+        """The plain names of parameters; `StepModule`, the root, holds the user's module as its own."""
+        names = {id(one): name for name, one in self._module.named_parameters()}
+        return [names[id(one.sharded_param)].removeprefix("module.") for one in parameters]
 
     def _list_made(self) -> None:
         made = [one for one in self.parameters if hasattr(one, "_unsharded_param")]

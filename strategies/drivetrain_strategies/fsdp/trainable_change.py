@@ -54,5 +54,4 @@ def refuse_while_whole(sharded: Sharded) -> None:
     changed = sharded.changed_while_whole()
     if changed:
         sharded.reshard()
-        names = {id(one): name for name, one in sharded.root.module.named_parameters()}
-        raise changed_within_window([names[id(one.sharded_param)] for one in changed], "FSDPStrategy")
+        raise changed_within_window(sharded.names_of(changed), "FSDPStrategy")
