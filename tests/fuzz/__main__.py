@@ -1,0 +1,100 @@
+"""``make fuzz COUNT=2000 SEED=...``: as many programs as are wanted; what is found is printed as a script that runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+import torch  # noqa: E402
+from fuzz.check import check  # noqa: E402
+from fuzz.draw import STRATEGIES, ZERO  # noqa: E402
+from fuzz.plants import PLANTS  # noqa: E402
+from fuzz.program import Program  # noqa: E402
+from fuzz.script import script  # noqa: E402
+from fuzz.search import search  # noqa: E402
+
+from worlds import close_worlds  # noqa: E402
+
+PRESET_SEEDS = (1, 2, 3)
+_AT_ONCE = 100  # programs that one search of Hypothesis draws
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="programs to run")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="of what is drawn")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of these, or 'zero'")
+    parser.add_argument("--findings", type=int, default=1, help="end after so many")
+    parser.add_argument("--plant", default="", choices=["", "all", *PLANTS], help="count what it takes to find a defect")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    strategies = ZERO if asked.strategies == "zero" else tuple(asked.strategies.split(","))
+    try:
+        if asked.plant:
+            return find_plants(list(PLANTS) if asked.plant == "all" else [asked.plant], asked.count, strategies)
+        return find(asked.count, asked.seed, strategies, asked.findings)
+    finally:
+        close_worlds()
+
+
+def find(count: int, seed: int, strategies: tuple[str, ...], findings: int) -> int:
+    """Run so many programs and print what differs; returns how many findings there were."""
+    print(f"COUNT={count} SEED={seed}, under {', '.join(strategies)}", flush=True)
+    began, found, done = time.monotonic(), 0, 0
+    ran = [0]
+
+    def attempt(program: Program) -> None:
+        ran[0] += 1
+        check(program)
+
+    while done < count and found < findings:
+        size = min(_AT_ONCE, count - done)
+        ran[0] = 0
+        # Programs of different chunks are drawn apart: a long search of Hypothesis dwells on what it has seen.
+        one = search(size, seed * 1_000_003 + done, strategies, attempt=attempt)
+        if one is None:
+            done += ran[0]
+        else:
+            program, text, first = one
+            done += first
+            found += 1
+            print(script(program, text), flush=True)
+    print(f"{done} programs in {time.monotonic() - began:.0f} s, {found} findings", flush=True)
+    return found
+
+
+def find_plants(names: list[str], count: int, strategies: tuple[str, ...]) -> int:
+    """Count the programs that it takes to find each planted defect; returns how many were not found."""
+    missed = 0
+    for name in names:
+        for seed in PRESET_SEEDS:
+            began = time.monotonic()
+            done, first = 0, 0
+            text = ""
+            while done < count and not first:
+                size = min(_AT_ONCE, count - done)
+                one = search(
+                    size,
+                    seed * 1_000_003 + done,
+                    strategies,
+                    shrinks=False,
+                    attempt=lambda program: check(program, name),  # noqa: B023
+                )
+                if one is not None:
+                    first, text = done + one[2], one[1]
+                done += size
+            missed += not first
+            said = f"found by program {first}: {text[:150]}" if first else f"not found in {done}"
+            print(f"{name}, seed {seed}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

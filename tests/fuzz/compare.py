@@ -1,0 +1,186 @@
+"""How what came out differs from what must."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import torch
+from fuzz.outcome import Outcome
+from fuzz.program import Program
+from fuzz.refusals import permitted
+from torch import Tensor
+
+OURS = ("ConfigurationError", "CheckpointError", "DistributedError", "NonFiniteError", "DrivetrainError")
+"""Errors that say what to do."""
+
+LOOSE = {"32-true": 2e-5, "64-true": 1e-11, "bf16-mixed": 2e-3, "16-mixed": 1e-3, "bf16-true": 4e-2}
+"""How far weights may be from the loop's, by precision: what another order of sums explains."""
+
+
+def differences(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool = False) -> list[str]:
+    """One phrase for everything that differs; none where all is as it must be."""
+    errors = {one.error for one in ranks}
+    if errors - {""}:
+        return refused(program, expected, ranks)
+    if expected.error:
+        return [f"{expected.error} was swallowed"]
+    found: list[str] = []
+    near = LOOSE[program.precision]
+    for rank, outcome in enumerate(ranks):
+        found += [f"rank {rank}: {what}" for what in weights_of(expected.weights, outcome.weights, near)]
+    first = ranks[0]
+    found += states_of(expected, first, near)
+    if not program.stop or program.stop.how == "max_steps":
+        found += [] if first.counts == expected.counts else [f"counts: {first.counts} for {expected.counts}"]
+    found += rates_of(expected, first, resumed)
+    found += order_of(program, expected, ranks, resumed)
+    found += logged(program, expected, first, near, resumed)
+    return found
+
+
+def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
+    """A run that raised: what the program raises itself, or a refusal that is permitted and came in time."""
+    kinds = {one.error for one in ranks}
+    said = next(one for one in ranks if one.error)
+    if len(kinds) > 1 and "RankFailedError" not in kinds:
+        return [f"some ranks raised {sorted(kinds)}: {said.text[:300]}"]
+    if said.error == "Planned" and expected.error == "Planned":
+        return in_time(program, expected, ranks)
+    if said.error not in OURS:
+        return [f"raised {said.error}: {said.text[:300]}"]
+    if not permitted(program, said.text):
+        return [f"refused: {said.text[:300]}"]
+    return in_time(program, expected, ranks)
+
+
+def in_time(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[str]:
+    """Whether no step went wrong before the run ended."""
+    found = []
+    for rank, outcome in enumerate(ranks):
+        for at, ((steps, held), (must, wanted)) in enumerate(zip(outcome.steps, expected.steps, strict=False)):
+            if steps != must or (len(held) and far(wanted, held, LOOSE[program.precision])):
+                found.append(f"rank {rank}: micro-batch {at} went wrong before the run was refused")
+                break
+    return found
+
+
+def weights_of(expected: dict[str, Tensor], held: dict[str, Tensor], near: float) -> list[str]:
+    found = []
+    if set(expected) != set(held):
+        return [f"weights: {sorted(set(expected) ^ set(held))} on one side only"]
+    for name, wanted in expected.items():
+        if held[name].dtype != wanted.dtype:
+            found.append(f"{name} is {held[name].dtype} and not {wanted.dtype}")
+        elif far(wanted, held[name], near):
+            found.append(f"{name} is {apart(wanted, held[name]):.3g} off")
+    return found
+
+
+def states_of(expected: Outcome, outcome: Outcome, near: float) -> list[str]:
+    found = []
+    for number, (wanted, held) in enumerate(zip(expected.states, outcome.states, strict=False)):
+        for name in sorted(set(wanted) | set(held)):
+            if name not in held or name not in wanted:
+                if wanted.get(name) or held.get(name):
+                    found.append(f"optimizer {number}: the state of {name} is on one side only")
+                continue
+            for key, value in wanted[name].items():
+                if key not in held[name]:
+                    found.append(f"optimizer {number}: {name} has no {key}")
+                elif far(value, held[name][key], 10 * near):
+                    found.append(f"optimizer {number}: {key} of {name} is {apart(value, held[name][key]):.3g} off")
+    for number, (plan, state) in enumerate(zip(expected.schedulers, outcome.schedulers, strict=False)):
+        if plan["steps"] != state["steps"] or not close(plan["rates"], state["rates"]):
+            found.append(f"scheduler {number}: {state} for {plan}")
+    if len(expected.schedulers) != len(outcome.schedulers) or len(expected.states) != len(outcome.states):
+        found.append("another number of optimizers or schedulers")
+    return found
+
+
+def rates_of(expected: Outcome, outcome: Outcome, resumed: bool) -> list[str]:
+    wanted = expected.rates[expected.saved_rates :] if resumed else expected.rates
+    if len(wanted) == len(outcome.rates) and all(map(close, wanted, outcome.rates)):
+        return []
+    return [f"learning rates: {outcome.rates} for {wanted}"]
+
+
+def order_of(program: Program, expected: Outcome, ranks: list[Outcome], resumed: bool) -> list[str]:
+    """Samples and hooks, in their order."""
+    found = []
+    after = expected.saved_after if resumed else 0
+    wanted = expected.samples[after:]
+    if ranks[0].samples != wanted:
+        found.append(f"samples of rank 0: {ranks[0].samples} for {wanted}")
+    hooks = expected.hooks
+    if resumed:
+        hooks = ["on_train_start", *expected.hooks[expected.saved_hooks :]]
+    held = ranks[0].hooks
+    if any(one.kind in ("lbfgs", "sam") for one in program.optimizers):
+        # How often a loss is evaluated anew is the optimizer's affair.
+        held, hooks = ([one for one in each if "backward" not in one] for each in (held, hooks))
+    if held != hooks:
+        at = next(
+            (at for at, (one, other) in enumerate(zip(held, hooks, strict=False)) if one != other),
+            min(len(hooks), len(held)),
+        )
+        found.append(f"hooks from {at} on: {held[at : at + 4]} for {hooks[at : at + 4]}")
+    for rank, one in enumerate(ranks):
+        if len(one.samples) != len(ranks[0].samples):
+            found.append(f"rank {rank} trained on {len(one.samples)} micro-batches")
+    return found
+
+
+def logged(program: Program, expected: Outcome, outcome: Outcome, near: float, resumed: bool) -> list[str]:
+    found = []
+    wanted, held = merged(expected.flushes), merged(outcome.flushes)
+    if resumed:
+        wanted = [one for one in wanted if one[0] > (outcome.steps[0][0] if outcome.steps else 0)]
+        held = [one for one in held if one[0] > (outcome.steps[0][0] if outcome.steps else 0)]
+    if Counter((step, key) for step, key, _ in wanted) != Counter((step, key) for step, key, _ in held):
+        lost = Counter((step, key) for step, key, _ in wanted) - Counter((step, key) for step, key, _ in held)
+        more = Counter((step, key) for step, key, _ in held) - Counter((step, key) for step, key, _ in wanted)
+        found.append(f"loggers: {dict(lost)} is missing and {dict(more)} is too much")
+    else:
+        for (step, key, value), (_, _, other) in zip(wanted, held, strict=True):
+            if not same_number(key, value, other, near):
+                found.append(f"loggers: {key} at step {step} is {other!r} for {value!r}")
+    for key, value in expected.metrics.items():
+        if key not in outcome.metrics:
+            found.append(f"callback_metrics has no {key}")
+        elif not same_number(key, value, outcome.metrics[key], near):
+            found.append(f"callback_metrics: {key} is {outcome.metrics[key]!r} for {value!r}")
+    return found
+
+
+def merged(flushes: list[tuple[int, dict[str, float]]]) -> list[tuple[int, str, float]]:
+    """Every value with its step; how many calls brought them does not matter."""
+    return sorted(
+        ((step, key, value) for step, values in flushes for key, value in values.items() if key != "epoch"),
+        key=lambda one: one[:2],
+    )
+
+
+def same_number(key: str, value: float, other: float, near: float) -> bool:
+    if math.isnan(value) or math.isnan(other):
+        return math.isnan(value) and math.isnan(other)
+    if key.startswith("large"):
+        return abs(value - other) <= 1e-9 * abs(value)
+    return abs(value - other) <= max(near, 1e-6) * (10 + 10 * abs(value))
+
+
+def far(wanted: Tensor, held: Tensor, near: float) -> bool:
+    if wanted.shape != held.shape:
+        return True
+    return not torch.allclose(wanted.double(), held.double(), rtol=10 * near, atol=near, equal_nan=True)
+
+
+def apart(wanted: Tensor, held: Tensor) -> float:
+    if wanted.shape != held.shape:
+        return math.inf
+    return float((wanted.double() - held.double()).abs().max())
+
+
+def close(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,171 @@
+"""What a program logs, kept by hand: plain lists, and sums over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fuzz.nets import Model, Parts
+from fuzz.outcome import Outcome, key_of, value_of
+from fuzz.program import Log, Program
+from torch import Tensor
+
+
+@dataclass
+class Call:
+    """One call of ``log``, on one rank."""
+
+    rank: int
+    value: float
+    weight: float
+
+
+class Diary:
+    """Keeps every value, and adds up."""
+
+    def __init__(self, program: Program, outcome: Outcome) -> None:
+        self.logs = list(enumerate(program.logs))
+        self.every = program.log_every
+        self.outcome = outcome
+        self.stage = "train"
+        self.calls: dict[str, list[Call]] = {}
+        self.last: dict[str, dict[int, float]] = {}
+        self.fresh: set[str] = set()
+        self.results: dict[str, float] = {}
+        self.seen: dict[str, list[Parts]] = {}
+        self.samples: list[Any] = []
+        self.saved_flushes = 0
+        self.began = False
+
+    def begin(self, stage: str) -> None:
+        """An epoch begins: what the stage gathered is forgotten."""
+        self.enter(stage)
+        first, self.began = not self.began, True
+        if stage == "train" and first:
+            return  # what on_train_start has logged is the first epoch's
+        for number, log in self.logs:
+            if stage_of(log) == stage:
+                self.calls.pop(key_of(log, number), None)
+                self.seen.pop(key_of(log, number), None)
+
+    def enter(self, stage: str) -> None:
+        self.stage = stage
+
+    def saved(self) -> None:
+        self.saved_flushes = len(self.outcome.flushes)
+
+    def log(
+        self,
+        where: str,
+        rank: int,
+        net: Model,
+        loss: Tensor | None,
+        at: int,
+        parts: Parts | None,
+        samples: int | None = None,
+    ) -> None:
+        """Log, on one rank, everything that the program logs at this place."""
+        for number, log in self.logs:
+            if log.where != where:
+                continue
+            key = key_of(log, number)
+            if log.what in ("metric", "pearson"):
+                self.calls.setdefault(key, [])
+                if parts is not None:
+                    self.seen.setdefault(key, []).append(parts)
+                continue
+            value = value_of(log, net, loss, at)
+            value = value.detach().double().item() if isinstance(value, Tensor) else float(value)
+            weight = float(len(parts[2])) if parts is not None else 1.0 if samples is None else float(samples)
+            weight = weight if log.batch_size is None else float(log.batch_size)
+            self.calls.setdefault(key, []).append(Call(rank, value, weight))
+            if log.on_step:
+                self.last.setdefault(key, {})[rank] = value
+                self.fresh.add(key)
+
+    def of_stage(self) -> list[tuple[str, Log]]:
+        return [(key_of(log, number), log) for number, log in self.logs if stage_of(log) == self.stage]
+
+    def after_step(self, steps: int) -> None:
+        """Flush to the loggers, every so many steps."""
+        if self.every and steps % self.every == 0:
+            values = self.steps()
+            self.outcome.flushes.append((steps, values))
+
+    def steps(self) -> dict[str, float]:
+        """The values of steps that came since they were last asked for: rank 0's, or of all ranks together."""
+        values = {}
+        for key, log in self.of_stage():
+            if not log.on_step or key not in self.fresh:
+                continue
+            by_rank = self.last[key]
+            if log.sync_dist:
+                self.last[key] = {rank: combined(log, list(by_rank.values()), [1.0] * len(by_rank)) for rank in by_rank}
+            if 0 in by_rank:
+                values[key + ("_step" if log.on_epoch else "")] = self.last[key][0]
+        self.fresh -= {key for key, _ in self.of_stage()}
+        return values
+
+    def reduced(self) -> dict[str, float]:
+        """The epoch's values over all ranks."""
+        values = {}
+        for key, log in self.of_stage():
+            if not log.on_epoch or key not in self.calls:
+                continue
+            name = key + ("_epoch" if log.on_step else "")
+            if log.what in ("metric", "pearson"):
+                values[name] = metric(log, self.seen.get(key, []))
+                continue
+            calls = [one for one in self.calls[key] if log.sync_dist is not False or one.rank == 0]
+            if calls:
+                values[name] = combined(log, [one.value for one in calls], [one.weight for one in calls])
+        self.results.update(values)
+        return values
+
+    def end_train_epoch(self, steps: int, hooks: Callable[[], None]) -> None:
+        hooks()
+        values = {**self.steps(), **self.reduced()}
+        self.outcome.flushes.append((steps, values))
+
+    def end_validation(self, steps: int, hooks: Callable[[], None]) -> None:
+        hooks()
+        values = {**self.steps(), **self.reduced()}
+        self.outcome.flushes.append((steps, values))
+
+    def monitored(self) -> float:
+        """What a plateau scheduler watches."""
+        number, log = next((number, log) for number, log in self.logs if log.where == "validation_step")
+        return self.results[key_of(log, number) + ("_epoch" if log.on_step else "")]
+
+    def metrics(self) -> dict[str, float]:
+        """All values, under every name that is theirs alone."""
+        values = dict(self.results)
+        for number, log in self.logs:
+            key = key_of(log, number)
+            if log.on_step and 0 in self.last.get(key, {}):
+                values[key + ("_step" if log.on_epoch else "")] = self.last[key][0]
+        return values
+
+
+def stage_of(log: Log) -> str:
+    return "validate" if "validation" in log.where else "train"
+
+
+def combined(log: Log, values: list[float], weights: list[float]) -> float:
+    if log.reduce_fx == "mean":
+        if not math.fsum(weights):
+            return math.nan
+        return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / math.fsum(weights)
+    return {"sum": math.fsum, "max": max, "min": min}[log.reduce_fx](values)
+
+
+def metric(log: Log, seen: list[Parts]) -> float:
+    """The metric over all samples of the epoch."""
+    if log.what == "metric":
+        return float(torch.cat([parts[2] for parts in seen]).double().mean())
+    x = torch.cat([parts[0][:, 0] for parts in seen]).double()
+    y = torch.cat([parts[1][:, 0] for parts in seen]).double()
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1])

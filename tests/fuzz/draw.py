@@ -1,0 +1,280 @@
+"""The strategies of Hypothesis that draw programs: every choice shrinks to the plainest one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fuzz.program import (
+    Change,
+    Data,
+    Log,
+    Net,
+    Optimizer,
+    Program,
+    Resume,
+    Scheduler,
+    Stop,
+    Turn,
+    Validation,
+)
+from hypothesis import strategies as st
+
+STRATEGIES = (
+    "single_device",
+    "ddp",
+    "fsdp",
+    "ddp_static_graph",
+    "ddp_find_unused_parameters_true",
+    "fsdp_grad_op",
+)
+ZERO = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
+
+PRECISIONS = ("32-true", "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
+
+
+class Drawn:
+    """Draws the parts of one program."""
+
+    def __init__(self, draw: Any, strategies: Sequence[str]) -> None:
+        self.draw = draw
+        self.strategies = strategies
+
+    def one_of(self, *choices: Any) -> Any:
+        """One of these; the first is the plainest."""
+        return self.draw(st.sampled_from(choices))
+
+    def chance(self, percent: int) -> bool:
+        """True so often."""
+        return bool(self.draw(st.integers(0, 99)) >= 100 - percent)
+
+    def between(self, low: int, high: int) -> int:
+        return int(self.draw(st.integers(low, high)))
+
+    def program(self) -> Program:
+        strategy = self.one_of(*self.strategies)
+        ranks = 1 if strategy == "single_device" else self.one_of(2, 2, 2, 1, 3)
+        precision = self.one_of(*PRECISIONS)
+        if strategy.startswith("deepspeed"):
+            precision = self.one_of("32-true", "bf16-mixed")
+        manual = not strategy.startswith(("ddp_static", "deepspeed")) and self.chance(25)
+        epochs = self.one_of(1, 2, 2, 3)
+        single = ranks == 1 and strategy == "single_device"
+        validation = self.validation() if self.chance(45) else None
+        net = self.net(precision, strategy)
+        optimizers = self.optimizers(strategy, precision, net, manual)
+        changes: tuple[Change, ...] = ()
+        if epochs > 1 and not net.tied and not strategy.startswith("deepspeed") and self.chance(20):
+            net, optimizers, changes = self.changes(net, epochs, strategy, optimizers)
+        data = self.data(ranks)
+        closure = optimizers[0].kind in ("lbfgs", "sam")
+        nothing = "never"
+        if single and not manual and not closure and not changes and self.chance(12):
+            nothing = self.one_of("odd", "always", "nan") if precision == "16-mixed" else self.one_of("odd", "always")
+        logs = self.logs(net, data, strategy, manual, validation, nothing)
+        stop = self.stop(nothing, single, epochs, validation) if nothing != "never" or self.chance(20) else None
+        resume = None
+        if stop is None and nothing == "never" and not changes and self.chance(18):
+            resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
+            if resume is not None and resume.ranks != ranks and net.dropout:
+                resume = Resume(resume.hook, resume.at, ranks, strategy)
+        accumulate = 1 if manual else self.one_of(1, 1, 2, 3)
+        clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
+        schedulers = () if manual or closure else self.schedulers(validation, logs, changes)
+        return Program(
+            strategy=strategy,
+            ranks=ranks,
+            precision=precision,
+            net=net,
+            data=data,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            manual=self.turns(optimizers, precision) if manual else (),
+            epochs=epochs,
+            accumulate=accumulate,
+            clip=clip,
+            clip_by="norm" if clip is None or closure else self.one_of("norm", "norm", "value"),
+            weighs=not manual and not data.spoils and self.chance(25),
+            adds=not manual and self.chance(30),
+            nothing=nothing,
+            logs=logs,
+            log_every=self.one_of(1, 1, 2, 50),
+            validation=validation,
+            changes=changes,
+            stop=stop,
+            resume=resume,
+            broadcast=self.broadcast(strategy, manual, net),
+            late=self.chance(10),
+            seed=self.between(0, 3),
+        )
+
+    def net(self, precision: str, strategy: str) -> Net:
+        family = "mlp" if precision in ("16-mixed", "bf16-true") else self.one_of("mlp", "mlp", "gru", "transformer")
+        tied = family != "mlp" and self.chance(25)
+        return Net(
+            family=family,
+            norm=self.one_of("none", "batch", "layer") if family == "mlp" else "none",
+            dropout=self.one_of(0.0, 0.3),
+            buffer=self.one_of("none", "none", "in_place", "reassigned"),
+            scale=self.chance(25),
+            unused=self.chance(5),
+            tied=tied,
+        )
+
+    def data(self, ranks: int) -> Data:
+        kind = self.one_of("map", "map", "map", "sampler", "batch_sampler", "iterable", "reused")
+        samples = self.between(4, 14)
+        if kind in ("iterable", "reused"):
+            samples = self.between(4 * ranks, 8 * ranks)
+        own = kind in ("batch_sampler", "iterable", "reused")
+        return Data(
+            kind=kind,
+            samples=samples,
+            batch=self.between(1, 4),
+            shuffle=kind == "map" and self.chance(60),
+            drop_last=kind == "map" and samples >= 12 and self.chance(10),
+            spoils=self.chance(20),
+            claims=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
+        )
+
+    def optimizers(self, strategy: str, precision: str, net: Net, manual: bool) -> tuple[Optimizer, ...]:
+        lr = self.one_of(0.1, 0.05)
+        kind = self.one_of("sgd", "momentum", "adamw", "adamw")
+        sharded = strategy.startswith(("fsdp", "deepspeed"))
+        if precision in ("32-true", "64-true") and not net.dropout and not sharded and self.chance(12):
+            return (Optimizer(self.one_of("lbfgs", "sam"), "all", lr),)
+        if net.tied or strategy.startswith("deepspeed") or not self.chance(50 if manual else 20):
+            return (Optimizer(kind, "all", lr),)
+        return (Optimizer(kind, "body", lr), Optimizer(self.one_of("sgd", "adamw"), "head", lr))
+
+    def turns(self, optimizers: tuple[Optimizer, ...], precision: str) -> tuple[Turn, ...]:
+        if optimizers[0].kind in ("lbfgs", "sam"):
+            return (Turn(closure=True),)
+        toggles = len(optimizers) > 1 and self.chance(30)
+        turns = []
+        for _ in range(self.between(1, 2)):
+            for number in range(len(optimizers)):
+                clips = self.one_of(0, 0, 1, 2)
+                closure = not clips and self.chance(15)
+                turns.append(Turn(number, self.one_of(1, 1, 2), clips, toggles, closure))
+        return tuple(turns)
+
+    def changes(
+        self, net: Net, epochs: int, strategy: str, optimizers: tuple[Optimizer, ...]
+    ) -> tuple[Net, tuple[Optimizer, ...], tuple[Change, ...]]:
+        part = self.one_of("body", "head")
+        what = self.one_of("unfreeze", "unfreeze", "group", "freeze")
+        hook = self.one_of(
+            "on_train_epoch_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_start", "on_validation_end"
+        )
+        epoch = 0 if hook != "on_train_epoch_start" else self.between(1, epochs - 1)
+        changes = [Change(what, part, hook, epoch)]
+        if what != "freeze":
+            net = Net(**{**vars(net), "frozen": part})
+            if hook == "on_train_epoch_start" and epoch == 1 and epochs > 2 and self.chance(40):
+                changes.append(Change("freeze", part, hook, 2))
+        lr, kind = optimizers[0].lr, optimizers[0].kind
+        kind = "adamw" if kind in ("lbfgs", "sam") else kind
+        return net, (Optimizer(kind, "all", lr),), tuple(changes)
+
+    def validation(self) -> Validation:
+        return Validation(
+            samples=self.between(1, 7),
+            batch=self.between(1, 3),
+            interval=self.one_of(None, None, 1, 2, 0.5, 0.34),
+            every_n_epochs=self.one_of(1, 1, 2),
+            sanity=self.one_of(0, 0, 1),
+            inference_mode=self.one_of(True, True, False),
+            draws=self.chance(30),
+        )
+
+    def logs(
+        self, net: Net, data: Data, strategy: str, manual: bool, validation: Validation | None, nothing: str
+    ) -> tuple[Log, ...]:
+        return tuple(self.log(net, strategy, manual, validation, nothing) for _ in range(self.between(0, 3)))
+
+    def log(self, net: Net, strategy: str, manual: bool, validation: Validation | None, nothing: str) -> Log:
+        places = ["training_step", "training_step", "training_step", "on_train_batch_end", "on_train_epoch_end"]
+        places += ["on_train_batch_start", "on_train_epoch_start", "on_train_start"]
+        if validation is not None:
+            places += ["validation_step", "validation_step", "on_validation_epoch_end", "on_validation_epoch_start"]
+        where = self.one_of(*places)
+        in_step = where.endswith("_step") and not (where == "training_step" and (manual or nothing != "never"))
+        kinds = ["number", "numpy", "large"]
+        if in_step:
+            kinds = ["loss", "loss", "loss", *kinds, "metric"]
+            if net.family == "mlp":
+                kinds.append("pearson")
+        if net.scale and not strategy.startswith(("fsdp", "deepspeed")):
+            kinds += ["parameter", "parameter"]
+        if net.buffer != "none" and where.startswith("on_train_batch"):
+            kinds.append("buffer")
+        what = self.one_of(*kinds)
+        if what in ("metric", "pearson"):
+            return Log(where, what, on_step=False, on_epoch=True)
+        on_step, on_epoch = self.one_of((False, True), (True, True), (True, False))
+        if "epoch" in where or "on_train_start" in where or "validation" in where:
+            on_step, on_epoch = False, True
+        reduce_fx = self.one_of("mean", "mean", "sum", "max", "min") if on_epoch else "mean"
+        batch_size = self.one_of(None, None, None, 3) if reduce_fx == "mean" else self.one_of(None, None, 0, 5)
+        return Log(where, what, on_step, on_epoch, reduce_fx, batch_size, self.one_of(None, None, True, False))
+
+    def schedulers(
+        self, validation: Validation | None, logs: tuple[Log, ...], changes: tuple[Change, ...]
+    ) -> tuple[Scheduler, ...]:
+        if not self.chance(35):
+            return ()
+        kinds = ["step"]
+        if not any(change.what == "group" for change in changes):
+            kinds.append("warmup")
+        watched = next((log for log in logs if log.where == "validation_step"), None)
+        watches = watched is not None and watched.what == "loss" and watched.sync_dist is not False
+        if watches and validation is not None and validation.interval is None and validation.every_n_epochs == 1:
+            kinds.append("plateau")
+        kind = self.one_of(*kinds)
+        interval = "epoch" if kind == "plateau" else self.one_of("epoch", "step")
+        return (Scheduler(kind, interval, self.one_of(1, 1, 2)),)
+
+    def stop(self, nothing: str, single: bool, epochs: int, validation: Validation | None) -> Stop | None:
+        if nothing in ("always", "nan"):
+            return Stop("should_stop", "on_train_batch_end", self.between(0, 3))
+        how = self.one_of("max_steps", "skip", "raise", "should_stop")
+        if how == "should_stop":
+            hooks = ["on_train_epoch_end"]
+            hooks += ["on_train_batch_end"] if single else []
+            return Stop(how, self.one_of(*hooks), self.between(0, 1))
+        return Stop(how, at=self.between(1, 5))
+
+    def resume(
+        self,
+        strategy: str,
+        ranks: int,
+        data: Data,
+        net: Net,
+        validation: Validation | None,
+        manual: bool,
+        optimizers: tuple[Optimizer, ...],
+    ) -> Resume | None:
+        if net.buffer != "none" and strategy.startswith("fsdp") and ranks > 1:
+            return None
+        hook = self.one_of("on_train_epoch_end", "on_train_batch_end")
+        at = self.between(0, 3) if hook == "on_train_batch_end" else 0
+        if self.chance(50) or data.kind in ("iterable", "reused", "batch_sampler"):
+            return Resume(hook, at, ranks, strategy)
+        other = self.one_of("single_device", "ddp", "fsdp")
+        if optimizers[0].kind == "lbfgs":
+            other = self.one_of("single_device", "ddp")
+        return Resume(hook, at, 1 if other == "single_device" else self.one_of(2, 1, 3), other)
+
+    def broadcast(self, strategy: str, manual: bool, net: Net) -> bool | None:
+        if not strategy.startswith("ddp"):
+            return None
+        if manual and net.buffer != "none":
+            return bool(self.one_of(True, False))
+        return self.one_of(None, None, None, False, True) if strategy == "ddp" else None
+
+
+@st.composite
+def programs(draw: Any, strategies: Sequence[str] = STRATEGIES) -> Program:
+    """Draw a program."""
+    return Drawn(draw, strategies).program()

@@ -1,0 +1,373 @@
+"""The program under `Fit`, on one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torchmetrics
+from fuzz.feeding import taken, training_loader, validation_loader
+from fuzz.nets import Model, make_optimizer, make_scheduler, part_of, seeded_model
+from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
+from fuzz.plants import planted
+from fuzz.program import Change, Program
+from torch import Tensor
+
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.loggers import Logger
+from drivetrain_strategies import DDPStrategy
+
+
+class Planned(Exception):
+    """What a program raises itself."""
+
+
+class Trained(TrainModule):
+    """The user's module."""
+
+    def __init__(self, program: Program, outcome: Outcome) -> None:
+        super().__init__()
+        self.program = program
+        self.outcome = outcome
+        if not program.late:
+            self.configure_model()
+        for number, log in enumerate(program.logs):
+            kinds = {"metric": torchmetrics.MeanMetric, "pearson": torchmetrics.PearsonCorrCoef}
+            if log.what in kinds:
+                setattr(self, key_of(log, number), kinds[log.what]())
+        if program.manual:
+            self.automatic_optimization = False
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = seeded_model(self.program)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        program = self.program
+        parts = taken(batch, program.data.spoils)
+        if program.manual:
+            return self.turns(parts, batch_idx)
+        if program.nothing == "always" or (program.nothing == "odd" and batch_idx % 2):
+            return None
+        loss = self.net.loss(parts)
+        if program.nothing == "nan":
+            loss = loss * float("nan")
+        self.say("training_step", loss, batch_idx, parts)
+        if program.adds:
+            loss += self.net.penalty()
+        return loss
+
+    def turns(self, parts: Any, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        loss = None
+        for turn in self.program.manual:
+            optimizer = optimizers[turn.optimizer]
+            with self.toggled_optimizer(optimizer) if turn.toggles else contextlib.nullcontext():
+                for _ in range(turn.repeats):
+
+                    def closure() -> Tensor:
+                        loss = self.net.loss(parts)
+                        optimizer.zero_grad()  # noqa: B023
+                        self.manual_backward(loss)
+                        return loss
+
+                    if turn.closure:
+                        loss = optimizer.step(closure)
+                        continue
+                    loss = closure()
+                    for _ in range(turn.clips):
+                        self.clip_gradients(optimizer, 0.1, "norm")
+                    optimizer.step()
+        self.say("training_step", loss, batch_idx, parts)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.program.validation is not None
+        parts = taken(batch, False)
+        if self.program.validation.draws:
+            torch.rand(3)
+        self.say("validation_step", self.net.loss(parts), batch_idx, parts)
+
+    def say(self, where: str, loss: Tensor | None, at: int, parts: Any = None) -> None:
+        for number, log in enumerate(self.program.logs):
+            if log.where != where:
+                continue
+            key = key_of(log, number)
+            value: Any = None
+            if log.what in ("metric", "pearson"):
+                value = getattr(self, key)
+                if parts is not None:
+                    numbers = (parts[2].float(),) if log.what == "metric" else (parts[0][:, 0], parts[1][:, 0])
+                    value.update(*numbers)
+            else:
+                value = value_of(log, self.net, loss, at)
+            options = {name: getattr(log, name) for name in ("on_step", "on_epoch", "batch_size", "sync_dist")}
+            self.log(key, value, reduce_fx=log.reduce_fx, **options)
+
+    def configure_optimizers(self) -> Any:
+        program = self.program
+        optimizers = [make_optimizer(self.net, program, number) for number in range(len(program.optimizers))]
+        if not program.manual and program.optimizers[0].kind == "sam":
+            return {"optimizer": optimizers[0], "closure": True}
+        schedulers = []
+        for plan in program.schedulers:
+            scheduler = make_scheduler(optimizers[0], plan)
+            schedulers.append({"scheduler": scheduler, "interval": plan.interval, "frequency": plan.frequency})
+            if plan.kind == "plateau":
+                schedulers[-1]["monitor"] = monitored(program)
+        return optimizers, schedulers
+
+
+class Weighed(Trained):
+    """One that says over how many items its loss is a mean."""
+
+    def batch_weight(self, batch: Any) -> float:
+        return self.net.weight(taken(batch, False))
+
+
+class Steps(Trained):
+    """One without validation."""
+
+    validation_step = TrainModule.validation_step
+
+
+class WeighedSteps(Weighed):
+    validation_step = TrainModule.validation_step
+
+
+def monitored(program: Program) -> str:
+    """The key that a plateau scheduler watches: of the first value that is logged in validation."""
+    number = next(number for number, log in enumerate(program.logs) if log.where == "validation_step")
+    log = program.logs[number]
+    return key_of(log, number) + ("_epoch" if log.on_step else "")
+
+
+class Kept(Logger):
+    """A logger that keeps what it gets."""
+
+    name = "kept"
+    version = "0"
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.outcome.flushes.append((step, dict(metrics)))
+
+
+class Recorder(Callback):
+    """Writes down what is compared, and does in hooks what the program says."""
+
+    def __init__(self, program: Program, outcome: Outcome, path: str, resumed: bool, anew: bool) -> None:
+        self.program = program
+        self.outcome = outcome
+        self.path = path
+        self.resumed = resumed
+        self.anew = anew
+        self.calls: dict[str, int] = {}
+        self.trained = 0
+
+    def at(self, hook: str, trainer: Any, module: Any, batch_idx: int = 0) -> None:
+        """What happens in every hook."""
+        program, outcome = self.program, self.outcome
+        if trainer.sanity_checking and hook != "on_sanity_check_start":
+            return
+        count = self.calls.get(hook, 0)
+        self.calls[hook] = count + 1
+        outcome.hooks.append(hook)
+        module.say(hook, None, batch_idx)
+        for change in program.changes:
+            if change.hook == hook and change.epoch == trainer.current_epoch and change.batch == batch_idx:
+                changed(module.net, change, trainer.optimizers, program)
+        stop, resume = program.stop, program.resume
+        if stop is not None and stop.how == "should_stop" and stop.hook == hook and stop.at == count:
+            trainer.should_stop = True
+        if resume is not None and self.path and resume.hook == hook and resume.at == count:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if not self.resumed or self.anew:
+            torch.manual_seed(1000 + 100 * self.resumed + trainer.global_rank)
+        self.at("on_train_start", trainer, module)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.at("on_train_epoch_start", trainer, module)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        index = [] if trainer.joining else batch["index"].tolist()
+        stop = self.program.stop
+        self.at("on_train_batch_start", trainer, module, batch_idx)
+        if stop is not None and stop.how == "skip" and stop.at == batch_idx:
+            return -1
+        if stop is not None and stop.how == "raise" and stop.at == self.calls["on_train_batch_start"] - 1:
+            raise Planned("as planned")
+        self.outcome.samples.append((trainer.current_epoch, index))
+        return None
+
+    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.at("on_before_zero_grad", trainer, module)
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.at("on_before_backward", trainer, module)
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.at("on_after_backward", trainer, module)
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        self.at("on_before_optimizer_step", trainer, module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trained += 1
+        if trainer.strategy.shards_parameters:
+            self.outcome.steps.append((trainer.global_step, torch.zeros(0)))
+        else:
+            held = [one.detach().flatten().double() for one in module.net.parameters()]
+            self.outcome.steps.append((trainer.global_step, torch.cat(held)))
+        self.at("on_train_batch_end", trainer, module, batch_idx)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.at("on_validation_start", trainer, module)
+
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.at("on_validation_epoch_start", trainer, module)
+
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.at("on_validation_batch_start", trainer, module, batch_idx)
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.at("on_validation_batch_end", trainer, module, batch_idx)
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.at("on_validation_epoch_end", trainer, module)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.at("on_validation_end", trainer, module)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.at("on_train_epoch_end", trainer, module)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.at("on_train_end", trainer, module)
+        outcome, strategy = self.outcome, trainer.strategy
+        for number in range(len(trainer.optimizers)):
+            states = strategy.optimizer_state(number)["state"]
+            outcome.states.append(
+                {
+                    name.removeprefix("net."): {
+                        key: whole(value) for key, value in state.items() if isinstance(value, (Tensor, int, float))
+                    }
+                    for name, state in states.items()
+                }
+            )
+        outcome.schedulers = [scheduler_state(one) for one in trainer.lr_schedulers]
+        outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        outcome.counts = counts(trainer)
+
+    def on_fit_end(self, trainer: Any, module: Any) -> None:
+        self.at("on_fit_end", trainer, module)
+
+
+def counts(trainer: Any) -> dict[str, int]:
+    return {
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "micro_batches": trainer.micro_batches,
+        "samples": trainer.samples_seen,
+    }
+
+
+def changed(net: Model, change: Change, optimizers: Any, program: Program) -> None:
+    """Change what trains, as user code does."""
+    for one in part_of(net, change.part):
+        one.requires_grad_(change.what != "freeze")
+    if change.what == "group":
+        optimizers[0].add_param_group({"params": part_of(net, change.part)})
+
+
+def whole(value: Any) -> Tensor:
+    """A number, or a tensor that may be spread over the ranks, as a tensor of this process."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else torch.as_tensor(value)
+    return value.detach().clone()
+
+
+def strategy_of(name: str, program: Program) -> Any:
+    """The strategy that ``Fit`` gets."""
+    if name.startswith("ddp") and program.broadcast is not None:
+        return DDPStrategy(
+            broadcast_buffers=program.broadcast,
+            static_graph=name == "ddp_static_graph",
+            find_unused_parameters=name == "ddp_find_unused_parameters_true",
+        )
+    return name
+
+
+def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
+    """Train ``program`` on this rank, from the checkpoint at ``path`` where it is ``resumed``; what came of it."""
+    for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    outcome = Outcome()
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    ranks, strategy = program.ranks, program.strategy
+    anew = False
+    if resumed:
+        assert program.resume is not None
+        ranks, strategy = program.resume.ranks, program.resume.strategy
+        anew = ranks != program.ranks
+    kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
+    with warnings.catch_warnings(), planted(plant):
+        warnings.simplefilter("ignore")
+        module = kinds[program.weighs, program.validation is not None](program, outcome)
+        recorder = Recorder(program, outcome, "" if resumed else path, resumed, anew)
+        trainer = None
+        try:
+            trainer = Fit(strategy=strategy_of(strategy, program), callbacks=recorder, **settings(program, outcome))
+            loaders = [training_loader(program, ranks, rank)]
+            if program.validation is not None:
+                loaders.append(validation_loader(program))
+            trainer.fit(module, *loaders, ckpt_path=path if resumed else None)
+        except Exception as error:
+            outcome.error, outcome.text = type(error).__name__, str(error)
+            if not outcome.counts and trainer is not None:
+                with contextlib.suppress(Exception):
+                    outcome.counts = counts(trainer)
+    if hasattr(module, "net") and module.net is not None:
+        state = module.net.state_dict()
+        outcome.weights = {name: whole(value) for name, value in state.items()}
+    return outcome
+
+
+def settings(program: Program, outcome: Outcome) -> dict[str, Any]:
+    """What ``Fit`` is told."""
+    validation, stop = program.validation, program.stop
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "precision": program.precision,
+        "logger": Kept(outcome),
+        "log_every_n_steps": program.log_every,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": program.epochs,
+        "max_steps": stop.at if stop is not None and stop.how == "max_steps" else -1,
+        "accumulate_grad_batches": program.accumulate,
+        "num_sanity_val_steps": 0 if validation is None else validation.sanity,
+        "seed": program.seed,
+    }
+    if program.clip is not None:
+        options |= {"gradient_clip_val": program.clip, "gradient_clip_algorithm": program.clip_by}
+    if validation is not None:
+        options |= {
+            "val_check_interval": validation.interval,
+            "check_val_every_n_epoch": validation.every_n_epochs,
+            "inference_mode": validation.inference_mode,
+        }
+    return options

@@ -1,0 +1,149 @@
+"""The user's data: data sets, samplers and loaders in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from fuzz.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
+from fuzz.program import Data, Program
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+NAMES = ("x", "y", "index")
+
+
+def numbers(samples: int, on_tokens: bool, first: int = 0) -> Parts:
+    """Inputs, targets and indices of so many samples from ``first`` on; a sample is the same wherever it comes."""
+    generator = torch.Generator().manual_seed(11)
+    count = first + samples
+    index = torch.arange(count)
+    if on_tokens:
+        words = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+        labels = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+        keep = torch.randint(1, LENGTH + 1, (count, 1), generator=generator)
+        labels = labels.masked_fill(torch.arange(LENGTH) >= keep, PADDING)
+        return words[first:], labels[first:], index[first:]
+    x = torch.randn(count, FEATURES, generator=generator)
+    y = torch.randn(count, 1, generator=generator)
+    return x[first:], y[first:], index[first:]
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """A map-style data set whose samples are dicts."""
+
+    def __init__(self, samples: int, on_tokens: bool) -> None:
+        self.parts = numbers(samples, on_tokens)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict(zip(NAMES, (part[index] for part in self.parts), strict=True))
+
+
+class Backwards(Sampler[int]):
+    """A sampler of the user's own."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Ragged(Sampler[list[int]]):
+    """A batch sampler whose batches are of different sizes; its length is what it claims."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, size = 0, self.data.batch
+        while start < self.data.samples:
+            yield list(range(start, min(start + size, self.data.samples)))
+            start += size
+            size = 1 + size % (self.data.batch + 1)
+
+    def __len__(self) -> int:
+        assert self.data.claims is not None
+        return max(1, len(list(iter(self))) + self.data.claims)
+
+
+class Unmeasured(Ragged):
+    """One that has no length."""
+
+    __len__ = None  # type: ignore[assignment]
+
+
+def batches_of_rank(data: Data, ranks: int, rank: int) -> list[list[int]]:
+    """The batches of the part of an iterable data set that is a rank's own; lower ranks have more."""
+    shares = [ranks - one for one in range(ranks)]
+    start, stop = (data.samples * sum(shares[:bound]) // sum(shares) for bound in (rank, rank + 1))
+    own = list(range(start, stop))
+    return [own[first : first + data.batch] for first in range(0, len(own), data.batch)]
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """An iterable data set of whole batches; of several workers each reads every n-th."""
+
+    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
+        self.parts = numbers(data.samples, on_tokens)
+        self.batches = batches_of_rank(data, ranks, rank)
+        self.reuses = data.kind == "reused"
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        first, apart = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        kept: list[Tensor] = []
+        for indices in self.batches[first::apart]:
+            parts = [part[indices] for part in self.parts]
+            if self.reuses:
+                if not kept:
+                    kept = [part.clone() for part in parts]
+                # Into the same memory, as one does who pins it.
+                parts = [old[: len(part)].copy_(part) for old, part in zip(kept, parts, strict=True)]
+            yield dict(zip(NAMES, parts, strict=True))
+
+
+class MeasuredStream(Stream):
+    """One that says how long it is, right or wrong."""
+
+    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
+        super().__init__(data, on_tokens, ranks, rank)
+        self.length = max(1, len(self.batches) + (data.claims or 0))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def training_loader(program: Program, ranks: int, rank: int) -> Any:
+    """The loader that the user hands to ``fit``."""
+    data, on_tokens = program.data, program.net.family != "mlp"
+    options: dict[str, Any] = {"num_workers": data.workers}
+    if data.kind in ("iterable", "reused"):
+        kind = Stream if data.claims is None else MeasuredStream
+        return DataLoader(kind(data, on_tokens, ranks, rank), batch_size=None, **options)
+    dataset = Samples(data.samples, on_tokens)
+    if data.kind == "sampler":
+        return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
+    if data.kind == "batch_sampler":
+        return DataLoader(dataset, batch_sampler=(Ragged if data.claims is not None else Unmeasured)(data), **options)
+    return DataLoader(dataset, data.batch, shuffle=data.shuffle, drop_last=data.drop_last, **options)
+
+
+def validation_loader(program: Program) -> Any:
+    """The loader of validation."""
+    assert program.validation is not None
+    dataset = Samples(program.validation.samples, program.net.family != "mlp")
+    return DataLoader(dataset, program.validation.batch)
+
+
+def taken(batch: dict[str, Tensor], spoils: bool) -> Parts:
+    """What a step takes of a batch; ``spoils`` leaves the dict empty."""
+    x, y, index = (batch.pop(name) if spoils else batch[name] for name in NAMES)
+    return x, y, index

@@ -1,0 +1,607 @@
+"""The program as a loop written by hand: one process that plays all ranks in turn, and shares nothing with the engine.
+
+What a rank has of its own is its buffers, its random generator and its gradients; weights and optimizers are everyone's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from fuzz.dealing import Micro, dealt, epoch_of, evaluated, streamed
+from fuzz.diary import Diary
+from fuzz.feeding import numbers
+from fuzz.nets import Model, Parts, make_optimizer, make_scheduler, part_of, seeded_model
+from fuzz.outcome import Outcome, scheduler_state, tensors_of
+from fuzz.program import Program, Turn
+from torch import Tensor
+
+DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+class Stopped(Exception):
+    """The run ends here."""
+
+
+@dataclass
+class Rank:
+    """What a rank has of its own."""
+
+    buffers: dict[str, Tensor]
+    generator: Tensor
+    gradients: list[Tensor | None] = field(default_factory=list)
+    last: Any = None  # the micro-batch before, which it joins with where the data is its own part
+
+
+class Loop:
+    """Trains a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.world = program.ranks
+        self.strategy = program.strategy
+        self.net = seeded_model(program)
+        if program.precision in DTYPES:
+            self.net.to(DTYPES[program.precision])
+        self.parameters = list(self.net.parameters())
+        self.optimizers = [make_optimizer(self.net, program, number) for number in range(len(program.optimizers))]
+        self.schedulers = [(make_scheduler(self.optimizers[0], plan), plan) for plan in program.schedulers]
+        self.ranks = [self.fresh_rank(rank, 1000) for rank in range(self.world)]
+        self.scale = 65536.0 if program.precision == "16-mixed" else 1.0
+        self.outcome = Outcome()
+        self.diary = Diary(program, self.outcome)
+        self.calls: dict[str, int] = {}
+        self.steps = self.epoch = self.micro_batches = self.samples = 0
+        self.batch_idx = 0
+        self.should_stop = self.saves = False
+
+    # A rank at a time
+
+    def fresh_rank(self, rank: int, seed: int) -> Rank:
+        buffers = {name: one.clone() for name, one in self.net.named_buffers()}
+        return Rank(buffers, torch.Generator().manual_seed(seed + rank).get_state(), [None] * len(self.parameters))
+
+    @contextlib.contextmanager
+    def playing(self, rank: int) -> Iterator[Rank]:
+        """Within it the network and the process are those of ``rank``."""
+        this = self.ranks[rank]
+        outside = torch.get_rng_state()
+        torch.set_rng_state(this.generator)
+        put_buffers(self.net, this.buffers)
+        for parameter, gradient in zip(self.parameters, this.gradients, strict=True):
+            parameter.grad = gradient
+        try:
+            yield this
+        finally:
+            this.buffers = dict(self.net.named_buffers())
+            this.gradients = [parameter.grad for parameter in self.parameters]
+            this.generator = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def average_gradients(self) -> None:
+        """What is in `Rank.gradients` becomes the mean over ranks, everywhere."""
+        for position, parameter in enumerate(self.parameters):
+            held = [rank.gradients[position] for rank in self.ranks]
+            if any(gradient is not None for gradient in held):
+                shares = [torch.zeros_like(parameter) if one is None else one / len(held) for one in held]
+                mean = sum(shares[1:], shares[0])
+                for rank in self.ranks:
+                    rank.gradients[position] = mean.clone()
+            parameter.grad = self.ranks[0].gradients[position]
+
+    def give_out_buffers(self) -> None:
+        """All ranks take rank 0's."""
+        for rank in self.ranks[1:]:
+            rank.buffers = {name: one.clone() for name, one in self.ranks[0].buffers.items()}
+
+    # The run
+
+    def run(self) -> Outcome:
+        program, outcome = self.program, self.outcome
+        self.hook("on_fit_start", silent=True)
+        if program.validation is not None and program.validation.sanity:
+            self.hook("on_sanity_check_start", silent=True)
+        self.hook("on_train_start")
+        with contextlib.suppress(Stopped):
+            while self.epoch < program.epochs and not self.reached_limit():
+                self.diary.begin("train")
+                self.hook("on_train_epoch_start")
+                self.train_epoch()
+                if self.should_stop:
+                    break
+        if outcome.error:
+            return self.end()
+        self.hook("on_train_end")
+        outcome.metrics = self.diary.metrics()
+        names = {one: name for name, one in self.net.named_parameters()}
+        outcome.states = [tensors_of(one.state, names) for one in self.optimizers]
+        outcome.schedulers = [scheduler_state(one) for one, _ in self.schedulers]
+        self.hook("on_fit_end", silent=True)
+        return self.end()
+
+    def end(self) -> Outcome:
+        put_buffers(self.net, self.ranks[0].buffers)
+        self.outcome.weights = {name: one.detach().clone() for name, one in self.net.state_dict().items()}
+        self.outcome.counts = {
+            "steps": self.steps,
+            "epochs": self.epoch,
+            "micro_batches": self.micro_batches,
+            "samples": self.samples,
+        }
+        return self.outcome
+
+    def reached_limit(self) -> bool:
+        stop = self.program.stop
+        return stop is not None and stop.how == "max_steps" and self.steps >= stop.at
+
+    def train_epoch(self) -> None:
+        """Train on an epoch's windows, going on with other ranks where the run is resumed on them."""
+        program = self.program
+        for rank in range(self.world):
+            with self.playing(rank):
+                torch.empty((), dtype=torch.int64).random_()  # a DataLoader's iterator draws a seed for its workers
+        left = epoch_of(program.data, program.seed, self.epoch)
+        cut = False  # ended before the data did
+        while not cut:
+            micros = self.micros(left)
+            done = 0
+            for start in range(0, len(micros), program.accumulate):
+                window = micros[start : start + program.accumulate]
+                over = start + len(window) == len(micros)
+                if not self.window(window, over):
+                    cut = True
+                    break
+                done += sum(len(one) for micro in window for one in micro)
+                if self.save_where_asked() and not over:
+                    left = left[done:]
+                    self.batch_idx = math.ceil((program.data.samples - len(left)) / (self.world * program.data.batch))
+                    break
+                if self.ends_after_window(over):
+                    cut = True
+                    break
+            else:
+                break
+        self.end_epoch(cut)
+
+    def micros(self, left: list[int]) -> list[Micro]:
+        data = self.program.data
+        if data.kind in ("iterable", "reused"):
+            return streamed(data, self.world)
+        return dealt(data, left, self.world)
+
+    def ends_after_window(self, over: bool) -> bool:
+        """Whether somebody asked for the end while there is data left."""
+        self.limited = self.reached_limit()
+        return not over and (self.should_stop or self.limited)
+
+    def end_epoch(self, cut: bool) -> None:
+        validation = self.program.validation
+        if validation is not None and not (cut and self.limited and not self.should_stop):
+            self.validate_at_the_end(cut)
+        self.save_where_asked()
+        self.diary.end_train_epoch(self.steps, lambda: self.hook("on_train_epoch_end"))
+        if not cut:
+            self.epoch += 1
+            self.batch_idx = 0
+            for scheduler, plan in self.schedulers:
+                if plan.interval == "epoch" and self.epoch % plan.frequency == 0:
+                    self.step_scheduler(scheduler, plan.kind)
+        self.save_where_asked()
+        if cut:
+            raise Stopped
+
+    # A window
+
+    def window(self, window: list[Micro], over: bool) -> bool:
+        """Train on one window; False where a hook ended the epoch."""
+        program = self.program
+        if self.broadcasts():
+            self.give_out_buffers()
+        batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
+        weights = [
+            [self.weight(micro[rank], parts[rank], at) for rank in range(self.world)]
+            for at, (micro, parts) in enumerate(zip(window, batches, strict=True))
+        ]
+        total = sum(map(sum, weights))
+        self.evaluations: list[Callable[[], float]] = []
+        evaluated_loss = 0.0
+        for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
+            if self.begins_with_skip(micro):
+                return False
+            if program.manual:
+                self.turns(micro, parts)
+                stepped = True
+            else:
+                if at == 0:
+                    for _ in self.optimizers:
+                        self.hook("on_before_zero_grad")
+                    self.clear(self.parameters)
+                evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
+                closes = at == len(window) - 1
+                stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
+            self.batch_idx += 1
+            self.micro_batches += 1
+            self.samples += sum(map(len, micro))
+            if stepped:
+                self.steps += 1
+                if not program.manual:
+                    for scheduler, plan in self.schedulers:
+                        if plan.interval == "step" and self.steps % plan.frequency == 0:
+                            self.step_scheduler(scheduler, plan.kind)
+            held = torch.cat([one.detach().flatten().double() for one in self.parameters])
+            self.outcome.steps.append((self.steps, held))
+            self.hook("on_train_batch_end", micro)
+            if stepped:
+                self.diary.after_step(self.steps)
+            self.validate_within(over and at == len(window) - 1)
+        return True
+
+    def begins_with_skip(self, micro: Micro) -> bool:
+        stop = self.program.stop
+        count = self.calls.get("on_train_batch_start", 0)
+        self.hook("on_train_batch_start", micro)
+        if stop is not None and stop.how == "skip" and stop.at == self.batch_idx:
+            self.clear(self.parameters)
+            self.skipped()
+        if stop is not None and stop.how == "raise" and stop.at == count:
+            self.outcome.error = "Planned"
+            raise Stopped
+        if stop is not None and stop.how == "skip" and stop.at == self.batch_idx:
+            return True
+        self.outcome.samples.append((self.epoch, micro[0]))
+        self.diary.samples.append((self.epoch, [list(one) for one in micro]))
+        return False
+
+    def skipped(self) -> None:
+        self.skips = True
+
+    def parts(self, micro: Micro, rank: int) -> tuple[Parts, bool]:
+        """A rank's batch, and whether the rank only joins with it."""
+        data, mine = self.program.data, micro[rank]
+        joins = not mine
+        if joins and data.kind in ("iterable", "reused"):
+            mine = self.ranks[rank].last
+        elif joins:
+            mine = micro[0][:1]
+        self.ranks[rank].last = mine
+        x, y, index = (part[mine] for part in numbers(data.samples, self.net.on_tokens))
+        dtype = DTYPES.get(self.program.precision)
+        if dtype is not None and not self.net.on_tokens:
+            x, y = x.to(dtype), y.to(dtype)
+        return (x, y, index), joins
+
+    def weight(self, mine: list[int], given: tuple[Parts, bool], at: int) -> float:
+        parts, joins = given
+        nothing = self.program.nothing
+        if joins or nothing == "always" or (nothing == "odd" and (self.batch_idx + at) % 2):
+            return 0.0
+        return self.net.weight(parts) if self.program.weighs else float(len(mine))
+
+    def forward_backward(
+        self, micro: Micro, batches: list[tuple[Parts, bool]], weights: list[float], total: float, first: bool
+    ) -> float:
+        """One micro-batch on all ranks; returns its part of the window's loss. ``first``: it is logged, hooks run."""
+        program = self.program
+        part = 0.0
+        silent = program.nothing == "always" or (program.nothing == "odd" and self.batch_idx % 2 == 1)
+        if silent:
+            return part
+        for rank, ((parts, joins), weight) in enumerate(zip(batches, weights, strict=True)):
+            with self.playing(rank):
+                before = {name: one.clone() for name, one in self.net.named_buffers()}
+                with self.autocast():
+                    loss = self.net.loss(parts)
+                    if program.nothing == "nan":
+                        loss = loss * float("nan")
+                    if first and not joins:
+                        self.diary.log("training_step", rank, self.net, loss, self.batch_idx, parts)
+                    if program.adds:
+                        loss = loss + self.net.penalty()
+                if weight:
+                    (loss * (self.world * weight / total) * self.scale).backward()
+                    part += float(loss.detach()) * weight / total
+                if joins:
+                    put_buffers(self.net, before)
+        if first:
+            self.hook("on_before_backward", micro)
+            self.hook("on_after_backward", micro)
+        return part
+
+    def close(
+        self, window: list[Micro], batches: list[Any], weights: list[list[float]], total: float, loss: float
+    ) -> bool:
+        """Step on what the window has gathered; False where its gradients overflowed."""
+        program = self.program
+        self.average_gradients()
+        finite = self.unscale(self.parameters)
+        for optimizer in self.optimizers:
+            self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+            self.hook("on_before_optimizer_step")
+        if program.optimizers[0].kind in ("lbfgs", "sam"):
+            first_idx = self.batch_idx - len(window) + 1
+            computed = [loss]
+
+            def closure() -> Tensor:
+                value = computed.pop() if computed else self.evaluate(window, batches, weights, total, first_idx)
+                self.clip()
+                return torch.tensor(value)
+
+            self.optimizers[0].step(closure)
+            self.share_gradients()
+            return True
+        self.clip()
+        if finite:
+            for optimizer in self.optimizers:
+                optimizer.step()
+        elif self.scale != 1.0:
+            self.scale *= 0.5
+        self.share_gradients()
+        return finite
+
+    def evaluate(
+        self, window: list[Micro], batches: list[Any], weights: list[list[float]], total: float, first_idx: int
+    ) -> float:
+        """The window once more, at the point where the optimizer now stands; nothing is logged."""
+        self.clear(self.parameters)
+        with torch.enable_grad():
+            parts = [
+                self.forward_backward(micro, batches[at], weights[at], total, first=False)
+                for at, micro in enumerate(window)
+            ]
+        self.average_gradients()
+        return sum(parts)
+
+    def unscale(self, parameters: list[Any]) -> bool:
+        """Divide gradients by the loss scale; whether all are finite."""
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        for gradient in gradients:
+            gradient.div_(self.scale)
+        return self.scale == 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def clip(self) -> None:
+        held = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
+        self.clip_by(held, self.program.clip, self.program.clip_by)
+
+    def clip_by(self, parameters: list[Any], value: float | None, algorithm: str) -> None:
+        if value is not None and algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, value)
+        elif value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, value)
+
+    def share_gradients(self) -> None:
+        for rank in self.ranks:
+            rank.gradients = [None if one.grad is None else one.grad.clone() for one in self.parameters]
+
+    def clear(self, parameters: list[Any]) -> None:
+        known = {id(one) for one in parameters}
+        for position, parameter in enumerate(self.parameters):
+            if id(parameter) in known:
+                parameter.grad = None
+                for rank in self.ranks:
+                    rank.gradients[position] = None
+
+    # Manual optimization
+
+    def turns(self, micro: Micro, batches: list[tuple[Parts, bool]]) -> None:
+        """The module's own loop, on all ranks in lockstep."""
+        finite = True
+        losses: list[Tensor] = []
+        buffers = [dict(rank.buffers) for rank in self.ranks]
+        copies = [{name: one.clone() for name, one in each.items()} for each in buffers]
+        for turn in self.program.manual:
+            optimizer = self.optimizers[turn.optimizer]
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            others = [one for one in self.parameters if all(one is not mine for mine in held) and one.requires_grad]
+            for one in others if turn.toggles else ():
+                one.requires_grad_(False)
+            for _ in range(turn.repeats):
+                ok, losses = self.manual_step(turn, optimizer, held, micro, batches)
+                finite = finite and ok
+            for one in others if turn.toggles else ():
+                one.requires_grad_(True)
+        if not finite:
+            self.scale *= 0.5
+        for rank, (parts, joins) in enumerate(batches):
+            if joins:
+                self.ranks[rank].buffers = copies[rank]
+            else:
+                self.diary.log("training_step", rank, self.net, losses[rank], self.batch_idx, parts)
+
+    def manual_step(
+        self, turn: Turn, optimizer: Any, held: list[Any], micro: Micro, batches: list[tuple[Parts, bool]]
+    ) -> tuple[bool, list[Tensor]]:
+        with_data = sum(1 for _, joins in batches if not joins)
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            losses.clear()
+            for rank, (parts, joins) in enumerate(batches):
+                with self.playing(rank):
+                    with self.autocast():
+                        loss = self.net.loss(parts)
+                    for position, parameter in enumerate(self.parameters):
+                        if any(parameter is mine for mine in held):
+                            parameter.grad = None
+                            self.ranks[rank].gradients[position] = None
+                    if not joins:
+                        (loss * (self.world / with_data) * self.scale).backward()
+                    losses.append(loss.detach())
+            self.hook("on_before_backward", micro)
+            self.hook("on_after_backward", micro)
+            self.average_gradients()
+            kept = [float(loss) for loss, (_, joins) in zip(losses, batches, strict=True) if not joins]
+            return torch.tensor(sum(kept) / len(kept))
+
+        if turn.closure and self.program.optimizers[turn.optimizer].kind in ("lbfgs", "sam"):
+            optimizer.step(torch.enable_grad()(closure))
+            self.share_gradients()
+            return True, losses
+        closure()
+        finite = self.unscale(held)
+        for _ in range(turn.clips):
+            self.clip_by(held, 0.1, "norm")
+        self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+        self.hook("on_before_optimizer_step", micro)
+        if finite:
+            optimizer.step()
+        self.share_gradients()
+        return finite, losses
+
+    # Around the steps
+
+    def broadcasts(self) -> bool:
+        program = self.program
+        if self.world == 1 or not self.strategy.startswith("ddp"):
+            return False
+        return program.broadcast is not False
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = AUTOCAST.get(self.program.precision)
+        return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    def step_scheduler(self, scheduler: Any, kind: str) -> None:
+        if kind == "plateau":
+            scheduler.step(self.diary.monitored())
+        else:
+            scheduler.step()
+
+    def hook(self, name: str, micro: Micro | None = None, silent: bool = False) -> None:
+        """A hook: what the program does in it, on all ranks."""
+        program = self.program
+        if silent:
+            if name in ("on_sanity_check_start",):
+                return
+            if name == "on_fit_start":
+                return
+        count = self.calls.get(name, 0)
+        self.calls[name] = count + 1
+        self.outcome.hooks.append(name)
+        at = self.batch_idx - (name == "on_train_batch_end")
+        for rank in range(self.world):
+            if micro is None or micro[rank]:
+                samples = None if micro is None else len(micro[rank])
+                put_buffers(self.net, self.ranks[rank].buffers)
+                self.diary.log(name, rank, self.net, None, self.hook_index(name, at), None, samples)
+        for change in program.changes:
+            if change.hook == name and change.epoch == self.epoch and change.batch == self.hook_index(name, at):
+                for one in part_of(self.net, change.part):
+                    one.requires_grad_(change.what != "freeze")
+                if change.what == "group":
+                    self.optimizers[0].add_param_group({"params": part_of(self.net, change.part)})
+        stop, resume = program.stop, program.resume
+        if stop is not None and stop.how == "should_stop" and stop.hook == name and stop.at == count:
+            self.should_stop = True
+        if resume is not None and resume.hook == name and resume.at == count:
+            self.saves = True
+
+    def hook_index(self, name: str, at: int) -> int:
+        return at if name in ("on_train_batch_start", "on_train_batch_end") else 0
+
+    def save_where_asked(self) -> bool:
+        """Note a save; whether the run goes on from it on other ranks."""
+        if not self.saves:
+            return False
+        self.saves = False
+        self.outcome.saved_after = self.micro_batches
+        self.outcome.saved_hooks = len(self.outcome.hooks)
+        self.outcome.saved_rates = len(self.outcome.rates)
+        self.diary.saved()
+        resume = self.program.resume
+        assert resume is not None
+        self.strategy = resume.strategy
+        if resume.ranks == self.world:
+            return False
+        put_buffers(self.net, self.ranks[0].buffers)
+        self.world = resume.ranks
+        self.ranks = [self.fresh_rank(rank, 1100) for rank in range(self.world)]
+        return True
+
+    # Validation
+
+    def validate_within(self, over: bool) -> None:
+        validation = self.program.validation
+        if validation is None or validation.interval is None or not self.due():
+            return
+        if self.batch_idx % self.interval() == 0:
+            self.validate()
+
+    def validate_at_the_end(self, cut: bool) -> None:
+        validation = self.program.validation
+        assert validation is not None
+        if not self.due():
+            return
+        missed = validation.interval is not None and self.batch_idx < self.interval()
+        if validation.interval is None or cut or (missed and isinstance(validation.interval, float)):
+            if self.outcome.hooks and self.validated_at == self.micro_batches:
+                return
+            self.validate()
+
+    validated_at = -1
+    limited = False
+    skips = False
+
+    def due(self) -> bool:
+        validation = self.program.validation
+        assert validation is not None
+        return (self.epoch + 1) % validation.every_n_epochs == 0
+
+    def interval(self) -> int:
+        validation, data = self.program.validation, self.program.data
+        assert validation is not None
+        if isinstance(validation.interval, int):
+            return validation.interval
+        assert validation.interval is not None
+        length = len(self.micros(epoch_of(data, self.program.seed, self.epoch)))
+        if data.kind in ("iterable", "reused", "batch_sampler"):
+            length = max(1, length + (data.claims or 0))
+        return max(1, int(length * validation.interval))
+
+    def validate(self) -> None:
+        """Validate on all ranks; training's generators and modes are as before."""
+        validation = self.program.validation
+        assert validation is not None
+        self.validated_at = self.micro_batches
+        self.give_out_buffers()
+        generators = [rank.generator for rank in self.ranks]
+        self.net.eval()
+        self.diary.begin("validate")
+        self.hook("on_validation_start")
+        self.hook("on_validation_epoch_start")
+        data = numbers(validation.samples, self.net.on_tokens)
+        dtype = DTYPES.get(self.program.precision)
+        for at, micro in enumerate(evaluated(validation.samples, validation.batch, self.world)):
+            if micro[0]:
+                self.hook("on_validation_batch_start", micro)
+            for rank, mine in enumerate(micro):
+                if mine:
+                    parts: Any = tuple(part[mine] for part in data)
+                    if dtype is not None and not self.net.on_tokens:
+                        parts = (parts[0].to(dtype), parts[1].to(dtype), parts[2])
+                    with self.playing(rank), torch.no_grad(), self.autocast():
+                        loss = self.net.loss(parts)
+                        self.diary.log("validation_step", rank, self.net, loss, at, parts)
+            if micro[0]:
+                self.hook("on_validation_batch_end", micro)
+        self.diary.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
+        self.hook("on_validation_end")
+        self.net.train()
+        for rank, generator in zip(self.ranks, generators, strict=True):
+            rank.generator = generator
+        self.diary.enter("train")
+
+
+def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:
+    """Make these the network's buffers: the tensors themselves."""
+    for name, value in buffers.items():
+        path, _, last = name.rpartition(".")
+        net.get_submodule(path)._buffers[last] = value
+
+
+def interpret(program: Program) -> Outcome:
+    """What must come out of ``program``."""
+    return Loop(program).run()

@@ -1,0 +1,179 @@
+"""The user's code: networks and their losses in plain PyTorch, which the loop and the engine train alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from fuzz.program import Net, Optimizer, Program, Scheduler
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
+FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
+
+Parts = tuple[Tensor, Tensor, Tensor]
+"""Inputs, targets and the samples' indices."""
+
+
+class Model(nn.Module):
+    """A network made of a body and a head."""
+
+    drift: Tensor
+
+    def __init__(self, plan: Net) -> None:
+        super().__init__()
+        self.plan = plan
+        self.on_tokens = plan.family != "mlp"
+        if plan.family == "mlp":
+            norm = {"none": [], "batch": [BatchNorm(WIDTH)], "layer": [nn.LayerNorm(WIDTH)]}[plan.norm]
+            dropout = [nn.Dropout(plan.dropout)] if plan.dropout else []
+            self.body: nn.Module = nn.Sequential(nn.Linear(FEATURES, WIDTH), *norm, nn.Tanh(), *dropout)
+        elif plan.family == "gru":
+            self.body = Recurrent(plan.dropout)
+        else:
+            self.body = Attending(plan.dropout)
+        self.head = nn.Linear(WIDTH, VOCABULARY if self.on_tokens else 1, bias=not plan.tied)
+        if plan.tied:
+            self.head.weight = self.body.embedding.weight  # type: ignore[union-attr, assignment]
+        self.scale = nn.Parameter(torch.ones(1)) if plan.scale else None
+        self.orphan = nn.Parameter(torch.ones(2)) if plan.unused else None
+        if plan.buffer != "none":
+            self.register_buffer("drift", torch.full((), 0.5))
+        for part in part_of(self, plan.frozen):
+            part.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.plan.buffer != "none":
+            hidden = hidden + self.drift
+            if self.training:
+                moved = (0.8 * self.drift + 0.2 * (hidden.detach().mean() + 0.3)).to(self.drift.dtype)
+                if self.plan.buffer == "in_place":
+                    self.drift.copy_(moved)
+                else:
+                    self.drift = moved
+        output: Tensor = self.head(hidden)
+        return output if self.scale is None else output * self.scale
+
+    def loss(self, parts: Parts) -> Tensor:
+        """The mean over samples, or over tokens that are not padding, of what the network gets wrong."""
+        x, y, _ = parts
+        output = self(x)
+        if self.on_tokens:
+            return nn.functional.cross_entropy(output.flatten(0, 1), y.flatten(), ignore_index=PADDING)
+        return nn.functional.mse_loss(output, y)
+
+    def weight(self, parts: Parts) -> float:
+        """Over how many items `loss` is a mean."""
+        return float((parts[1] != PADDING).sum()) if self.on_tokens else float(len(parts[1]))
+
+    def penalty(self) -> Tensor:
+        """Something to add to the loss: how large the head is."""
+        return 0.1 * self.head.weight.square().mean()
+
+
+class BatchNorm(nn.BatchNorm1d):
+    """One that does not normalise a single sample, which has no variance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if len(x) > 1 else x * self.weight + self.bias
+
+
+class Recurrent(nn.Module):
+    """An embedding and a GRU."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.rnn(self.dropout(self.embedding(x)))[0]
+        return output
+
+
+class Attending(nn.Module):
+    """An embedding and one layer of a transformer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.embedding(x))
+        return output
+
+
+def part_of(net: Model, name: str) -> list[nn.Parameter]:
+    """The parameters of "all", "body" or "head"; none for ""."""
+    if not name:
+        return []
+    if name == "all":
+        return list(net.parameters())
+    if name == "body":  # and what is neither
+        head = {id(one) for one in net.head.parameters()}
+        return [one for one in net.parameters() if id(one) not in head]
+    body = {id(one) for one in net.body.parameters()}
+    return [one for one in net.head.parameters() if id(one) not in body]
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as it is commonly written: its step cannot do without a closure, and says so late."""
+
+    def __init__(self, parameters: Iterable[Any], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        loss = torch.enable_grad()(closure)()
+        held = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        norm = torch.stack([one.grad.norm() for one in held]).norm()
+        climbed = []
+        for one in held:
+            climbed.append(one.grad * (0.05 / (norm + 1e-12)))
+            one.add_(climbed[-1])
+        torch.enable_grad()(closure)()
+        for one, step in zip(held, climbed, strict=True):
+            one.sub_(step)
+            one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def make_optimizer(net: Model, program: Program, number: int) -> torch.optim.Optimizer:
+    """Build an optimizer over its part: over all of it where what is frozen is trained later, without a group of its own."""
+    plan = program.optimizers[number]
+    later = any(change.what == "unfreeze" for change in program.changes)
+    return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan)
+
+
+def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer) -> torch.optim.Optimizer:
+    """Build an optimizer over ``parameters``."""
+    if plan.kind == "adamw":
+        # The default eps amplifies rounding in gradients that are nearly zero.
+        return AdamW(parameters, lr=0.1 * plan.lr, eps=1e-4, weight_decay=0.1)
+    if plan.kind == "lbfgs":
+        return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
+    if plan.kind == "sam":
+        return Sam(parameters, plan.lr)
+    return SGD(parameters, lr=plan.lr, momentum=0.9 if plan.kind == "momentum" else 0.0)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler) -> Any:
+    """Build a scheduler."""
+    if plan.kind == "warmup":
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+    if plan.kind == "plateau":
+        return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+    return StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def seeded_model(program: Program) -> Model:
+    """Build the network with the same weights everywhere; the process's generator is left alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(program.seed)
+        return Model(program.net)

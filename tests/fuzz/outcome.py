@@ -1,0 +1,89 @@
+"""What comes out of a program, as the loop says and as a rank of the engine saw it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from fuzz.nets import Model
+from fuzz.program import Log
+from torch import Tensor
+
+LARGE = 2**24 + 1
+"""The first integer that float32 cannot hold."""
+
+
+@dataclass
+class Outcome:
+    """What is compared.
+
+    Attributes:
+        weights: parameters and buffers after the run, by name.
+        states: each optimizer's state after the last step, by parameter name and key.
+        rates: all groups' learning rates, at every optimizer step.
+        schedulers: of each its count of steps and its learning rates.
+        flushes: what loggers got: the step, and values by key.
+        metrics: ``callback_metrics`` as training ended.
+        counts: of steps, epochs, micro-batches and samples.
+        samples: of every micro-batch, in order: its epoch and the indices of the samples; none for a joiner.
+        hooks: the hooks in the order in which they were called.
+        steps: after each micro-batch: optimizer steps made, and all weights in one vector.
+        saved_after: micro-batches trained on when the checkpoint was written; -1 for no checkpoint.
+        saved_hooks: hooks called until then.
+        saved_rates: entries of ``rates`` until then.
+        error: the type of what was raised, or "".
+        text: and what it said.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    states: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    flushes: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    samples: list[tuple[int, list[int]]] = field(default_factory=list)
+    hooks: list[str] = field(default_factory=list)
+    steps: list[tuple[int, Tensor]] = field(default_factory=list)
+    saved_after: int = -1
+    saved_hooks: int = 0
+    saved_rates: int = 0
+    error: str = ""
+    text: str = ""
+
+
+def key_of(log: Log, number: int) -> str:
+    """The name under which a program's ``number``-th log goes."""
+    return f"{log.what}_{number}"
+
+
+def value_of(log: Log, net: Model, loss: Tensor | None, at: int) -> Any:
+    """What is logged, exactly as user code would hand it over."""
+    if log.what == "loss":
+        return loss
+    if log.what == "number":
+        return 0.25 * at + 0.1
+    if log.what == "numpy":
+        return numpy.float32(0.5 * at)
+    if log.what == "large":
+        return LARGE + 2 * at
+    return net.scale if log.what == "parameter" else net.drift
+
+
+def tensors_of(states: dict[Any, dict[str, Any]], names: dict[Any, str]) -> dict[str, dict[str, Tensor]]:
+    """An optimizer's state by parameter name; what is no number is left out."""
+    return {
+        names[parameter]: {
+            key: torch.as_tensor(value).detach().clone()
+            for key, value in state.items()
+            if isinstance(value, (Tensor, int, float))
+        }
+        for parameter, state in states.items()
+    }
+
+
+def scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """A scheduler's count of steps, and the learning rates it has come to."""
+    return {"steps": scheduler.last_epoch, "rates": [float(rate) for rate in scheduler.get_last_lr()]}

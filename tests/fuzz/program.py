@@ -1,0 +1,242 @@
+"""What is drawn: a training program as plain values, which prints as the call that makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network of some family.
+
+    Attributes:
+        family: "mlp" on numbers; "gru" or "transformer" on tokens, of which a sample has between one and five.
+        norm: "none", "batch" or "layer"; for the mlp.
+        dropout: probability.
+        buffer: a running mean that the forward reads and training moves: "none", "in_place" or "reassigned".
+        scale: a parameter of one element that multiplies the output.
+        frozen: the part that is frozen as the run begins: "", "body" or "head".
+        unused: there is a parameter that no loss depends on.
+        tied: the head shares the embedding's weight; for families on tokens.
+    """
+
+    family: str = "mlp"
+    norm: str = "none"
+    dropout: float = 0.0
+    buffer: str = "none"
+    scale: bool = False
+    frozen: str = ""
+    unused: bool = False
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on.
+
+    Attributes:
+        kind: "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each
+            rank's own), or "reused" (an iterable that fills one buffer again and again).
+        samples: in the data set; for iterable kinds those of all ranks together.
+        batch: samples of a rank's micro-batch.
+        shuffle: for "map".
+        drop_last: for "map".
+        spoils: the step takes the batch, a dict, to pieces.
+        claims: what ``len(loader)`` says beyond what is there, where it is the user's own; None for no length.
+        workers: processes that read.
+    """
+
+    kind: str = "map"
+    samples: int = 8
+    batch: int = 2
+    shuffle: bool = False
+    drop_last: bool = False
+    spoils: bool = False
+    claims: int | None = 0
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer: "sgd", "momentum", "adamw", "lbfgs" or "sam", over "all", "body" or "head"."""
+
+    kind: str = "sgd"
+    of: str = "all"
+    lr: float = 0.1
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler of the first optimizer: "step" (halves) or "warmup" (from a tenth), or "plateau"."""
+
+    kind: str = "step"
+    interval: str = "epoch"
+    frequency: int = 1
+
+
+@dataclass(frozen=True)
+class Log:
+    """One call of ``self.log``.
+
+    Attributes:
+        where: the step or hook that logs.
+        what: "loss"; "number" (a Python float); "numpy" (a scalar of NumPy's); "large" (an int that float32 cannot
+            hold); "parameter" (the one element that is trained); "buffer"; "metric" (a mean); "pearson" (a metric whose
+            ranks' states cannot be added up).
+        on_step: see ``log``.
+        on_epoch: see ``log``.
+        reduce_fx: see ``log``.
+        batch_size: see ``log``.
+        sync_dist: see ``log``.
+    """
+
+    where: str = "training_step"
+    what: str = "loss"
+    on_step: bool = True
+    on_epoch: bool = False
+    reduce_fx: str = "mean"
+    batch_size: int | None = None
+    sync_dist: bool | None = None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Validation within fit; ``interval`` is ``val_check_interval``."""
+
+    samples: int = 4
+    batch: int = 2
+    interval: int | float | None = None
+    every_n_epochs: int = 1
+    sanity: int = 0
+    inference_mode: bool = True
+    draws: bool = False  # the validation step draws from torch's generator
+
+
+@dataclass(frozen=True)
+class Turn:
+    """In manual optimization: so many forwards, backwards and steps of one optimizer.
+
+    Attributes:
+        optimizer: its number.
+        repeats: how often.
+        clips: how often gradients are clipped before a step.
+        toggles: within ``toggled_optimizer``.
+        closure: by ``optimizer.step(closure)``.
+    """
+
+    optimizer: int = 0
+    repeats: int = 1
+    clips: int = 0
+    toggles: bool = False
+    closure: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """What trains changes in a hook: "unfreeze", "freeze" or "group" (unfreeze, and ``add_param_group``).
+
+    Attributes:
+        what: which change.
+        part: of which part: "body" or "head".
+        hook: "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end" or "on_train_epoch_end".
+        epoch: in which epoch.
+        batch: for the hooks of a batch, at which one.
+    """
+
+    what: str = "unfreeze"
+    part: str = "head"
+    hook: str = "on_train_epoch_start"
+    epoch: int = 1
+    batch: int = 0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """How the run ends early, if it does.
+
+    Attributes:
+        how: "should_stop" (set in ``hook``), "max_steps", "skip" (-1 from ``on_train_batch_start`` at ``at`` in every
+            epoch) or "raise" (in ``on_train_batch_start``).
+        hook: "on_train_batch_end", "on_train_epoch_end" or "on_validation_end".
+        at: the run's so manieth call of the hook, counted from 0; steps for "max_steps".
+    """
+
+    how: str = "max_steps"
+    hook: str = "on_train_epoch_end"
+    at: int = 1
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Saved in a hook, and trained again from there by a new process' worth of objects.
+
+    Attributes:
+        hook: "on_train_batch_end" or "on_train_epoch_end", or "on_validation_end".
+        at: the run's so manieth call of it, counted from 0.
+        ranks: on how many.
+        strategy: under which.
+    """
+
+    hook: str = "on_train_epoch_end"
+    at: int = 0
+    ranks: int = 1
+    strategy: str = "single_device"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training run. Every default is the plainest choice."""
+
+    strategy: str = "single_device"
+    ranks: int = 1
+    precision: str = "32-true"
+    net: Net = field(default_factory=Net)
+    data: Data = field(default_factory=Data)
+    optimizers: tuple[Optimizer, ...] = (Optimizer(),)
+    schedulers: tuple[Scheduler, ...] = ()
+    manual: tuple[Turn, ...] = ()
+    epochs: int = 1
+    accumulate: int = 1
+    clip: float | None = None
+    clip_by: str = "norm"
+    weighs: bool = False
+    adds: bool = False
+    """``loss += ...`` after what is logged."""
+    nothing: str = "never"
+    """When ``training_step`` has no loss to give: "never", "odd" batches (None), "always" (None), or "nan" always."""
+    logs: tuple[Log, ...] = ()
+    log_every: int = 1
+    validation: Validation | None = None
+    changes: tuple[Change, ...] = ()
+    stop: Stop | None = None
+    resume: Resume | None = None
+    broadcast: bool | None = None
+    """DDP's ``broadcast_buffers``."""
+    late: bool = False
+    """The layers are built in ``configure_model``."""
+    launcher: str = ""
+    """Started by a launcher of its own, instead of joining the test's ranks: "fork"."""
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return shown(self)
+
+
+def shown(value: Any) -> str:
+    """Return a dataclass as the call that makes it, without what is at its default."""
+    if is_dataclass(value) and not isinstance(value, type):
+        plain = type(value)()
+        parts = [
+            f"{one.name}={shown(getattr(value, one.name))}"
+            for one in fields(value)
+            if getattr(value, one.name) != getattr(plain, one.name)
+        ]
+        return f"{type(value).__name__}({', '.join(parts)})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shown, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)
+
+
+for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Stop, Resume):
+    _kind.__repr__ = shown  # type: ignore[method-assign, assignment]

@@ -1,0 +1,26 @@
+"""Which programs may be refused, and by what: a refusal that is not here is a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fuzz.program import Program
+
+Permit = tuple[str, Callable[[Program], bool]]
+"""Words of the error, and whether a program may be refused so."""
+
+PERMITTED: tuple[Permit, ...] = (
+    ("val_check_interval=", lambda program: _interval_is_too_long(program)),
+    ("with a training loader of unknown length", lambda program: program.data.claims is None),
+    ("find_unused_parameters", lambda program: program.net.unused and program.strategy == "ddp"),
+)
+
+
+def _interval_is_too_long(program: Program) -> bool:
+    validation = program.validation
+    return validation is not None and isinstance(validation.interval, int)
+
+
+def permitted(program: Program, text: str) -> bool:
+    """Whether ``program`` may be refused with an error that says ``text``."""
+    return any(words in text and may(program) for words, may in PERMITTED)

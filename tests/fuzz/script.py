@@ -1,0 +1,37 @@
+"""Prints a program as a script that runs it again."""
+
+from __future__ import annotations
+
+from fuzz.program import Program
+
+_SCRIPT = '''\
+"""{text}
+
+Run it from the repository's root: .venv/bin/python {name}
+"""
+
+import os
+import sys
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = ["tests"]
+
+from fuzz.check import check
+from fuzz.program import *
+from worlds import close_worlds
+
+PROGRAM = {program}
+
+if __name__ == "__main__":
+    try:
+        check(PROGRAM)
+        print("Nothing differs.")
+    finally:
+        close_worlds()
+'''
+
+
+def script(program: Program, text: str, name: str = "program.py") -> str:
+    """Return the script; ``text`` says what was found."""
+    said = text.replace("\\", "\\\\").replace('"""', "'''")
+    return _SCRIPT.format(text=said, name=name, program=program)

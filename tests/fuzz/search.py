@@ -1,0 +1,50 @@
+"""Draws programs by the hundred and runs them."""
+
+from __future__ import annotations
+
+import hypothesis
+from collections.abc import Callable, Sequence
+from fuzz.check import Difference, check
+from fuzz.draw import STRATEGIES, programs
+from fuzz.program import Program
+from hypothesis import HealthCheck, Phase, given, settings
+
+
+def search(
+    count: int,
+    seed: int,
+    strategies: Sequence[str] = STRATEGIES,
+    shrinks: bool = True,
+    attempt: Callable[[Program], None] = check,
+) -> tuple[Program, str, int] | None:
+    """Try so many programs; the first that fails, shrunken, with what it says and how many it took. None for none."""
+    failed: list[tuple[Program, str]] = []
+    tried = 0
+    first = 0
+
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink) if shrinks else (Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs(strategies))
+    def one(program: Program) -> None:
+        nonlocal tried, first
+        tried += 1
+        try:
+            attempt(program)
+        except Difference as error:
+            first = first or tried
+            failed.append((program, str(error)))
+            raise
+
+    try:
+        one()
+    except Difference:
+        program, text = failed[-1]
+        return program, text, first
+    return None

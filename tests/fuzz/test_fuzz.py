@@ -1,0 +1,56 @@
+"""A fixed handful of drawn programs, those that found something before, and that the comparison can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fuzz.check import check, found_in
+from fuzz.examples import EXAMPLES, Example
+from fuzz.program import Log, Net, Program
+from fuzz.script import script
+from fuzz.search import search
+
+COUNT, SEED = 120, 16
+
+
+def test_a_fixed_handful_of_programs_comes_out_as_the_loop_says() -> None:
+    one = search(COUNT, SEED)
+    assert one is None, script(*one[:2])
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=[example.name for example in EXAMPLES])
+def test_what_was_found_before(example: Example) -> None:
+    check(example.program)
+
+
+def test_a_program_prints_as_a_script_that_builds_it_again() -> None:
+    program = Program(ranks=2, strategy="ddp", net=Net(dropout=0.3), logs=(Log(what="number"), Log()))
+    names: dict[str, object] = {}
+    exec(compile(script(program, 'it said """no"""').split("if __name__")[0], "script", "exec"), names)
+    assert names["PROGRAM"] == program
+
+
+def test_the_comparison_sees_another_program() -> None:
+    """What comes of a program is held against what another must give: each difference is seen."""
+    from fuzz.compare import differences
+    from fuzz.engine import run
+    from fuzz.interpreter import interpret
+
+    program = Program(net=Net(dropout=0.3), epochs=2, logs=(Log(),))
+    expected = interpret(program)
+    assert found_in(program) == []
+    del run
+    for other in (
+        replace(program, seed=1),
+        replace(program, net=Net(dropout=0.31)),
+        replace(program, accumulate=2),
+        replace(program, epochs=1),
+    ):
+        assert differences(program, expected, [interpret(other)])
+    weights = dict(expected.weights)
+    doctored = replace(expected, weights={**weights, "head.bias": weights["head.bias"] + 1e-3})
+    assert differences(program, expected, [doctored])
+    doctored = replace(expected, weights={**weights, "head.bias": weights["head.bias"].to(torch.float64)})
+    assert differences(program, expected, [doctored])
