@@ -26,7 +26,7 @@ QUICK := tests/unit tests/distributed/test_ddp.py tests/distributed/test_clippin
 
 DEMO ?= --strategy ddp --devices 2 --accelerator cpu
 
-.PHONY: help demo test quick faults lint format types bench docs parity clean distclean
+.PHONY: help demo test quick faults fuzz lint format types bench docs parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -42,6 +42,9 @@ quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in under a mi
 
 faults: $(VENV)/.stamp-dev ## Kill saves and runs at random instants, and let seeded faults strike, 200 times each (FAULTS=20 make faults)
 	@FAULTS=$(or $(FAULTS),200) $(BIN)/python -m pytest -s --timeout 0 tests/faults $(ARGS)
+
+fuzz: $(VENV)/.stamp-dev ## Draw programs and compare them with a plain loop (COUNT=2000 SEED=7 ARGS="--strategies zero")
+	@$(BIN)/python -m tests.fuzz --count $(or $(COUNT),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## Check format and lint
 	@$(BIN)/ruff format --check .

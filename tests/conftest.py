@@ -23,7 +23,7 @@ from worlds import close_worlds  # noqa: E402
 torch.set_num_threads(1)
 
 
-_ORDER = ("tests/parity/", "tests/distributed/", "tests/faults/", "tests/unit/test_", "tests/unit/")
+_ORDER = ("tests/parity/", "tests/distributed/", "tests/fuzz/", "tests/faults/", "tests/unit/test_", "tests/unit/")
 """What takes long goes first, so that no process is left with a long file when the other has nothing to do."""
 
 _STRATEGY = re.compile(r"\[(?:\d+-\d+-)?([a-z][a-z_ 0-9]*)")

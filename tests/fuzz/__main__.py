@@ -13,13 +13,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path[:0] = [str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
+
 from fuzz.check import check  # noqa: E402
 from fuzz.draw import STRATEGIES, ZERO  # noqa: E402
 from fuzz.plants import PLANTS  # noqa: E402
 from fuzz.program import Program  # noqa: E402
 from fuzz.script import script  # noqa: E402
 from fuzz.search import search  # noqa: E402
-
 from worlds import close_worlds  # noqa: E402
 
 PRESET_SEEDS = (1, 2, 3)
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="of what is drawn")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of these, or 'zero'")
     parser.add_argument("--findings", type=int, default=1, help="end after so many")
-    parser.add_argument("--plant", default="", choices=["", "all", *PLANTS], help="count what it takes to find a defect")
+    parser.add_argument("--plant", default="", choices=["", "all", *PLANTS], help="count what finding it takes")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     strategies = ZERO if asked.strategies == "zero" else tuple(asked.strategies.split(","))

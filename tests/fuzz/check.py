@@ -5,13 +5,12 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 
+from drivetrain.errors import DrivetrainError
 from fuzz.compare import differences
-from fuzz.engine import run
+from fuzz.engine import launched, run
 from fuzz.interpreter import interpret
 from fuzz.outcome import Outcome
 from fuzz.program import Program
-
-from drivetrain.errors import DrivetrainError
 from worlds import on_ranks
 
 
@@ -33,6 +32,8 @@ def check(program: Program, plant: str = "") -> None:
 def found_in(program: Program, plant: str = "") -> list[str]:
     """What differs, a phrase each."""
     expected = interpret(program)
+    if program.launcher:
+        return differences(program, expected, [launched(program, plant)])
     with tempfile.TemporaryDirectory(prefix="drivetrain-fuzz-") as folder:
         path = f"{folder}/checkpoint" if program.resume is not None else ""
         try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from fuzz.feeding import Ragged, batches_of_rank
-from fuzz.program import Data
 
 from drivetrain.data import order
+from fuzz.feeding import Ragged, batches_of_rank
+from fuzz.program import Data
 
 Micro = list[list[int]]
 """A global micro-batch: each rank's samples; none for a rank that joins."""
@@ -41,21 +41,15 @@ def ragged(data: Data, indices: list[int], ranks: int) -> list[Micro]:
     micros = []
     for start in range(0, len(batches), ranks):
         group = batches[start : start + ranks]
-        micros.append(group if len(group) == ranks else evenly(sum(group, []), ranks))
+        micros.append(group if len(group) == ranks else evenly([one for batch in group for one in batch], ranks))
     return micros
 
 
 def streamed(data: Data, ranks: int) -> list[Micro]:
     """Each rank reads its own part to its end, and then joins."""
     parts = [batches_of_rank(data, ranks, rank) for rank in range(ranks)]
-    parts = [interleaved(part, data.workers) for part in parts]
     longest = max(map(len, parts))
     return [[part[at] if at < len(part) else [] for part in parts] for at in range(longest)]
-
-
-def interleaved(batches: list[list[int]], workers: int) -> list[list[int]]:
-    """The order in which a `DataLoader` hands over what so many workers read, each every n-th batch."""
-    return batches
 
 
 def evaluated(samples: int, batch: int, ranks: int) -> list[Micro]:

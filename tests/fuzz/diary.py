@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from fuzz.nets import Model, Parts
 from fuzz.outcome import Outcome, key_of, value_of
 from fuzz.program import Log, Program
-from torch import Tensor
 
 
 @dataclass
@@ -33,11 +34,10 @@ class Diary:
         self.stage = "train"
         self.calls: dict[str, list[Call]] = {}
         self.last: dict[str, dict[int, float]] = {}
-        self.fresh: set[str] = set()
+        self.fresh: dict[str, set[int]] = {}
         self.results: dict[str, float] = {}
         self.seen: dict[str, list[Parts]] = {}
         self.samples: list[Any] = []
-        self.saved_flushes = 0
         self.began = False
 
     def begin(self, stage: str) -> None:
@@ -53,9 +53,6 @@ class Diary:
 
     def enter(self, stage: str) -> None:
         self.stage = stage
-
-    def saved(self) -> None:
-        self.saved_flushes = len(self.outcome.flushes)
 
     def log(
         self,
@@ -84,7 +81,7 @@ class Diary:
             self.calls.setdefault(key, []).append(Call(rank, value, weight))
             if log.on_step:
                 self.last.setdefault(key, {})[rank] = value
-                self.fresh.add(key)
+                self.fresh.setdefault(key, set()).add(rank)
 
     def of_stage(self) -> list[tuple[str, Log]]:
         return [(key_of(log, number), log) for number, log in self.logs if stage_of(log) == self.stage]
@@ -103,10 +100,12 @@ class Diary:
                 continue
             by_rank = self.last[key]
             if log.sync_dist:
-                self.last[key] = {rank: combined(log, list(by_rank.values()), [1.0] * len(by_rank)) for rank in by_rank}
-            if 0 in by_rank:
-                values[key + ("_step" if log.on_epoch else "")] = self.last[key][0]
-        self.fresh -= {key for key, _ in self.of_stage()}
+                came = [by_rank[rank] for rank in sorted(self.fresh[key])]
+                self.last[key] = dict.fromkeys(by_rank, combined(log, came, [1.0] * len(came)))
+            if log.sync_dist or 0 in self.fresh[key]:
+                values[key + ("_step" if log.on_epoch else "")] = self.last[key].get(0, math.nan)
+        for key, _ in self.of_stage():
+            self.fresh.pop(key, None)
         return values
 
     def reduced(self) -> dict[str, float]:

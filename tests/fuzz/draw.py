@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import strategies as st
+
 from fuzz.program import (
     Change,
     Data,
@@ -18,7 +20,6 @@ from fuzz.program import (
     Turn,
     Validation,
 )
-from hypothesis import strategies as st
 
 STRATEGIES = (
     "single_device",
@@ -52,6 +53,8 @@ class Drawn:
         return int(self.draw(st.integers(low, high)))
 
     def program(self) -> Program:
+        if "ddp" in self.strategies and self.chance(4):
+            return self.launched()
         strategy = self.one_of(*self.strategies)
         ranks = 1 if strategy == "single_device" else self.one_of(2, 2, 2, 1, 3)
         precision = self.one_of(*PRECISIONS)
@@ -78,6 +81,8 @@ class Drawn:
             resume = self.resume(strategy, ranks, data, net, validation, manual, optimizers)
             if resume is not None and resume.ranks != ranks and net.dropout:
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
+            if resume is not None:  # a resumed run calls on_train_start again
+                logs = tuple(log for log in logs if log.where != "on_train_start")
         accumulate = 1 if manual else self.one_of(1, 1, 2, 3)
         clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
         schedulers = () if manual or closure else self.schedulers(validation, logs, changes)
@@ -108,6 +113,20 @@ class Drawn:
             seed=self.between(0, 3),
         )
 
+    def launched(self) -> Program:
+        """A small one that is started by a launcher of its own."""
+        return Program(
+            strategy="ddp",
+            ranks=2,
+            precision=self.one_of("64-true", "bf16-true", "32-true"),
+            net=Net(norm=self.one_of("none", "batch"), buffer=self.one_of("none", "in_place")),
+            data=Data(samples=self.between(4, 9), shuffle=True),
+            optimizers=(Optimizer("adamw"),),
+            logs=(Log(on_epoch=True),),
+            late=self.chance(50),
+            launcher="fork",
+        )
+
     def net(self, precision: str, strategy: str) -> Net:
         family = "mlp" if precision in ("16-mixed", "bf16-true") else self.one_of("mlp", "mlp", "gru", "transformer")
         tied = family != "mlp" and self.chance(25)
@@ -134,6 +153,7 @@ class Drawn:
             shuffle=kind == "map" and self.chance(60),
             drop_last=kind == "map" and samples >= 12 and self.chance(10),
             spoils=self.chance(20),
+            workers=2 if kind != "reused" and self.chance(4) else 0,
             claims=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
         )
 
@@ -257,9 +277,12 @@ class Drawn:
     ) -> Resume | None:
         if net.buffer != "none" and strategy.startswith("fsdp") and ranks > 1:
             return None
-        hook = self.one_of("on_train_epoch_end", "on_train_batch_end")
-        at = self.between(0, 3) if hook == "on_train_batch_end" else 0
-        if self.chance(50) or data.kind in ("iterable", "reused", "batch_sampler"):
+        hooks = ["on_train_epoch_end", "on_train_batch_end", "on_train_batch_end", "on_train_batch_start"]
+        hooks += ["on_validation_end"] if validation is not None else []
+        hook = self.one_of(*hooks)
+        at = self.between(0, 3) if "batch" in hook else 0
+        within = validation is not None and validation.interval is not None
+        if within or self.chance(50) or data.kind in ("iterable", "reused", "batch_sampler"):
             return Resume(hook, at, ranks, strategy)
         other = self.one_of("single_device", "ddp", "fsdp")
         if optimizers[0].kind == "lbfgs":

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 import torchmetrics
-from fuzz.feeding import taken, training_loader, validation_loader
-from fuzz.nets import Model, make_optimizer, make_scheduler, part_of, seeded_model
-from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
-from fuzz.plants import planted
-from fuzz.program import Change, Program
 from torch import Tensor
 
 from drivetrain import Callback, Fit, TrainModule
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy
+from fuzz.feeding import taken, training_loader, validation_loader
+from fuzz.nets import Model, make_optimizer, make_scheduler, part_of, seeded_model
+from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
+from fuzz.plants import planted
+from fuzz.program import Change, Program
 
 
 class Planned(Exception):
@@ -187,7 +187,7 @@ class Recorder(Callback):
         if stop is not None and stop.how == "should_stop" and stop.hook == hook and stop.at == count:
             trainer.should_stop = True
         if resume is not None and self.path and resume.hook == hook and resume.at == count:
-            trainer.save_checkpoint(self.path)
+            trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if not self.resumed or self.anew:
@@ -342,6 +342,30 @@ def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
     if hasattr(module, "net") and module.net is not None:
         state = module.net.state_dict()
         outcome.weights = {name: whole(value) for name, value in state.items()}
+    return outcome
+
+
+def launched(program: Program, plant: str = "") -> Outcome:
+    """Train ``program`` in processes that `Fit` starts itself; what comes back to the caller."""
+    outcome = Outcome()
+    kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
+    with warnings.catch_warnings(), planted(plant):
+        warnings.simplefilter("ignore")
+        module = kinds[program.weighs, program.validation is not None](program, outcome)
+        try:
+            options = {**settings(program, outcome), "logger": False, "launcher": program.launcher}
+            recorder = Recorder(program, outcome, "", False, False)
+            trainer = Fit(strategy=program.strategy, devices=program.ranks, callbacks=recorder, **options)
+            loaders = [training_loader(program, 1, 0)]
+            if program.validation is not None:
+                loaders.append(validation_loader(program))
+            trainer.fit(module, *loaders)
+            outcome.counts = counts(trainer)
+            outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+        except Exception as error:
+            outcome.error, outcome.text = type(error).__name__, str(error)
+    net = getattr(module, "net", None)
+    outcome.weights = {} if net is None else {name: whole(value) for name, value in net.state_dict().items()}
     return outcome
 
 

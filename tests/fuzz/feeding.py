@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from fuzz.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
-from fuzz.program import Data, Program
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from fuzz.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
+from fuzz.program import Data, Program
 
 NAMES = ("x", "y", "index")
 

@@ -1,6 +1,6 @@
 """The program as a loop written by hand: one process that plays all ranks in turn, and shares nothing with the engine.
 
-What a rank has of its own is its buffers, its random generator and its gradients; weights and optimizers are everyone's.
+What a rank has of its own is its buffers, its random generator and its gradients. Weights and optimizers are common.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from fuzz.dealing import Micro, dealt, epoch_of, evaluated, streamed
 from fuzz.diary import Diary
 from fuzz.feeding import numbers
 from fuzz.nets import Model, Parts, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, scheduler_state, tensors_of
 from fuzz.program import Program, Turn
-from torch import Tensor
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -58,7 +59,8 @@ class Loop:
         self.calls: dict[str, int] = {}
         self.steps = self.epoch = self.micro_batches = self.samples = 0
         self.batch_idx = 0
-        self.should_stop = self.saves = False
+        self.should_stop = self.saves = self.moves = self.limited = False
+        self.validated_at = -1
 
     # A rank at a time
 
@@ -103,9 +105,6 @@ class Loop:
 
     def run(self) -> Outcome:
         program, outcome = self.program, self.outcome
-        self.hook("on_fit_start", silent=True)
-        if program.validation is not None and program.validation.sanity:
-            self.hook("on_sanity_check_start", silent=True)
         self.hook("on_train_start")
         with contextlib.suppress(Stopped):
             while self.epoch < program.epochs and not self.reached_limit():
@@ -121,7 +120,7 @@ class Loop:
         names = {one: name for name, one in self.net.named_parameters()}
         outcome.states = [tensors_of(one.state, names) for one in self.optimizers]
         outcome.schedulers = [scheduler_state(one) for one, _ in self.schedulers]
-        self.hook("on_fit_end", silent=True)
+        self.hook("on_fit_end")
         return self.end()
 
     def end(self) -> Outcome:
@@ -154,10 +153,11 @@ class Loop:
                 window = micros[start : start + program.accumulate]
                 over = start + len(window) == len(micros)
                 if not self.window(window, over):
-                    cut = True
-                    break
+                    left = []
+                    break  # the data is as good as over
                 done += sum(len(one) for micro in window for one in micro)
-                if self.save_where_asked() and not over:
+                if self.moves and not over:  # the run was saved here, and goes on from there on other ranks
+                    self.moves = False
                     left = left[done:]
                     self.batch_idx = math.ceil((program.data.samples - len(left)) / (self.world * program.data.batch))
                     break
@@ -200,8 +200,6 @@ class Loop:
     def window(self, window: list[Micro], over: bool) -> bool:
         """Train on one window; False where a hook ended the epoch."""
         program = self.program
-        if self.broadcasts():
-            self.give_out_buffers()
         batches = [[self.parts(micro, rank) for rank in range(self.world)] for micro in window]
         weights = [
             [self.weight(micro[rank], parts[rank], at) for rank in range(self.world)]
@@ -211,6 +209,10 @@ class Loop:
         self.evaluations: list[Callable[[], float]] = []
         evaluated_loss = 0.0
         for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
+            # DDP gives them out where a backward before has synchronised; torch cannot leave that out in the first
+            # window of a static graph.
+            if self.broadcasts() and (at == 0 or (self.steps == 0 and self.strategy == "ddp_static_graph")):
+                self.give_out_buffers()
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
@@ -238,6 +240,8 @@ class Loop:
             self.hook("on_train_batch_end", micro)
             if stepped:
                 self.diary.after_step(self.steps)
+            if at == len(window) - 1:
+                self.save_where_asked()
             self.validate_within(over and at == len(window) - 1)
         return True
 
@@ -245,20 +249,15 @@ class Loop:
         stop = self.program.stop
         count = self.calls.get("on_train_batch_start", 0)
         self.hook("on_train_batch_start", micro)
-        if stop is not None and stop.how == "skip" and stop.at == self.batch_idx:
-            self.clear(self.parameters)
-            self.skipped()
         if stop is not None and stop.how == "raise" and stop.at == count:
             self.outcome.error = "Planned"
             raise Stopped
         if stop is not None and stop.how == "skip" and stop.at == self.batch_idx:
+            self.clear(self.parameters)
             return True
         self.outcome.samples.append((self.epoch, micro[0]))
         self.diary.samples.append((self.epoch, [list(one) for one in micro]))
         return False
-
-    def skipped(self) -> None:
-        self.skips = True
 
     def parts(self, micro: Micro, rank: int) -> tuple[Parts, bool]:
         """A rank's batch, and whether the rank only joins with it."""
@@ -470,14 +469,9 @@ class Loop:
         else:
             scheduler.step()
 
-    def hook(self, name: str, micro: Micro | None = None, silent: bool = False) -> None:
+    def hook(self, name: str, micro: Micro | None = None) -> None:
         """A hook: what the program does in it, on all ranks."""
         program = self.program
-        if silent:
-            if name in ("on_sanity_check_start",):
-                return
-            if name == "on_fit_start":
-                return
         count = self.calls.get(name, 0)
         self.calls[name] = count + 1
         self.outcome.hooks.append(name)
@@ -502,24 +496,24 @@ class Loop:
     def hook_index(self, name: str, at: int) -> int:
         return at if name in ("on_train_batch_start", "on_train_batch_end") else 0
 
-    def save_where_asked(self) -> bool:
-        """Note a save; whether the run goes on from it on other ranks."""
+    def save_where_asked(self) -> None:
+        """Note a save, and go on from it on other ranks where the program says so."""
         if not self.saves:
-            return False
+            return
         self.saves = False
         self.outcome.saved_after = self.micro_batches
         self.outcome.saved_hooks = len(self.outcome.hooks)
         self.outcome.saved_rates = len(self.outcome.rates)
-        self.diary.saved()
+        self.outcome.saved_flushes = len(self.outcome.flushes)
         resume = self.program.resume
         assert resume is not None
         self.strategy = resume.strategy
         if resume.ranks == self.world:
-            return False
+            return
         put_buffers(self.net, self.ranks[0].buffers)
         self.world = resume.ranks
         self.ranks = [self.fresh_rank(rank, 1100) for rank in range(self.world)]
-        return True
+        self.moves = True
 
     # Validation
 
@@ -540,10 +534,6 @@ class Loop:
             if self.outcome.hooks and self.validated_at == self.micro_batches:
                 return
             self.validate()
-
-    validated_at = -1
-    limited = False
-    skips = False
 
     def due(self) -> bool:
         validation = self.program.validation

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from fuzz.program import Net, Optimizer, Program, Scheduler
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+
+from fuzz.program import Net, Optimizer, Program, Scheduler
 
 FEATURES, WIDTH, VOCABULARY, LENGTH, PADDING = 4, 6, 7, 5, -100
 
@@ -122,7 +123,7 @@ def part_of(net: Model, name: str) -> list[nn.Parameter]:
 
 
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it is commonly written: its step cannot do without a closure, and says so late."""
+    """Sharpness-aware minimisation as it is commonly written: its step cannot do without a closure."""
 
     def __init__(self, parameters: Iterable[Any], lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -145,7 +146,7 @@ class Sam(torch.optim.Optimizer):
 
 
 def make_optimizer(net: Model, program: Program, number: int) -> torch.optim.Optimizer:
-    """Build an optimizer over its part: over all of it where what is frozen is trained later, without a group of its own."""
+    """Build an optimizer over its part: all of it where what is frozen is trained later without a group of its own."""
     plan = program.optimizers[number]
     later = any(change.what == "unfreeze" for change in program.changes)
     return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan)
@@ -173,7 +174,12 @@ def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler) -> Any:
 
 
 def seeded_model(program: Program) -> Model:
-    """Build the network with the same weights everywhere; the process's generator is left alone."""
-    with torch.random.fork_rng():
-        torch.manual_seed(program.seed)
-        return Model(program.net)
+    """Build the network in float32 with the same weights everywhere; the process's generator is left alone."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # another one draws other numbers
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(program.seed)
+            return Model(program.net)
+    finally:
+        torch.set_default_dtype(default)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
+
 from fuzz.nets import Model
 from fuzz.program import Log
-from torch import Tensor
 
 LARGE = 2**24 + 1
 """The first integer that float32 cannot hold."""
@@ -33,6 +34,7 @@ class Outcome:
         saved_after: micro-batches trained on when the checkpoint was written; -1 for no checkpoint.
         saved_hooks: hooks called until then.
         saved_rates: entries of ``rates`` until then.
+        saved_flushes: entries of ``flushes`` until then.
         error: the type of what was raised, or "".
         text: and what it said.
     """
@@ -50,6 +52,7 @@ class Outcome:
     saved_after: int = -1
     saved_hooks: int = 0
     saved_rates: int = 0
+    saved_flushes: int = 0
     error: str = ""
     text: str = ""
 

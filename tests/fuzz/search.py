@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import hypothesis
 from collections.abc import Callable, Sequence
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, given, settings
+
 from fuzz.check import Difference, check
 from fuzz.draw import STRATEGIES, programs
 from fuzz.program import Program
-from hypothesis import HealthCheck, Phase, given, settings
 
 
 def search(

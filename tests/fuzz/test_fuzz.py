@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from fuzz.check import check, found_in
 from fuzz.examples import EXAMPLES, Example
 from fuzz.program import Log, Net, Program
