@@ -154,6 +154,7 @@ class Drawn:
             drop_last=kind == "map" and samples >= 12 and self.chance(10),
             spoils=self.chance(20),
             workers=2 if kind != "reused" and self.chance(4) else 0,
+            rising=kind in ("iterable", "reused") and ranks > 1 and self.chance(60),
             claims=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
         )
 

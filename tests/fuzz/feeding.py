@@ -82,8 +82,8 @@ class Unmeasured(Ragged):
 
 
 def batches_of_rank(data: Data, ranks: int, rank: int) -> list[list[int]]:
-    """The batches of the part of an iterable data set that is a rank's own; lower ranks have more."""
-    shares = [ranks - one for one in range(ranks)]
+    """The batches of the part of an iterable data set that is a rank's own; no two ranks have as much."""
+    shares = [one + 1 if data.rising else ranks - one for one in range(ranks)]
     start, stop = (data.samples * sum(shares[:bound]) // sum(shares) for bound in (rank, rank + 1))
     own = list(range(start, stop))
     return [own[first : first + data.batch] for first in range(0, len(own), data.batch)]

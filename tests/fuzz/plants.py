@@ -125,7 +125,7 @@ def joiners_leave_buffers() -> Iterator[None]:
 
 def joiners_share_containers() -> Plant:
     """8: who joins gets the batch that a step has taken to pieces before."""
-    return replaced(windows, "own_containers", lambda before: lambda batch: batch)
+    return replaced(windows, "own_containers", _as_it_is)
 
 
 def validation_draws() -> Plant:
@@ -167,6 +167,10 @@ def weights_come_back_rounded() -> Plant:
         return planted_fill
 
     return replaced(Outcome, "fill", by)
+
+
+def _as_it_is(before: Any) -> Any:
+    return lambda batch: batch
 
 
 def _nothing(before: Any) -> Any:

@@ -45,6 +45,7 @@ class Data:
         spoils: the step takes the batch, a dict, to pieces.
         claims: what ``len(loader)`` says beyond what is there, where it is the user's own; None for no length.
         workers: processes that read.
+        rising: of iterable kinds: rank 0 has the least, instead of the most.
     """
 
     kind: str = "map"
@@ -55,6 +56,7 @@ class Data:
     spoils: bool = False
     claims: int | None = 0
     workers: int = 0
+    rising: bool = False
 
 
 @dataclass(frozen=True)
