@@ -69,7 +69,7 @@ docs: $(VENV)/.stamp-docs ## Build the documentation into site/, warnings being 
 	@echo "The documentation is in site/index.html"
 
 clean: ## Remove what builds, tests and runs left behind
-	rm -rf site dist runs drivetrain_logs checkpoints .mypy_cache .ruff_cache .pytest_cache
+	rm -rf site dist runs drivetrain_logs checkpoints .hypothesis .mypy_cache .ruff_cache .pytest_cache
 	find framework strategies tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the virtual environments

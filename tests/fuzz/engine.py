@@ -12,7 +12,7 @@ import torch
 import torchmetrics
 from torch import Tensor
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy
 from fuzz.feeding import taken, training_loader, validation_loader
@@ -33,6 +33,7 @@ class Trained(TrainModule):
         super().__init__()
         self.program = program
         self.outcome = outcome
+        self.net: Any = None
         if not program.late:
             self.configure_model()
         for number, log in enumerate(program.logs):
@@ -43,7 +44,7 @@ class Trained(TrainModule):
             self.automatic_optimization = False
 
     def configure_model(self) -> None:
-        if not hasattr(self, "net"):
+        if self.net is None:
             self.net = seeded_model(self.program)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -335,11 +336,13 @@ def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
                 loaders.append(validation_loader(program))
             trainer.fit(module, *loaders, ckpt_path=path if resumed else None)
         except Exception as error:
+            if program.ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
+                raise  # the others wait for this rank: the world ends them, and says what it was
             outcome.error, outcome.text = type(error).__name__, str(error)
             if not outcome.counts and trainer is not None:
                 with contextlib.suppress(Exception):
                     outcome.counts = counts(trainer)
-    if hasattr(module, "net") and module.net is not None:
+    if module.net is not None:
         state = module.net.state_dict()
         outcome.weights = {name: whole(value) for name, value in state.items()}
     return outcome
@@ -364,8 +367,8 @@ def launched(program: Program, plant: str = "") -> Outcome:
             outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         except Exception as error:
             outcome.error, outcome.text = type(error).__name__, str(error)
-    net = getattr(module, "net", None)
-    outcome.weights = {} if net is None else {name: whole(value) for name, value in net.state_dict().items()}
+    if module.net is not None:
+        outcome.weights = {name: whole(value) for name, value in module.net.state_dict().items()}
     return outcome
 
 
