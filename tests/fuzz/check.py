@@ -50,4 +50,4 @@ def found_in(program: Program, plant: str = "") -> list[str]:
 
 def on(ranks: int, program: Program, path: str, resumed: bool, plant: str) -> list[Outcome]:
     """Run on so many kept ranks."""
-    return on_ranks(run, ranks, program, path, resumed, plant, timeout=15)
+    return on_ranks(run, ranks, program, path, resumed, plant, timeout=30)
