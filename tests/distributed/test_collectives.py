@@ -205,7 +205,7 @@ def test_ranks_that_run_apart_stop_after_the_same_step() -> None:  # B-19
                 time.sleep(pauses[rank])
                 if wishes.get(rank) == step:
                     stop.requested = True
-                if stop.after_step(step, 0):
+                if stop.after_window(step, 0):
                     stopped[rank] = step
                     return
 

@@ -367,6 +367,7 @@ class Session:
             self._trainables.end()
         release(self.module)
         detach(self.module)
+        self.strategy.precision.at_floor = None
         if self._compiled is not None:
             self._compiled.undo()
         if self.given.datamodule is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from drivetrain.engine.session import Session
 
 
+logger = logging.getLogger("drivetrain")
+
+
 def build_training(session: Session, runner: StepRunner, move: Move | None) -> TrainLoop:
     """Return the loop that trains ``session``'s module."""
     trainer, metrics, strategy = session.trainer, session.metrics, session.strategy
@@ -41,6 +46,8 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         step = AnomalyStep(step, session.progress, strategy.rank)
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    if strategy.rank == 0:
+        strategy.precision.at_floor = _SaysOnce()
     module = session.module
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     data = session.data
@@ -75,6 +82,23 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         save=session.checkpoints.save_before_leaving,
         settle=session.trainables.settle,
     )
+
+
+class _SaysOnce:
+    """Says that the loss scale has come to its floor."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, scale: float) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite over and over, "
+                "small as the loss was made, and each such step was skipped. Look whether the loss itself is NaN "
+                "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. Said once.",
+                round(math.log2(scale)),
+            )
 
 
 def under_context(runner: StepRunner, precision: Precision) -> StepRunner:

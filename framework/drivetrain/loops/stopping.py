@@ -8,7 +8,7 @@ from datetime import timedelta
 from drivetrain.control import ControlPlane
 
 AGREE_EVERY = 16
-"""Steps between two looks at the store, at most."""
+"""Windows between two looks at the store, at most."""
 
 _LOOK = 0.5
 """Seconds between two looks that are aimed at: who asks for a signal's sake has half a minute, or less."""
@@ -18,11 +18,11 @@ _TIME_IS_UP = 2
 
 
 class Appointment:
-    """A step after which all ranks do something, agreed without a collective.
+    """A window after which all ranks do something, agreed without a collective.
 
-    Each rank publishes the step at which it will look next, and then looks for a request. Who requests first reads what
-    all have published, and names the furthest of these steps. A rank that looked too early to see the request had
-    published its next look before, so the named step is at or after that look.
+    Each rank publishes the window at which it will look next, and then looks for a request. Who requests first reads
+    what all have published, and names the furthest of these windows. A rank that looked too early to see the request
+    had published its next look before, so the named window is at or after that look.
 
     Args:
         control: the way to the other ranks.
@@ -34,34 +34,34 @@ class Appointment:
         self._store = control.store
         self._name = name
         self.asked = False
-        self.step: int | None = None
+        self.window: int | None = None
         """Known once a look has found a request."""
         self.why = 0
         """The first request's reason, never 0; the same on all ranks."""
 
-    def ask(self, step: int, why: int) -> None:
-        """Request one, at this rank's ``step``. The first request stands."""
+    def ask(self, window: int, why: int) -> None:
+        """Request one, at this rank's ``window``. The first request stands."""
         store = self._store
         assert store is not None
         self.asked = True
         if store.add(f"{self._name}/asking", 1) == 1:
             store.set(f"{self._name}/asked", "")  # from here on nobody publishes a look and goes on
-            steps = [step]
+            windows = [window]
             for rank in range(self._control.world_size):
                 if store.check([f"looks/{rank}"]):
-                    steps.append(int(store.get(f"looks/{rank}")))
-            store.set(f"{self._name}/after", f"{max(steps)} {why}")
+                    windows.append(int(store.get(f"looks/{rank}")))
+            store.set(f"{self._name}/after", f"{max(windows)} {why}")
         self._take()
 
     def look(self) -> None:
         """See whether anybody has requested one."""
         assert self._store is not None
-        if self.step is None and self._store.check([f"{self._name}/asked"]):
+        if self.window is None and self._store.check([f"{self._name}/asked"]):
             self._take()
 
-    def is_kept(self, step: int) -> bool:
-        """Whether its step has come."""
-        return self.step is not None and step >= self.step
+    def is_kept(self, window: int) -> bool:
+        """Whether its window has come."""
+        return self.window is not None and window >= self.window
 
     def settle(self, asking: int) -> int:
         """Where all ranks stand at the same point, ``asking`` of them with a request: return why, or 0.
@@ -69,7 +69,7 @@ class Appointment:
         Who asks has called `leave_word` before the ranks counted.
         """
         if asking:
-            self.step, self.asked = 0, True
+            self.window, self.asked = 0, True
             if self._store is not None:
                 self.why = int(self._store.get(f"{self._name}/word"))
         return self.why
@@ -84,15 +84,17 @@ class Appointment:
 
     def _take(self) -> None:
         assert self._store is not None
-        step, why = self._store.get(f"{self._name}/after").split()
-        self.step, self.why, self.asked = int(step), int(why), True
+        window, why = self._store.get(f"{self._name}/after").split()
+        self.window, self.why, self.asked = int(window), int(why), True
 
 
 class StopRequest:
-    """Anybody may ask to stop, on any rank; all ranks then stop after the same step.
+    """Anybody may ask to stop, on any rank; all ranks then stop after the same window.
 
     There are two kinds. A stop ends the run in its ordinary way, and not before ``min_steps`` and ``min_epochs``. To
     *leave*, for a signal's sake, is to save and be gone: nothing holds that back.
+
+    Windows are counted rather than the optimizer's steps: a window may make none, and a run none at all.
 
     Args:
         control: the way to the other ranks.
@@ -113,6 +115,7 @@ class StopRequest:
         self._leave = Appointment(control, "leave")
         self._agreed = False
         self._late = False  # the time was up before anybody asked for anything
+        self._window = 0  # how many were closed, the same on every rank
         self._look_at = 0
         self._looked: tuple[int, float] | None = None
         self.requested = False
@@ -127,29 +130,33 @@ class StopRequest:
         """Whether the run ends before its time, so that what it has come to must be saved."""
         return self.leaving > 0 or (self._late if self._store is None else self._stop.why == _TIME_IS_UP)
 
-    def after_step(self, step: int, epoch: int) -> bool:
-        """Whether to stop now, after optimizer step ``step`` of epoch ``epoch``. Called on every rank at every step."""
-        if self._deadline is not None and not self.requested and time.monotonic() >= self._deadline:
-            self.requested = self._late = True
+    def after_window(self, step: int, epoch: int) -> bool:
+        """Whether to stop now, in epoch ``epoch`` with ``step`` optimizer steps made. Called on every rank after each
+        window, whether it made a step or not.
+        """
+        if self._deadline is not None:
+            self._heed_deadline()
         if self._store is None:
             self.leaving = self.signal
             return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
+        self._window = window = self._window + 1
         if self.signal and not self._leave.asked:
-            self._leave.ask(step, self.signal)
+            self._leave.ask(window, self.signal)
         if self.requested and not self._stop.asked:
-            self._stop.ask(step, self._reason())
-        if step >= self._look_at:
-            self._look(step)
-        if self._leave.is_kept(step):
+            self._stop.ask(window, self._reason())
+        if window >= self._look_at:
+            self._look(window)
+        if self._leave.is_kept(window):
             self.leaving = self._leave.why
             return True
-        if not self._stop.is_kept(step):
+        if not self._stop.is_kept(window):
             return False
         self.requested = True
         return self._may_stop(step, epoch)
 
     def agree(self, purpose: str) -> None:
         """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
+        self._heed_deadline()  # an epoch may close no window
         why = 0 if self._agreed or not self.requested else self._reason()
         stops, leaves = self._stop.leave_word(why), self._leave.leave_word(self.signal)
         stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
@@ -158,14 +165,11 @@ class StopRequest:
         self._leave.settle(leaving)
         self.requested = self._agreed = stopping > 0
 
-    def went_back(self, step: int) -> None:
-        """Look again from optimizer step ``step`` on, an earlier one than before. Collective.
+    def went_back(self) -> None:
+        """Learn whether any rank asks for anything, the run having gone back to an earlier checkpoint. Collective.
 
-        What was agreed for a later step is due at once.
+        What was agreed for a later window is due at once.
         """
-        self._look_at = step
-        if self._store is not None:  # before anybody goes on, who may ask then
-            self._store.set(f"looks/{self._control.rank}", str(step))
         self.agree("going back to an earlier checkpoint")
 
     def after_epoch(self, step: int, epochs: int) -> bool:
@@ -176,10 +180,14 @@ class StopRequest:
     def _may_stop(self, step: int, epochs: int) -> bool:
         return step >= self._min_steps and epochs >= self._min_epochs
 
+    def _heed_deadline(self) -> None:
+        if self._deadline is not None and not self.requested and time.monotonic() >= self._deadline:
+            self.requested = self._late = True
+
     def _reason(self) -> int:
         return _TIME_IS_UP if self._late else 1
 
-    def _look(self, step: int) -> None:
+    def _look(self, window: int) -> None:
         store = self._store
         assert store is not None
         now, apart = time.monotonic(), 1
@@ -187,10 +195,10 @@ class StopRequest:
             self._control.after_first_step()
         else:
             before, then = self._looked
-            # Long steps are looked after one by one, and short ones seldom.
-            apart = min(AGREE_EVERY, max(1, int(_LOOK * (step - before) / max(now - then, 1e-9))))
-        self._looked = step, now
-        self._look_at = step + apart
+            # Long windows are looked after one by one, and short ones seldom.
+            apart = min(AGREE_EVERY, max(1, int(_LOOK * (window - before) / max(now - then, 1e-9))))
+        self._looked = window, now
+        self._look_at = window + apart
         store.set(f"looks/{self._control.rank}", str(self._look_at))
         self._leave.look()
         self._stop.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +24,8 @@ from drivetrain.loops.validation import ValidationPlan
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
 from drivetrain.transfer import map_tensors
+
+logger = logging.getLogger("drivetrain")
 
 _SKIP_TIMEOUT = timedelta(seconds=30)
 
@@ -108,6 +111,8 @@ class TrainLoop:
         self._log = log
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
         self._flushed_at = 0
+        self._steps_before: int | None = None  # the epoch; None where it was begun by another run
+        self._said_idle = False
         self._saves = saves
         self._draws = draws
         self._save = save
@@ -134,6 +139,7 @@ class TrainLoop:
         fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
         while not self._finished():
             self._validation.begin_epoch(self._progress)
+            self._steps_before = self._progress.global_step if self._progress.batch_idx == 0 else None
             if self._progress.batch_idx == 0:
                 self._draws.settle()
                 self._metrics.enter("train", reset=fresh)
@@ -158,7 +164,7 @@ class TrainLoop:
         self._saves.back = None
         load()
         self._flushed_at = self._progress.global_step
-        self._stop.went_back(self._progress.global_step)
+        self._stop.went_back()
         resumed, self._resumed = self._resumed, None
         return resumed
 
@@ -227,15 +233,15 @@ class TrainLoop:
                     self._saves.run()
                     if self._saves.back is not None:
                         return Ended.BACK
-            if stepped:
-                if progress.global_step == max_steps:
-                    return Ended.DATA if progress.batch_idx == length else Ended.LIMIT
-                if stop.after_step(progress.global_step, progress.epoch):
-                    if stop.goes_on_later:
-                        self._save()
-                    if stop.leaving:
-                        return Ended.LEFT
-                    return Ended.DATA if progress.batch_idx == length else Ended.STOPPED
+            if stepped and progress.global_step == max_steps:
+                return Ended.DATA if progress.batch_idx == length else Ended.LIMIT
+            # Asked after a window that made no step too: a run may never make one.
+            if micro.closes and stop.after_window(progress.global_step, progress.epoch):
+                if stop.goes_on_later:
+                    self._save()
+                if stop.leaving:
+                    return Ended.LEFT
+                return Ended.DATA if progress.batch_idx == length else Ended.STOPPED
         return Ended.DATA
 
     def _told_to_skip(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
@@ -252,6 +258,8 @@ class TrainLoop:
         if ended is Ended.LEFT:
             return True
         progress, metrics, hooks = self._progress, self._metrics, self._hooks
+        if self._steps_before == progress.global_step:
+            self._say_idle()
         self._draws.settle()
         self._data_is_over = ended is Ended.DATA
         if ended is not Ended.LIMIT:
@@ -283,6 +291,15 @@ class TrainLoop:
         if stopping and stop.goes_on_later:
             self._save()
         return stopping
+
+    def _say_idle(self) -> None:
+        if not self._said_idle and self._control.rank == 0:
+            logger.warning(
+                "Training went through epoch %d without one optimizer step: every window's losses were None, its "
+                "weights zero, its gradients in fp16 not finite, or the step was left out by a hook. Said once.",
+                self._progress.epoch,
+            )
+        self._said_idle = True
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
         (wanting,) = self._control.agree("the reduction of an epoch's values", self._metrics.wants_reduction())

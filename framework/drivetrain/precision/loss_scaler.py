@@ -17,6 +17,10 @@ from torch.optim import Optimizer
 from drivetrain.precision.clipping import clip_gradients
 from drivetrain.precision.gradients import by_mesh
 
+FLOOR = 2.0**-24
+"""The smallest loss scale, as it is the smallest number in fp16: under a smaller one a loss has no gradient left there.
+`GradScaler` goes on halving to 0, of which nothing comes back."""
+
 
 class LossScaler:
     """Scales losses, unscales gradients, and decides for all optimizers of a step together whether they step.
@@ -98,8 +102,13 @@ class LossScaler:
         optimizer.step()
         return True
 
-    def update(self) -> None:
-        """Adapt the scale to what this step found, and forget it."""
+    def update(self, at_floor: Callable[[float], None] | None = None) -> None:
+        """Adapt the scale to what this step found, and forget it.
+
+        Args:
+            at_floor: told the scale where an overflow has brought it to `FLOOR`.
+        """
+        overflowed = self._overflowed
         if self._found:
             self.scaler.update()
         else:  # no gradient anywhere: GradScaler.update would refuse
@@ -107,6 +116,12 @@ class LossScaler:
         self._unscaled.clear()
         self._found.clear()
         self._overflowed = None
+        if (
+            overflowed and self.scaler.get_scale() <= FLOOR
+        ):  # looked at after an overflow alone: it waits for the device
+            self.scaler.update(FLOOR)
+            if at_floor is not None:
+                at_floor(FLOOR)
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
         found = self._found

@@ -145,9 +145,9 @@ class MixedPrecision(Precision):
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 
     def update(self) -> None:
-        """Halve the scale after an overflow, raise it after a long stretch without one."""
+        """Halve the scale after an overflow, down to 2^-24; raise it after a long stretch without one."""
         if self.scales_loss:
-            (self._scaler or self._build()).update()
+            (self._scaler or self._build()).update(self.at_floor)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the count of steps since it last changed."""

@@ -64,6 +64,9 @@ class Precision:
     """Makes a found overflow known to every rank, in place, on a float tensor of shape () that is above zero where one
     was found. Replicated gradients and those of one device mesh do not need it: there an infinity spreads by itself."""
 
+    at_floor: Callable[[float], None] | None = None
+    """Told the loss scale, whenever an overflow leaves it at the smallest that there is."""
+
     def check_device(self, device: torch.device) -> None:
         """Refuse a device that cannot do this precision. Touches no device.
 
