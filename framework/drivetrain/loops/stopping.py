@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from datetime import timedelta
 
@@ -168,8 +169,11 @@ class StopRequest:
     def went_back(self) -> None:
         """Learn whether any rank asks for anything, the run having gone back to an earlier checkpoint. Collective.
 
-        What was agreed for a later window is due at once.
+        What was agreed for a later window is due at once, and who asks from here on is heard soon.
         """
+        self._looked, self._look_at = (self._window, -math.inf), self._window + 1
+        if self._store is not None:  # before anybody goes on, who may ask then
+            self._store.set(f"looks/{self._control.rank}", str(self._look_at))
         self.agree("going back to an earlier checkpoint")
 
     def after_epoch(self, step: int, epochs: int) -> bool:
