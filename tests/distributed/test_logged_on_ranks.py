@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,25 +120,25 @@ class Scaled(Regression):
             self._log()
 
 
-def _scaled(hook: str) -> tuple[dict[str, str], list[float], dict[str, float]]:
-    module, trainer = Scaled(hook), quiet(strategy=FSDPStrategy(), log_every_n_steps=1)
+def _scaled(hook: str, folder: Path) -> tuple[dict[str, str], list[float], dict[str, float]]:
+    module, trainer = Scaled(hook), quiet(strategy=FSDPStrategy(), log_every_n_steps=1, default_root_dir=folder)
     with failing() as caught:
         trainer.fit(module, DataLoader(data(8), 2))
     return caught, module.seen, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def test_a_parameter_of_one_element_under_fsdp() -> None:
+def test_a_parameter_of_one_element_under_fsdp(tmp_path: Path) -> None:
     # I-01: it is whole within the step, and its storage goes once that is over
-    for _, seen, found in on_ranks(_scaled, 2, "step"):
+    for _, seen, found in on_ranks(_scaled, 2, "step", tmp_path):
         assert len(seen) == 2
         assert seen[0] != seen[1]
         assert found["scale_epoch"] == pytest.approx(sum(seen) / 2, rel=1e-6)
         assert found["scale_step"] == seen[-1]
 
 
-def test_a_shard_of_one_element_is_refused() -> None:
+def test_a_shard_of_one_element_is_refused(tmp_path: Path) -> None:
     # I-01, H-03: no rank but one has it, and log does not communicate
-    for caught, _, _ in on_ranks(_scaled, 2, "end"):
+    for caught, _, _ in on_ranks(_scaled, 2, "end", tmp_path):
         assert caught["type"] == "ConfigurationError"
         assert "log('scale') was given a DTensor" in caught["text"]
         assert "full_tensor()" in caught["text"]

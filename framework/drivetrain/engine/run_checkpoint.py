@@ -166,7 +166,9 @@ class RunCheckpoint:
                 for index in range(len(session.optimizers))
             ]
             state = checkpoint.state()
-            return weights, states, state, self._read_rank_states(checkpoint, state["data"])
+            ranks = self._read_rank_states(checkpoint, state["data"])
+            session.metrics.check_states([one["metrics"] for one in ranks])
+            return weights, states, state, ranks
 
         # All that is needed is read and checked, on every rank, before anything changes.
         weights, states, state, ranks = self._agreed(checkpoint, read)

@@ -10,6 +10,17 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.transfer import move_to
 
+_OPERATIONS: dict[Any, str] = {
+    "mean": "mean",
+    "sum": "sum",
+    "max": "max",
+    "min": "min",
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.max: "max",
+    torch.min: "min",
+}
+
 _OPENED_WITH = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
 _GATHERED = ("last", "result", "fresh", "total", "weight")
 
@@ -190,6 +201,14 @@ class Entry:
             return False
         self.options, self.resumed = options, False
         return True
+
+
+def operation_of(reduce_fx: Any) -> str | None:
+    """Return the name of a reduction that was given as a name or as torch's function; None where it is neither."""
+    try:
+        return _OPERATIONS.get(reduce_fx)
+    except TypeError:  # it cannot be looked up
+        return None
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import CheckpointError, ConfigurationError
 
 
 class MetricObjects:
@@ -32,6 +32,21 @@ class MetricObjects:
     def all(self) -> dict[str, Any]:
         """Every metric object, by its attribute."""
         return {name: child for name, child in self._module.named_modules() if is_metric(child)}
+
+    def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+        """Return each object's state after it has seen what it had on each of several ranks.
+
+        Raises:
+            CheckpointError: there is no way to merge them.
+        """
+        by_name: dict[str, list[Mapping[str, Any]]] = {}
+        for state in states:
+            for name, saved in state.items():
+                by_name.setdefault(name, []).append(saved)
+        return {
+            name: all_saved[0] if len(all_saved) == 1 else merged_metric_state(name, self.at(name), all_saved)
+            for name, all_saved in by_name.items()
+        }
 
     def at(self, attribute: str) -> Any:
         """The metric object of that name."""
@@ -108,16 +123,78 @@ def reset(metric: Any) -> None:
         metric.reset()
 
 
-def merge_metric_state(metric: Any, state: Mapping[str, Any]) -> None:
-    """Add what another rank's object of this kind had seen, in the way in which ``compute`` brings ranks together."""
-    for name, reduction in metric._reductions.items():
-        mine, theirs = getattr(metric, name), state[name]
-        if isinstance(mine, list):
-            setattr(metric, name, [*mine, *theirs])
-        elif reduction is not None:
-            setattr(metric, name, reduction(torch.stack([mine, theirs])))
-    metric._update_count += state["_update_count"]
-    metric._computed = None
+def merged_metric_state(name: str, metric: Any, states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the state of one object that has seen what those of several ranks have.
+
+    A class that has a ``merge_state`` of its own is left to it; else each state is brought together in the way in which
+    ``compute`` does it over ranks. torchmetrics' own ``Metric.merge_state`` is not asked: it refuses what has
+    ``full_state_update``, sums included, and stacks states that have no reduction, to which the next update would add.
+
+    Args:
+        name: where the module has the metric.
+        metric: the object; afterwards as before.
+        states: what `metric_state` returned on each rank.
+
+    Raises:
+        CheckpointError: more than one has seen something, and there is no way to merge them.
+    """
+    alone = [key for key, reduction in metric._reductions.items() if reduction is None and _has_tensor(states, key)]
+    own = type(metric).merge_state is not sys.modules["torchmetrics"].Metric.merge_state
+    if own or alone:
+        # What has seen nothing adds nothing, and need not know how.
+        states = [state for state in states if state["_update_count"]] or states[:1]
+    if len(states) == 1:
+        return states[0]
+    if alone and not own:
+        raise _unmergeable(name, metric, f"dist_reduce_fx=None for {', '.join(alone)} says no way to do it")
+    merged = {**states[0], "_update_count": sum(state["_update_count"] for state in states), "_computed": None}
+    try:
+        return merged | (_by_itself(metric, states) if own else _as_in_compute(metric, states))
+    except Exception as error:
+        raise _unmergeable(name, metric, f"{type(error).__name__}: {error}") from error
+
+
+def _by_itself(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    now = _kept(metric)
+    try:
+        set_metric_state(metric, {key: _copied(value) for key, value in states[0].items()})
+        for state in states[1:]:
+            metric.merge_state({key: state[key] for key in metric._defaults})
+            metric._update_count += state["_update_count"]
+        return {key: getattr(metric, key) for key in metric._defaults}
+    finally:
+        set_metric_state(metric, now)
+
+
+def _as_in_compute(metric: Any, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    from torchmetrics.utilities import dim_zero_cat  # whoever has a metric has imported it
+
+    merged: dict[str, Any] = {}
+    for key, reduction in metric._reductions.items():
+        parts = [state[key] for state in states]
+        if any(isinstance(part, list) for part in parts):
+            merged[key] = [each for part in parts for each in (part if isinstance(part, list) else [part])]
+        elif reduction is dim_zero_cat:
+            merged[key] = dim_zero_cat(parts)
+        else:
+            try:
+                merged[key] = reduction(torch.stack(parts))
+            except Exception as error:
+                raise ValueError(f"of {key}: {error}") from error
+    return merged
+
+
+def _has_tensor(states: Sequence[Mapping[str, Any]], key: str) -> bool:
+    return any(isinstance(state.get(key), torch.Tensor) for state in states)
+
+
+def _unmergeable(name: str, metric: Any, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"What several ranks' {type(metric).__name__} {name!r} had seen cannot be merged.",
+        f"the run goes on with fewer ranks than it was saved with, within an epoch; {why}.",
+        "resume on as many ranks or more, or from a checkpoint between two epochs; or give the metric's class a "
+        "merge_state(incoming_state) of its own.",
+    )
 
 
 def _kept(metric: Any) -> dict[str, Any]:

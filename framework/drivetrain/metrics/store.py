@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.metrics.entry import Entry, refuse_another_kind, refuse_other_options
+from drivetrain.metrics.entry import Entry, operation_of, refuse_another_kind, refuse_other_options
 from drivetrain.metrics.objects import (
     MetricObjects,
     forward_value,
     is_metric,
-    merge_metric_state,
     metric_state,
     reset,
     set_metric_state,
@@ -23,17 +22,6 @@ from drivetrain.metrics.objects import (
 from drivetrain.metrics.packing import Part, agreed_value, combined, gather_packed, to_host
 from drivetrain.metrics.values import for_reading, number, weight
 from drivetrain.transfer import first_dimension, move_to
-
-_OPERATIONS: dict[Any, str] = {
-    "mean": "mean",
-    "sum": "sum",
-    "max": "max",
-    "min": "min",
-    torch.mean: "mean",
-    torch.sum: "sum",
-    torch.max: "max",
-    torch.min: "min",
-}
 
 
 class MetricStore:
@@ -139,12 +127,12 @@ class MetricStore:
                 "call it from a step or from a hook between on_train_start and on_train_end, or of an evaluation.",
             )
         on_step, on_epoch, prog_bar, logger, reduce_fx, sync_dist = options
-        if old is not None and old.goes_on_with(options, _operation(reduce_fx)):
+        if old is not None and old.goes_on_with(options, operation_of(reduce_fx)):
             old.metric = value if is_metric(value) else None
             return old
         if old is not None:
             refuse_other_options(name, old.options, options)
-        operation = _operation(reduce_fx)
+        operation = operation_of(reduce_fx)
         if operation is None:
             raise ConfigurationError(
                 f"log({name!r}, reduce_fx={reduce_fx!r}).{nearest(str(reduce_fx), ['mean', 'sum', 'max', 'min'])}",
@@ -344,6 +332,14 @@ class MetricStore:
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
 
+    def check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Find out, before anything changes, whether `load_state_dict` can take them.
+
+        Raises:
+            CheckpointError: it cannot; says which metric object is in the way.
+        """
+        self.objects.merged([state["objects"] for state in states])
+
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Take back what `state_dict` returned, on this rank or on several that it stands in for from here on.
 
@@ -351,20 +347,19 @@ class MetricStore:
         """
         self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
         self.stage, self.had_data = None, False
-        for position, state in enumerate(states):
+        for name, saved in self.objects.merged([state["objects"] for state in states]).items():
+            set_metric_state(self.objects.at(name), move_to(saved, device))
+        for state in states:
             for stage, entries in state["stages"].items():
                 known = self._stages.setdefault(stage, {})
-                for name, saved in entries.items():
-                    entry = Entry.of_state(name, saved, device)
+                for name, kept in entries.items():
+                    entry = Entry.of_state(name, kept, device)
                     if entry.attribute is not None:
                         entry.metric = self.objects.at(entry.attribute)
                     if name in known:
                         known[name].merge(entry)
                     else:
                         known[name] = entry
-            for name, saved in state["objects"].items():
-                take = merge_metric_state if position else set_metric_state
-                take(self.objects.at(name), move_to(saved, device))
             self._values |= state["values"]
             for stage, had in state["had_data"].items():
                 self._had_data[stage] = self._had_data.get(stage, False) or had
@@ -386,13 +381,6 @@ class MetricStore:
             if entry.result is not None:
                 values[entry.epoch_name] = for_reading(entry.result)
         return values
-
-
-def _operation(reduce_fx: Any) -> str | None:
-    try:
-        return _OPERATIONS.get(reduce_fx)
-    except TypeError:  # it cannot be looked up
-        return None
 
 
 def _key(name: str, entry: Entry) -> str:

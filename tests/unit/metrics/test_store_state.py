@@ -1,4 +1,4 @@
-"""Values that are under way survive a checkpoint: an epoch's mean goes on where it stopped (F-12, F-16)."""
+"""Values that are under way survive a checkpoint: an epoch's mean goes on where it stopped (F-12, F-16, I-16)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import torchmetrics
 from torch import nn
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.metrics import MetricStore
+from mergeable import MergeablePearson
 
 CPU = torch.device("cpu")
 
@@ -121,3 +122,116 @@ def test_a_rank_takes_the_places_of_several() -> None:
     step(resumed, second, 4)
     assert resumed.reduce_epoch(together=False) == undisturbed.reduce_epoch(together=False)
     assert torch.equal(second.seen.compute(), torch.arange(5.0))
+
+
+def _pairs(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    first = torch.randn(7 + rank, generator=generator) + 3 * rank
+    return first, first * (-1) ** rank + torch.randn(7 + rank, generator=generator)
+
+
+class Correlating(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.metric = kind()
+
+
+def _resumed(kind: Any, updates: list[Any]) -> Correlating:
+    """One module that takes the places of as many ranks as there are ``updates``; None saw nothing."""
+    states = []
+    for update in updates:
+        module = Correlating(kind)
+        if update is not None:
+            module.metric.update(*update)
+        states.append(MetricStore(module).state_dict())
+    resumed = Correlating(kind)
+    MetricStore(resumed).load_state_dict(states, CPU)
+    return resumed
+
+
+def test_a_state_that_ranks_cannot_merge_is_refused() -> None:
+    # I-16: of torchmetrics' own correlation, the other ranks' part was dropped
+    with pytest.raises(CheckpointError, match=r"PearsonCorrCoef 'metric'(?s:.)*mean_x(?s:.)*merge_state"):
+        _resumed(torchmetrics.PearsonCorrCoef, [_pairs(0), _pairs(1)])
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_where_one_rank_alone_saw_something_that_is_all(at: int) -> None:
+    # I-16
+    updates = [_pairs(0) if rank == at else None for rank in range(3)]
+    resumed = _resumed(torchmetrics.PearsonCorrCoef, updates)
+    resumed.metric.update(*_pairs(1))
+    expected = torch.corrcoef(torch.stack([torch.cat([_pairs(0)[side], _pairs(1)[side]]) for side in (0, 1)]))[0, 1]
+    assert float(resumed.metric.compute()) == pytest.approx(float(expected), abs=1e-6)
+
+
+def test_where_no_rank_saw_anything_there_is_nothing_to_merge() -> None:
+    # I-16: between epochs
+    assert _resumed(torchmetrics.PearsonCorrCoef, [None, None]).metric.update_count == 0
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_metric_s_own_merge_state_is_used(empty: bool) -> None:
+    # I-16
+    resumed = _resumed(MergeablePearson, [*([None] if empty else []), _pairs(0), _pairs(1), _pairs(2)])
+    assert resumed.metric.update_count == 3
+    resumed.metric.update(*_pairs(3))
+    sides = torch.stack([torch.cat([_pairs(rank)[side] for rank in range(4)]) for side in (0, 1)])
+    assert float(resumed.metric.compute()) == pytest.approx(float(torch.corrcoef(sides)[0, 1]), abs=1e-5)
+
+
+def test_a_merge_state_that_fails_is_named() -> None:
+    # I-16
+    class Failing(torchmetrics.SumMetric):
+        def merge_state(self, incoming_state: Any) -> None:
+            raise KeyError("half")
+
+    with pytest.raises(CheckpointError, match=r"Failing 'metric'(?s:.)*KeyError: 'half'"):
+        _resumed(Failing, [(torch.ones(1),), (torch.ones(1),)])
+
+
+class Reducing(torchmetrics.Metric):
+    """Has a state for every way in which torchmetrics brings ranks together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("sum", "mean", "max", "min"):
+            self.add_state(name, torch.tensor(0.0), dist_reduce_fx=name)
+        self.add_state("cat", torch.zeros(0), dist_reduce_fx="cat")
+        self.add_state("list", [], dist_reduce_fx="cat")
+        self.add_state("apart", [], dist_reduce_fx=None)
+        self.add_state("spread", torch.tensor(0.0), dist_reduce_fx=lambda values: values.amax(0) - values.amin(0))
+
+    def update(self, value: float) -> None:
+        for name in ("sum", "mean", "max", "min", "spread"):
+            setattr(self, name, getattr(self, name) + value)
+        self.cat = torch.cat([self.cat, torch.full((int(value),), value)])
+        self.list.append(torch.tensor([value]))
+        self.apart.append(torch.tensor([value]))
+
+    def compute(self) -> torch.Tensor:
+        return self.sum
+
+
+def test_every_other_state_is_merged_as_compute_would() -> None:
+    # I-16: by all ranks at once; the mean of a mean and a third is another number
+    metric = _resumed(Reducing, [(1.0,), (2.0,), (6.0,)]).metric
+    assert [float(getattr(metric, name)) for name in ("sum", "mean", "max", "min", "spread")] == [9, 3, 6, 1, 5]
+    assert metric.cat.tolist() == [1.0] + [2.0] * 2 + [6.0] * 6
+    assert [float(part) for part in metric.list] == [float(part) for part in metric.apart] == [1, 2, 6]
+    assert metric.update_count == 3
+
+
+def test_a_state_that_a_reduction_cannot_take_is_named() -> None:
+    # I-16
+    class Growing(torchmetrics.SumMetric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("wide", torch.zeros(0), dist_reduce_fx="sum")
+
+        def update(self, value: torch.Tensor) -> None:
+            super().update(value)
+            self.wide = torch.zeros(len(value))
+
+    with pytest.raises(CheckpointError, match=r"Growing 'metric'(?s:.)*wide"):
+        _resumed(Growing, [(torch.ones(1),), (torch.ones(2),)])
