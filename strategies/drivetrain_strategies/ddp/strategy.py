@@ -156,10 +156,11 @@ class DDPStrategy(DistributedStrategy):
         options = dict(self._options)
         if self.static_graph is not None:
             options["static_graph"] = self.static_graph
+        if not init_sync:
+            options["init_sync"] = False
         ddp = DistributedDataParallel(
             StepModule(module),
             find_unused_parameters=self.find_unused_parameters or self._manual,
-            init_sync=init_sync,
             **options,
         )
         register_comm_hook(ddp, self.comm_hook)
