@@ -20,9 +20,16 @@ OPEN = ("I-02", "I-04", "I-06")
 """Rows that do not hold yet: their programs still come out wrong."""
 
 
+OPEN_TOO = ("a correlation goes on on fewer ranks", "saved after the epoch's validation, resumed on fewer ranks")
+"""Single programs of rows that hold otherwise: the first is refused by name."""
+
+
 def _cases() -> list[Any]:
     marks = {True: [pytest.mark.xfail(strict=True, reason="this row does not hold yet")], False: []}
-    return [pytest.param(one, id=one.name, marks=marks[one.found.startswith(OPEN)]) for one in EXAMPLES]
+    return [
+        pytest.param(one, id=one.name, marks=marks[one.found.startswith(OPEN) or one.name in OPEN_TOO])
+        for one in EXAMPLES
+    ]
 
 
 @pytest.mark.skip(reason=f"finds a program of {', '.join(OPEN)}, which do not hold yet: make fuzz")
