@@ -90,9 +90,9 @@ def main() -> None:
     options = parser.parse_args()
 
     source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("a*.py")))
-    texts = torch.tensor(list(source[: 200 * (LENGTH + 1)])).view(-1, LENGTH + 1)
-    train_loader = DataLoader(texts[:-40], batch_size=8 // options.devices, shuffle=True)
-    val_loader = DataLoader(texts[-40:], batch_size=8 // options.devices)
+    texts = torch.tensor(list(source[: 48 * (LENGTH + 1)])).view(-1, LENGTH + 1)
+    train_loader = DataLoader(texts[:-16], batch_size=8 // options.devices, shuffle=True)
+    val_loader = DataLoader(texts[-16:], batch_size=16 // options.devices)
     strategy = FSDPStrategy(gather_limit=0)  # not made whole after the run either
     fit = Fit(strategy=strategy, devices=options.devices, accelerator="cpu", max_epochs=2, seed=0, callbacks=Telling())
     fit.fit(Transformer(options.width), train_loader, val_loader)

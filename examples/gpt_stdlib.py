@@ -100,7 +100,8 @@ def main() -> None:
     val_loader = DataLoader(held_out, batch_size=64, collate_fn=collate)
     logger, meter = CSVLogger("runs", "gpt_stdlib"), ThroughputMonitor()
     callbacks = [meter, LearningRateMonitor()]
-    fit = Fit(**vars(options), gradient_clip_val=1.0, seed=1, logger=logger, callbacks=callbacks)
+    settings = {"gradient_clip_val": 1.0, "seed": 1, "log_every_n_steps": 10}
+    fit = Fit(**vars(options), **settings, logger=logger, callbacks=callbacks)
     torch.manual_seed(1)
     model = GPT()
 

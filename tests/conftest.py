@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Before torch is imported, and for the processes that tests start: few cores are shared by several ranks.
@@ -13,12 +16,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Settings of the machine that runs the tests are not part of them.
 for _name in [name for name in os.environ if name.startswith("DRIVETRAIN_")]:
     del os.environ[_name]
+# For processes that tests start, which may keep the packages that they compile. Those that set PYTHONPATH set it to
+# what this process searches.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+_INTERPRETERS = str(Path(__file__).parent / "interpreters")
+if _INTERPRETERS not in sys.path:
+    sys.path.append(_INTERPRETERS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_INTERPRETERS, os.environ.get("PYTHONPATH")]))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from drivetrain.testing.left_behind import Surroundings  # noqa: E402
-from worlds import close_worlds  # noqa: E402
+from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -61,8 +71,11 @@ def _nothing_left_behind() -> Iterator[None]:
     assert not left, f"this test left behind {'; '.join(left)}"
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("deepspeed" in item.nodeid for item in session.items) and importlib.util.find_spec("deepspeed"):
+        preload(*DEEPSPEED)
     gc.freeze()  # None of what is imported by now is garbage: collections need not look at it.
+    gc.set_threshold(700, 10, 10)  # Python's own, for what runs in this process.
 
 
 def pytest_sessionfinish() -> None:

@@ -371,14 +371,7 @@ class Fit(RunReads):
 
     def manual_backward(self, loss: torch.Tensor) -> None:
         """What `TrainModule.manual_backward` does."""
-        manual = self._running("manual_backward").manual
-        if manual is None:
-            raise ConfigurationError(
-                "manual_backward was called in automatic optimization.",
-                "the engine runs backward on what training_step returns.",
-                "set self.automatic_optimization = False in __init__, or return the loss.",
-            )
-        manual.backward(loss)
+        self.manual_step("manual_backward", "runs backward on").backward(loss)
 
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         """What `TrainModule.clip_gradients` does."""

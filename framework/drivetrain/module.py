@@ -261,6 +261,17 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         with self.trainer.strategy.training_only(optimizer):
             yield
 
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """From here until `untoggle_optimizer` only ``optimizer``'s parameters require gradients.
+
+        Within one `training_step`; where it fits, `toggled_optimizer` is the better form.
+        """
+        self.trainer.manual_step("toggle_optimizer", "steps all optimizers on").toggle(optimizer)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let require gradients again what did so before `toggle_optimizer`."""
+        self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle(optimizer)
+
     def clip_gradients(
         self,
         optimizer: Any,

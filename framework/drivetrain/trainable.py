@@ -86,12 +86,24 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def changed_within_window(names: Iterable[str], strategy: str) -> ConfigurationError:
-    """The refusal of parameters whose ``requires_grad`` changed in an open window."""
+def created_within_window(names: Iterable[str], strategy: str) -> ConfigurationError:
+    """The refusal of parameters that are new in an open window."""
+    return ConfigurationError(
+        f"A layer was created within training_step or an open accumulation window: {listed(list(names))}.",
+        f"{strategy} exchanges the gradients of what trained when the window opened: the new ones' would stay this "
+        "rank's own.",
+        "build it in configure_model and freeze it until it is wanted; under DDP it may be created between windows, "
+        "as in on_train_epoch_start.",
+    )
+
+
+def changed_within_window(names: Iterable[str], strategy: str, toggles: bool = False) -> ConfigurationError:
+    """The refusal of parameters whose ``requires_grad`` changed in an open window, or by a toggle left open."""
     return ConfigurationError(
         f"requires_grad of {listed(list(names))} was changed within training_step or an open accumulation window.",
         f"{strategy} exchanges the gradients of what trained when the window opened: those of the others would stay "
         "this rank's own, and the replicas would part.",
         "freeze and unfreeze between windows: in on_train_epoch_start, on_train_batch_start of a window's first batch, "
-        "on_before_optimizer_step or later.",
+        "on_before_optimizer_step or later."
+        + (" An optimizer that was toggled is let go of before training_step ends." if toggles else ""),
     )

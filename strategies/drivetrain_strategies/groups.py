@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 
-def set_timeout(timeout: timedelta) -> None:
-    """Let every collective of every group of this process fail after ``timeout``."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None:
+    """Let every collective of these groups fail after ``timeout``; None for every group of this process."""
+    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
         with contextlib.suppress(ValueError):  # a group that this rank is not in
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 

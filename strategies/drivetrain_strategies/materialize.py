@@ -143,7 +143,7 @@ class _Recorder(TorchDispatchMode):
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
         if any(tensor.is_meta for tensor in (*tensors, *outputs)):
-            call = _Call(func, args, kwargs, outputs)
+            call = _Call(func, *_as_they_are((args, kwargs, outputs)))
             if random:
                 self.draw(call)
             else:
@@ -155,6 +155,11 @@ class _Recorder(TorchDispatchMode):
                 "draw them in __init__, or build with storage: the strategy's meta=False.",
             )
         return result
+
+
+def _as_they_are(values: Any) -> Any:
+    """Aliases of tensors without storage: a precision that casts a parameter later puts another tensor into it."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach() if tensor.is_meta else tensor, values)
 
 
 class _Constants(TorchFunctionMode):
@@ -189,7 +194,7 @@ class _Constants(TorchFunctionMode):
         options = {name: frame.f_locals[name] for name in names}
         tensor = options.pop("tensor")
         with torch.utils._python_dispatch._disable_current_modes():
-            self._recorder.draw(_Call(getattr(nn.init, code.co_name), (tensor,), options, []))
+            self._recorder.draw(_Call(getattr(nn.init, code.co_name), (tensor.detach(),), options, []))
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ class ProcessGroup:
 
     def __init__(self, backend: str | None, timeout: timedelta, step_timeout: timedelta | None = None) -> None:
         self._backend = backend
-        self._timeout = timeout
+        self.timeout = timeout
         self._step_timeout = step_timeout
         self._watchdog: Watchdog | None = None
         self._owned = False
@@ -65,14 +65,14 @@ class ProcessGroup:
                 store=PrefixStore("default", run_store),
                 rank=placement.rank,
                 world_size=placement.world_size,
-                timeout=self._timeout,
+                timeout=self.timeout,
             )
             self._owned = True
-        self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._control_group = dist.new_group(backend="gloo", timeout=self.timeout)
         control_store = PrefixStore("control", run_store)
         rank, world_size = placement.rank, placement.world_size
         self.control = GroupControl(
-            self._control_group, control_store, rank, world_size, self._timeout, then=self._after_first_step
+            self._control_group, control_store, rank, world_size, self.timeout, then=self._after_first_step
         )
         own: Store = control_store.clone()  # type: ignore[attr-defined]
         # Where a rank has failed, the others' kernels of NCCL wait for it on, and so does who waits for a kernel.
@@ -82,7 +82,7 @@ class ProcessGroup:
 
     def _after_first_step(self) -> None:
         """Wait less for the others from now on: what takes long, compiling and loading, is behind them."""
-        if self._step_timeout is None or self._step_timeout >= self._timeout:
+        if self._step_timeout is None or self._step_timeout >= self.timeout:
             return
         assert self.control is not None
         self.control.timeout = self._step_timeout

@@ -13,6 +13,8 @@ from pathlib import Path
 
 HERE = str(Path(__file__).parent)
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
 HEAD = """
 import os, pathlib, signal, sys, time
 import torch
@@ -30,6 +32,35 @@ class Model(Regression):
     test_step = validation_step
     def predict_step(self, batch, batch_idx):
         return batch[0][:, 0].tolist()
+"""
+
+
+# A rank of torchrun, or of a script that starts itself again, is forked once for each case: torch is imported once.
+CASES = """
+import os, sys
+import torch, torch._dynamo
+
+CASE = os.environ.get("CASE")
+if CASE is None:
+    worst = 0
+    for number, case in enumerate({cases!r}):
+        child = os.fork()
+        if child == 0:
+            # The rest of the script is this process's, and of those that it starts, to their ends.
+            os.chdir(str(number))
+            CASE = os.environ["CASE"] = case
+            os.environ["SAID"] = os.path.abspath("said")
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # what torchrun's ranks meet by is of this case
+            for stream, name in ((1, "out"), (2, "errors")):
+                file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(file, stream)
+                os.close(file)
+            break
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with open(f"{{number}}/codes", "a") as file:
+            file.write(f"{{code}}\\n")
+    else:
+        sys.exit(0)
 """
 
 
@@ -53,17 +84,51 @@ def run_script(folder: Path, body: str, *command: str, starter: Sequence[str] = 
     script.write_text(HEAD + textwrap.dedent(body))
     said.write_text("")
     began = time.monotonic()
+    ended = _run(script, *command, starter=starter, limit=limit, said=said)
+    seconds = time.monotonic() - began
+    return Run(ended.returncode, ended.stdout, ended.stderr, seconds, sorted(said.read_text().splitlines()))
+
+
+def run_cases(
+    folder: Path, body: str, cases: Sequence[str], *command: str, head: str = HEAD, limit: float = 90
+) -> dict[str, Run]:
+    """Run ``body`` as `run_script` does, once for each case, which it finds in ``CASE``.
+
+    The code is that of the process which was started, under torchrun the largest of the ranks'.
+    """
+    script = folder / "script.py"
+    script.write_text(CASES.format(cases=tuple(cases)) + head + textwrap.dedent(body))
+    for number in range(len(cases)):
+        (folder / str(number)).mkdir()
+        (folder / str(number) / "said").touch()
+    began = time.monotonic()
+    ended = _run(script, *command, limit=limit)
+    seconds = time.monotonic() - began
+    assert ended.returncode == 0, ended.stderr
+    return {case: _case(folder / str(number), seconds) for number, case in enumerate(cases)}
+
+
+def _case(folder: Path, seconds: float) -> Run:
+    codes = [int(code) for code in (folder / "codes").read_text().split()]
+    out, errors, said = ((folder / name).read_text() for name in ("out", "errors", "said"))
+    return Run(max(codes, key=abs), out, errors, seconds, sorted(said.splitlines()))
+
+
+def _run(
+    script: Path, *command: str, limit: float, starter: Sequence[str] = (), said: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     # Unbuffered, Python writes an error's traceback in pieces of lines, and those of several ranks mix.
     kept_out = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED")
     variables = {name: value for name, value in os.environ.items() if name not in kept_out}
-    ended = subprocess.run(
+    variables["PYTHONPATH"] = os.pathsep.join([HERE, *sys.path])
+    if said is not None:
+        variables["SAID"] = str(said)
+    return subprocess.run(
         [*starter, sys.executable, *command, str(script)],
         capture_output=True,
         text=True,
         timeout=limit,
-        cwd=folder,
+        cwd=script.parent,
         check=False,
-        env=variables | {"PYTHONPATH": os.pathsep.join([HERE, *sys.path]), "SAID": str(said)},
+        env=variables,
     )
-    seconds = time.monotonic() - began
-    return Run(ended.returncode, ended.stdout, ended.stderr, seconds, sorted(said.read_text().splitlines()))

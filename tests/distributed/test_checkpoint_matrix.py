@@ -23,8 +23,8 @@ STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDeviceStrategy),
     "ddp 2": (2, lambda: DDPStrategy(find_unused_parameters=True)),
     "fsdp 2": (2, FSDPStrategy),
-    "fsdp 4": (4, FSDPStrategy),
-    "hsdp 2x2": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2)),
+    "fsdp 4": (4, lambda: FSDPStrategy(wrap=[])),
+    "hsdp 2x2": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2, wrap=[])),
     "zero 1": (2, lambda: DeepSpeedStrategy(stage=1)),
     "zero 2": (2, lambda: DeepSpeedStrategy(stage=2)),
     "zero 3": (2, lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0)),
@@ -55,7 +55,7 @@ class Model(Regression):
         trained = [one for one in self.parameters() if one.requires_grad]
         flat = [one for one in trained if one.dim() < 2]
         groups = [{"params": flat, "weight_decay": 0.0}, {"params": [one for one in trained if one.dim() >= 2]}]
-        optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-5, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-5, weight_decay=0.1, fused=True)
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 

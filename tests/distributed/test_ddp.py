@@ -471,4 +471,4 @@ def test_a_batch_norm_used_twice_is_swapped_and_comes_back() -> None:  # C-05, C
 
 
 def test_a_timeout_is_taken() -> None:
-    assert DDPStrategy(timeout=timedelta(seconds=5))._group._timeout == timedelta(seconds=5)
+    assert DDPStrategy(timeout=timedelta(seconds=5))._group.timeout == timedelta(seconds=5)

@@ -24,15 +24,17 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.checks import check_module
 from drivetrain_strategies.deepspeed.library import import_library
+from told import told
 from worlds import on_ranks
 
+UNTESTED = {"zero_allow_untested_optimizer": True}
 SPREAD: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}  # E-13
 
 
 @pytest.fixture(scope="module")
 def together() -> dict[str, list[Any]]:
     """What each of these returned, by rank, in one start of the processes."""
-    runs = _own, _part, _clipped, _left_over, _manual, _nothing_trains, _odd
+    runs = _own, _part, _clipped, _left_over, _manual, _again, _asking, _nothing_trains, _odd
     ranks = on_ranks(_in_turn, 2, runs)
     return {run.__name__: [found[number] for found in ranks] for number, run in enumerate(runs)}
 
@@ -492,16 +494,9 @@ class Counting(Callback):
 
 def _infinite(options: dict[str, Any], precision: str) -> Any:
     counting = Counting()
-    heard: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    keep = Keep(logging.WARNING)
-    logging.getLogger("drivetrain").addHandler(keep)
-    quiet(strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=counting).fit(Infinite(), loader(32, 4))
-    logging.getLogger("drivetrain").removeHandler(keep)
+    fit = quiet(strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=counting)
+    with told() as heard:
+        fit.fit(Infinite(), loader(32, 4))
     return counting.steps, counting.weights, heard
 
 
@@ -558,6 +553,105 @@ def test_manual_optimization_with_one_optimizer(together: dict[str, Any]) -> Non
         for stage, actual in found.items():
             gap = (actual - weights(module)).abs().max().item()
             assert gap < 1e-5, f"stage {stage}: {gap}"
+
+
+class Again(DeepRegression):
+    """Steps twice in one training_step; the second forward is of the weights that the first step made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        closure()
+        optimizer.step()
+        self.toggle_optimizer(optimizer)
+        optimizer.step(closure)  # torch's own evaluate it once, which may as well be before the step
+        self.untoggle_optimizer(optimizer)
+
+
+def _again() -> Any:
+    found = []
+    for options in ({"stage": 1}, {"stage": 2}, SPREAD):
+        for precision in ("32-true", "bf16-mixed"):
+            module = Again()
+            quiet(strategy=DeepSpeedStrategy(**options), precision=precision).fit(module, loader(16, 4))
+            found.append((options["stage"], precision, weights(module)))
+    return found
+
+
+def test_several_steps_in_one_training_step(together: dict[str, Any]) -> None:
+    # I-02: under every precision that ZeRO takes on this machine
+    module = Again()
+    before = weights(module)
+    optimizer = module.configure_optimizers()
+    for batch in global_batches(16, 8):
+        for _ in range(2):
+            optimizer.zero_grad()
+            module.loss(batch).backward()
+            optimizer.step()
+    moved = (weights(module) - before).norm().item()
+    for found in together["_again"]:
+        for stage, precision, actual in found:
+            gap = (actual - weights(module)).norm().item()
+            assert gap < (1e-5 if precision == "32-true" else 0.05 * moved), (
+                f"stage {stage}, {precision}: {gap}, {moved}"
+            )
+
+
+class Asks(torch.optim.SGD):
+    """Wants a closure, whatever its signature says."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        return super().step(closure)
+
+
+class AskingByHand(Again):
+    def configure_optimizers(self) -> Any:
+        return Asks(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step(lambda: loss)
+
+
+def _asking() -> Any:
+    found = []
+    for build, config in (
+        (lambda: _with(lambda one: {"optimizer": Asks(one.parameters(), lr=0.1), "closure": True}), UNTESTED),
+        (AskingByHand, UNTESTED),
+        (lambda: _with(lambda one: torch.optim.LBFGS(one.parameters())), {}),
+    ):
+        module = build()
+        before = weights(module)
+        with failing() as caught:
+            quiet(strategy=DeepSpeedStrategy(stage=1, config=config)).fit(module, loader(16, 4))
+        found.append((caught["type"], caught["text"], torch.equal(before, weights(module))))
+    return found
+
+
+def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
+    # I-02, I-06: before anything has moved
+    said = (*["Asks steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed")
+    for found in together["_asking"]:
+        for words, (kind, text, unmoved) in zip(said, found, strict=True):
+            assert kind == "ConfigurationError", text
+            assert words in text
+            assert unmoved
 
 
 # Models built for stage 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import chain
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.failure import RankFailedError
 from drivetrain_strategies import DeepSpeedStrategy
+from told import told
 from worlds import on_ranks
 
 SPREAD = {"stage3_param_persistence_threshold": 0}
@@ -69,22 +69,11 @@ def _by_hand(net: Any) -> torch.Tensor:
     return weights(module)
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _experts(options: dict[str, Any], count: int) -> Any:
-    heard = Heard()
-    logging.getLogger("drivetrain").addHandler(heard)
     module = DeepRegression(seeded(lambda: Mixture(count)))
-    quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
-    logging.getLogger("drivetrain").removeHandler(heard)
-    return weights(module), heard.texts
+    with told() as lines:
+        quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
+    return weights(module), lines
 
 
 EXPERTS = [

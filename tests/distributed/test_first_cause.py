@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+from scripts import TORCHRUN, Run, run_cases
 
 # Two epochs of eight micro-batches a rank, two of them a window.
 _SCRIPT = """
 import logging, warnings
 
-class Failing(Model):
+LAUNCHER = "fork" if CASE == "fork" else "auto"
+
+class OnOneRank(Model):
     def on_train_start(self):
         if self.global_rank == 0:
             warnings.warn("odd weather")
@@ -21,26 +24,56 @@ class Failing(Model):
             raise ValueError("boom")
         return super().training_step(batch, batch_idx)
 
+class OnAll(Model):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3:
+            raise ValueError("boom" + str((CASE == "each") * self.global_rank))
+        return super().training_step(batch, batch_idx)
+
+if CASE in ("alike", "each"):
+    quiet(strategy="ddp", devices=2, default_root_dir="run").fit(OnAll(), loader(64, 4))
 settings = dict(strategy="ddp", devices=2, launcher=LAUNCHER, accumulate_grad_batches=2)
 quiet(**settings, default_root_dir="undisturbed").fit(Model(), loader(64, 4))
-quiet(**settings, default_root_dir="run", max_epochs=2).fit(Failing(), loader(64, 4))
+quiet(**settings, default_root_dir="run", max_epochs=2).fit(OnOneRank(), loader(64, 4))
 """
 _WHERE = "Where: rank 1, epoch 1, global step 5, batch index 3"
 
 
+@dataclass
+class Ran:
+    """A run, and the folder in which it was."""
+
+    run: Run
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def by_itself(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """A script that starts its processes itself."""
+    return _cases(tmp_path_factory, "subprocess", "fork", "alike", "each")
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    return _cases(tmp_path_factory, "torchrun", "alike", command=TORCHRUN)
+
+
+def _cases(factory: pytest.TempPathFactory, *cases: str, command: tuple[str, ...] = ()) -> dict[str, Ran]:
+    folder = factory.mktemp("cases")
+    runs = run_cases(folder, _SCRIPT, cases, *command, limit=120)
+    return {case: Ran(run, folder / str(number)) for number, (case, run) in enumerate(runs.items())}
+
+
 @pytest.mark.parametrize("launched", ["subprocess", "torchrun", "fork"])
-def test_the_first_cause_is_printed_once_with_its_place(tmp_path: Path, launched: str) -> None:  # G-01
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    # In files of their own: torchrun ends with a traceback of itself, which no rank can help.
-    logs = ("--log-dir", str(tmp_path / "torchrun"), "--redirects", "2")
-    script = _SCRIPT.replace("LAUNCHER", repr("fork" if launched == "fork" else "auto"))
-    run = run_script(tmp_path, script, *((*torchrun, *logs) if launched == "torchrun" else ()))
+def test_the_first_cause_is_printed_once_with_its_place(  # G-01
+    launched: str, request: pytest.FixtureRequest
+) -> None:
+    ran = request.getfixturevalue("under_torchrun" if launched == "torchrun" else "by_itself")[launched]
+    run, folder = ran.run, ran.folder
     assert run.code == 1
     errors = run.errors
-    if launched == "torchrun":
-        errors = "".join(file.read_text() for file in (tmp_path / "torchrun").rglob("stderr.log"))
     assert errors.count(_WHERE) == 1, errors
-    logs = [tmp_path / "run" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
+    logs = [folder / "run" / "logs" / f"rank-{rank}.log" for rank in (0, 1)]
     if launched == "fork":  # the ranks print nothing: what they said is in what their caller raises
         assert "Rank 1 failed with ValueError: boom" in errors
     else:
@@ -50,7 +83,7 @@ def test_the_first_cause_is_printed_once_with_its_place(tmp_path: Path, launched
         assert told == [f"Rank 0 ends because of another: Rank 1 failed with ValueError: boom; Log: {logs[0]}"], errors
 
     # What the others printed no more is kept, with what went before.
-    assert not (tmp_path / "undisturbed").exists()
+    assert not (folder / "undisturbed").exists()
     first, second = (log.read_text() for log in logs)
     assert [first.count(text) for text in ("odd weather\n", "WARNING: on rank 0\n")] == [1, 1], first
     assert errors.count("odd weather\n") == errors.count("on rank 0\n") == 1  # and shown as ever
@@ -61,34 +94,19 @@ def test_the_first_cause_is_printed_once_with_its_place(tmp_path: Path, launched
     assert "Thread 0x" in second
 
 
-_ALIKE = """
-class Failing(Model):
-    def training_step(self, batch, batch_idx):
-        if batch_idx == 3:
-            raise ValueError("boom" + str(DIFFERS * self.global_rank))
-        return super().training_step(batch, batch_idx)
-
-quiet(strategy="ddp", devices=2, default_root_dir="run").fit(Failing(), loader(64, 4))
-"""
-
-
 @pytest.mark.parametrize("launched", ["subprocess", "torchrun"])
-def test_what_all_ranks_run_into_is_shown_by_the_first(tmp_path: Path, launched: str) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path))
-    redirected = (*torchrun, "--redirects", "2") if launched == "torchrun" else ()
-    run = run_script(tmp_path, _ALIKE.replace("DIFFERS", "0"), *redirected)
-    assert run.code == 1
-    errors = run.errors
-    if launched == "torchrun":
-        errors = "".join(file.read_text() for file in tmp_path.rglob("stderr.log"))
+def test_what_all_ranks_run_into_is_shown_by_the_first(launched: str, request: pytest.FixtureRequest) -> None:
+    ran = request.getfixturevalue("under_torchrun" if launched == "torchrun" else "by_itself")["alike"]
+    assert ran.run.code == 1
+    errors = ran.run.errors
     assert errors.count("Traceback (most recent call last)") == 1, errors
     assert "ValueError: boom0\nWhere: rank 0, epoch 0, global step 3, batch index 3\n" in errors
-    log = tmp_path / "run" / "logs" / "rank-1.log"
+    log = ran.folder / "run" / "logs" / "rank-1.log"
     line = "Rank 1 failed with ValueError: boom0; rank 0 failed alike, and shows where; Where: rank 1, epoch 0, "
     assert f"{line}global step 3, batch index 3; Log: {log}\n" in errors, errors
     assert "Traceback (most recent call last)" in log.read_text()
 
 
-def test_what_each_rank_runs_into_by_itself_is_shown_by_each(tmp_path: Path) -> None:
-    run = run_script(tmp_path, _ALIKE.replace("DIFFERS", "1"))
-    assert [run.errors.count(f"\nValueError: boom{rank}\nWhere: rank {rank}") for rank in (0, 1)] == [1, 1], run.errors
+def test_what_each_rank_runs_into_by_itself_is_shown_by_each(by_itself: dict[str, Ran]) -> None:
+    errors = by_itself["each"].run.errors
+    assert [errors.count(f"\nValueError: boom{rank}\nWhere: rank {rank}") for rank in (0, 1)] == [1, 1], errors

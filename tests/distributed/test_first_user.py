@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from scripts import Run, run_cases
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import ConfigurationError, Fit, TrainModule
@@ -35,18 +31,17 @@ fit = Fit(strategy="ddp", devices=2, accelerator="cpu", max_epochs=2, logger=Fal
 """
 
 
-def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    path = folder / "script.py"
-    path.write_text(MODULE + script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=90)
+SCRIPT = """
+if CASE == "a call on rank 0 alone":
+    fit.fit(Line(), loader)
+    if fit.is_global_zero:
+        fit.validate(Line(), loader)
+    sys.exit()
+if CASE == "fails before its run":
+    if fit.global_rank == 1:
+        raise KeyError("before the run")
+    fit.fit(Line(), loader)
 
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """A run, a validation, and a run in which one rank waits for the other."""
-    return run(
-        """
 if fit.is_global_zero:
     print("before")
 fit.print("also before")
@@ -59,49 +54,39 @@ class Slow(Line):
     def on_train_epoch_end(self):
         time.sleep(2.5 * (self.global_rank == 0))
 fit.fit(Slow(), loader)
-""",
-        tmp_path_factory.mktemp("ran"),
-    )
+"""
 
 
-def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(
-    ran: subprocess.CompletedProcess[str],
-) -> None:
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines() == ["before", "also before", "after 6 2 48"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs and a validation, the last of which waits for a rank; and two scripts that go wrong."""
+    cases = ("ran", "a call on rank 0 alone", "fails before its run")
+    return run_cases(tmp_path_factory.mktemp("runs"), SCRIPT, cases, head=MODULE, limit=120)
 
 
-def test_waiting_for_another_rank_is_silent(ran: subprocess.CompletedProcess[str]) -> None:
-    lines = ran.stderr.splitlines()
-    assert len(lines) == 2, ran.stderr  # one for each fit
+def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(runs: dict[str, Run]) -> None:
+    ran = runs["ran"]
+    assert ran.code == 0, ran.errors
+    assert ran.out.splitlines() == ["before", "also before", "after 6 2 48"]
+
+
+def test_waiting_for_another_rank_is_silent(runs: dict[str, Run]) -> None:
+    lines = runs["ran"].errors.splitlines()
+    assert len(lines) == 2, lines  # one for each fit
     assert all(line.startswith("Precision 32-true") for line in lines)
 
 
-def test_a_call_on_rank_0_alone_after_the_others_have_left_is_refused(tmp_path: Path) -> None:  # G-04
-    done = run(
-        """
-fit.fit(Line(), loader)
-if fit.is_global_zero:
-    fit.validate(Line(), loader)
-""",
-        tmp_path,
-    )
-    assert done.returncode != 0
-    assert "rank 1 has already left the script" in done.stderr
+def test_a_call_on_rank_0_alone_after_the_others_have_left_is_refused(runs: dict[str, Run]) -> None:  # G-04
+    done = runs["a call on rank 0 alone"]
+    assert done.code != 0
+    assert "rank 1 has already left the script" in done.errors
 
 
-def test_a_script_that_fails_on_one_rank_before_its_run_ends_on_all(tmp_path: Path) -> None:  # G-01
-    done = run(
-        """
-if fit.global_rank == 1:
-    raise KeyError("before the run")
-fit.fit(Line(), loader)
-""",
-        tmp_path,
-    )
-    assert done.returncode != 0
-    assert "KeyError: 'before the run'" in done.stderr
-    assert "Rank 1 ended with exit code 1" in done.stderr or "Rank 1 failed with KeyError" in done.stderr
+def test_a_script_that_fails_on_one_rank_before_its_run_ends_on_all(runs: dict[str, Run]) -> None:  # G-01
+    done = runs["fails before its run"]
+    assert done.code != 0
+    assert "KeyError: 'before the run'" in done.errors
+    assert "Rank 1 ended with exit code 1" in done.errors or "Rank 1 failed with KeyError" in done.errors
 
 
 class Line(TrainModule):

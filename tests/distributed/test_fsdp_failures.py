@@ -1,13 +1,16 @@
-"""What a failure leaves of a sharded module, and what comes after it: A-02, G-01, G-07."""
+"""What a failure leaves of a sharded module, and what comes after it: A-02, G-01, G-04, G-07."""
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fsdp_nets import DeepRegression
+from phased_training import Phased, by_hand, dealt, state, train
 from small_runs import TIGHT, failing, global_batches, loader, quiet, train_by_hand, weights
 from torch.distributed.fsdp import FSDPModule
 
@@ -123,6 +126,86 @@ def test_a_failure_on_one_rank_reaches_all(tmp_path: Any) -> None:
     first, second = on_ranks(_one_rank, 2, process_group=None, timeout=60)
     assert second["type"] == "ValueError"
     assert "only here" in first["text"]
+
+
+# On four ranks, in groups of two: peers of peers must hear of a failure too
+
+MESHES: dict[str, dict[str, Any]] = {
+    "hybrid": {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []},
+    "tensor parallel": {"tensor_parallel": 2, "wrap": []},
+}
+
+
+class OnOneRank(Phased):
+    """Raises, or does not come, on rank 1 alone: ranks 2 and 3 are a group without it."""
+
+    def __init__(self, where: str, split: bool) -> None:
+        super().__init__({}, split=split)
+        self.where = where
+
+    def turns_up(self, where: str) -> bool:
+        return self.where == where and self.global_rank == 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.turns_up("stall"):
+            end = time.monotonic() + 20
+            while time.monotonic() < end and not self.trainer.strategy.control.all_failures(timedelta(0)):
+                time.sleep(0.1)
+        if self.turns_up("step") and batch_idx == 1:
+            raise ValueError("only here")
+        loss = self.loss(batch)
+        if self.turns_up("backward") and batch_idx == 1:
+            loss.register_hook(self._raise)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.turns_up("hook") and batch_idx == 1:
+            raise ValueError("only here")
+
+    def _raise(self, gradient: torch.Tensor) -> None:
+        raise ValueError("only here")
+
+
+def _one_of_four(wheres: list[str], options: dict[str, Any], **more: Any) -> Any:
+    caught, split = {}, "tensor_parallel" in options
+    for where in wheres:
+        begun = time.monotonic()
+        with failing() as error:
+            train(OnOneRank(where, split), FSDPStrategy(**options, **more), dealt(options))
+        caught[where] = error, time.monotonic() - begun
+    module = Phased({}, split=split)
+    train(module, FSDPStrategy(**options), dealt(options))
+    return caught, state(module)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_failure_on_one_rank_of_a_mesh_reaches_all(kind: str) -> None:  # G-01, G-07
+    """Under tensor parallelism the failed rank kept a group, and rank 3, its peer there, waited for it for ever."""
+    expected = by_hand(Phased({}))
+    found = on_ranks(_one_of_four, 4, ["step", "backward", "hook"], MESHES[kind], process_group=None, timeout=60)
+    for rank, (caught, after) in enumerate(found):
+        for where, (error, seconds) in caught.items():
+            assert error["type"] == ("ValueError" if rank == 1 else "RankFailedError"), (where, rank, error)
+            assert "only here" in error["text"], (where, rank, error)
+            assert seconds < 15, (where, rank)
+        torch.testing.assert_close(after, expected, **TIGHT)
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_a_mesh_waits_as_long_as_its_strategy_says(kind: str) -> None:  # G-04
+    """Its groups had half an hour until the first step was made, or ten minutes on NCCL, whatever ``timeout`` said."""
+    found = on_ranks(_stalled, 4, MESHES[kind], process_group=None, timeout=60)
+    expected = by_hand(Phased({}))
+    stalls = [caught["stall"] for caught, _ in found]
+    assert all(error["text"] and seconds < 15 for error, seconds in stalls), stalls
+    # Whose time is over names those it waited for; who was connected to it may only see it go.
+    assert any("waited in a collective, and not all of rank(s)" in error["text"] for error, _ in stalls), stalls
+    for _, after in found:
+        torch.testing.assert_close(after, expected, **TIGHT)
+
+
+def _stalled(options: dict[str, Any]) -> Any:
+    return _one_of_four(["stall"], options, timeout=timedelta(seconds=2))
 
 
 def test_a_torch_that_lacks_what_fsdp_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

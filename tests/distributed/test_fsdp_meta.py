@@ -78,6 +78,21 @@ def test_every_value_is_what_building_gives() -> None:
     assert torch.equal(whole.seeded.weight, whole.seeded_alike.weight)
 
 
+def test_values_are_kept_where_a_precision_casts_what_was_built() -> None:
+    # D-03: what was recorded went by the parameters, which were other tensors by then: all were zero
+    torch.manual_seed(3)
+    whole = nn.Linear(5, 7)
+    torch.manual_seed(3)
+    with without_storage() as recording:
+        bare = nn.Linear(5, 7)
+    built = {one.name: one.tensor.detach() for one in bare_tensors(bare, recording)}
+    bare.to(torch.float64)
+    values: dict[int, torch.Tensor] = {}
+    replay(recording, list(built.values()), lambda tensor, value: values.__setitem__(id(tensor), value.clone()))
+    for name, expected in whole.state_dict().items():
+        assert torch.equal(values[id(built[name])], expected)
+
+
 @pytest.mark.parametrize(
     ("build", "text"),
     [

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain import TrainModule
 from drivetrain_strategies import FSDPStrategy
+from told import told
 from worlds import on_ranks
 
 
@@ -87,22 +88,11 @@ def test_a_module_without_parameters() -> None:
     assert on_ranks(_weightless, 2) == [pytest.approx(expected, abs=1e-5)] * 2
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += record.getMessage().splitlines()
-
-
 def _printed() -> list[str]:
-    lines = _Lines()
-    logger = logging.getLogger("drivetrain")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
-    return [line for line in lines.lines if "FSDP shards" in line or line.startswith("  ")]
+    with told(logging.INFO) as texts:
+        quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
+    lines = [line for text in texts for line in text.splitlines()]
+    return [line for line in lines if "FSDP shards" in line or line.startswith("  ")]
 
 
 def test_the_plan_is_printed_once() -> None:

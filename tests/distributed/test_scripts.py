@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from scripts import Run, run_script
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+from scripts import TORCHRUN, Run, run_cases, run_script
 
 _THROUGH = """
 before = dict(os.environ)
@@ -157,35 +153,41 @@ def test_after_a_failure_the_same_processes_fit_again(launched: str, request: py
         assert f"{rank} seconds True" in run.said
 
 
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [
-        ("raises", "Rank 1 failed with ValueError: boom on 1"),
-        ("killed", "Rank 1 was killed by SIGKILL"),
-        ("before fit", "Rank 1 failed with KeyError: 'before fit'"),
-        ("leaves before fit", "rank 1 has already left the script"),
-    ],
-)
-def test_a_script_of_which_one_rank_fails_ends_soon_and_says_why(tmp_path: Path, how: str, told: str) -> None:
-    # G-01, G-02, A-08
-    run = run_script(
-        tmp_path,
-        _FAILING
-        + f"""
-how = {how!r}
+_ENDS = {
+    "raises": "Rank 1 failed with ValueError: boom on 1",
+    "killed": "Rank 1 was killed by SIGKILL",
+    "before fit": "Rank 1 failed with KeyError: 'before fit'",
+    "leaves before fit": "rank 1 has already left the script",
+}
+
+_ENDING = (
+    _FAILING
+    + """
 quiet(strategy="ddp", devices=2).fit(Model(), loader(16, 4))
-if RANK == 1 and how == "before fit":
-    raise KeyError(how)
-if RANK == 1 and how == "leaves before fit":
+if RANK == 1 and CASE == "before fit":
+    raise KeyError(CASE)
+if RANK == 1 and CASE == "leaves before fit":
     sys.exit()
 say("second")
 began = time.time()
 try:
-    quiet(strategy="ddp", devices=2).fit(Failing((1,), how), loader(64, 4))
+    quiet(strategy="ddp", devices=2).fit(Failing((1,), CASE), loader(64, 4))
 finally:
     say("took", round(time.time() - began, 1))
-""",
-    )
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def ending(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Scripts that start themselves again, and of which rank 1 fails in one way or another."""
+    return run_cases(tmp_path_factory.mktemp("ending"), _ENDING, list(_ENDS), limit=120)
+
+
+@pytest.mark.parametrize(("how", "told"), _ENDS.items())
+def test_a_script_of_which_one_rank_fails_ends_soon_and_says_why(how: str, told: str, ending: dict[str, Run]) -> None:
+    # G-01, G-02, A-08
+    run = ending[how]
     assert run.code != 0
     assert told in run.errors, run.errors
     (took,) = [float(line.split()[-1]) for line in run.said if line.startswith("0 took")]

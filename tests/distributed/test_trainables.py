@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from phased_training import Phased, Turns, by_hand, state, train
+from phased_training import Phased, Turns, by_hand, dealt, state, train
 from small_runs import failing
 from torch import nn
 
+from drivetrain.precision import MixedPrecision
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
+from told import told
 from worlds import on_ranks
 
 NEAR = {"atol": 1e-6, "rtol": 1e-5}
@@ -28,7 +28,10 @@ PROGRAMS: dict[str, tuple[Turns, dict[str, Any]]] = {
     "before the gradients go": ({("on_before_zero_grad", 4): "+body", ("on_before_zero_grad", 7): "-body"}, {}),
     "at a batch's end": ({("on_train_batch_end", 2): "+body", ("on_train_batch_end", 4): "-neck"}, {}),
     "after validation": ({("on_validation_epoch_end", 3): "+body"}, {}),
-    "as the run begins": ({("on_train_start", 0): "+body -neck", ("on_train_epoch_end", 3): "+neck"}, {}),
+    "as the run begins": (
+        {("on_fit_start", 0): "+body", ("on_train_start", 0): "-neck", ("on_train_epoch_end", 3): "+neck"},
+        {},
+    ),
     "nothing trains at first": (
         {("on_train_start", 0): "+head", ("on_train_epoch_start", 3): "+body +neck"},
         {"frozen": "body neck head"},
@@ -56,26 +59,6 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     for name, value in expected.items():
         difference = float((found[name] - value).abs().max())
         assert torch.allclose(found[name], value, **NEAR), f"{what}: {name} is {difference:.2e} off"
-
-
-@contextmanager
-def told(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """What the engine says."""
-    lines: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler, logger = Listening(level), logging.getLogger("drivetrain")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(min(level, before or level))
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 # One device
@@ -130,18 +113,24 @@ def test_replicas_in_manual_optimization() -> None:  # I-03
         assert_near(first[name], reference(name), f"manual, {name}")
 
 
-def _windows(kind: str) -> dict[str, torch.Tensor]:
+def _windows(kind: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     module = Phased({("on_train_epoch_start", 2): "+body", ("on_train_epoch_start", 4): "-neck"})
-    train(module, DDPStrategy(**KINDS[kind]), 2, accumulate_grad_batches=2)
+    train(module, kind(**options), 2, accumulate_grad_batches=2)
     return state(module)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replicas_under_accumulation(kind: str) -> None:  # I-03
+WINDOWED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{kind: (DDPStrategy, options) for kind, options in KINDS.items()},
+    "shards": (FSDPStrategy, {"wrap": [nn.Linear]}),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_under_accumulation(kind: str) -> None:  # I-03
     """Windows of two micro-batches, the last of an epoch of one."""
     module = Phased({("on_train_epoch_start", 2): "+body", ("on_train_epoch_start", 4): "-neck"})
     train(module, "single_device", 1, accumulate_grad_batches=2)
-    first, second = on_ranks(_windows, 2, kind)
+    first, second = on_ranks(_windows, 2, *WINDOWED[kind])
     assert all(torch.equal(value, second[key]) for key, value in first.items())
     assert_near(first, state(module), kind)
 
@@ -154,8 +143,8 @@ SHARDED: dict[str, tuple[dict[str, Any], int, bool]] = {
     "a unit a layer": ({"wrap": [nn.Linear]}, 2, False),
     "grad_op": ({"sharding": "grad_op", "wrap": [nn.Linear]}, 2, False),
     "a layer whole": ({"ignored": ["net.body.*"]}, 2, False),
-    "hybrid": ({"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": [nn.Linear]}, 4, False),
-    "tensor parallel": ({"tensor_parallel": 2}, 4, True),
+    "hybrid": ({"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []}, 4, False),
+    "tensor parallel": ({"tensor_parallel": 2, "wrap": []}, 4, True),
 }
 
 
@@ -164,8 +153,7 @@ def _sharded(names: list[str], options: dict[str, Any], split: bool, more: dict[
     for name in names:
         turns, given = PROGRAMS[name]
         module = Phased(turns, split=split, **{**given, **more})
-        strategy = FSDPStrategy(**options)
-        train(module, strategy, torch.distributed.get_world_size() // options.get("tensor_parallel", 1))
+        train(module, FSDPStrategy(**options), dealt(options))
         found[name] = state(module)
     return found
 
@@ -175,8 +163,9 @@ def test_shards_give_the_numbers_of_the_loop_by_hand(kind: str) -> None:  # I-03
     options, ranks, split = SHARDED[kind]
     results = on_ranks(_sharded, ranks, list(PROGRAMS), options, split, {}, timeout=220)
     for name in PROGRAMS:
-        for found in results:
-            assert_near(found[name], reference(name), f"{kind}, {name}")
+        assert_near(results[0][name], reference(name), f"{kind}, {name}")
+        for found in results[1:]:
+            assert all(torch.equal(value, found[name][key]) for key, value in results[0][name].items()), name
 
 
 def test_shards_in_manual_optimization() -> None:  # I-03
@@ -193,22 +182,30 @@ def _in_half(strategy: Any, ranks: int, precision: str) -> tuple[dict[str, torch
 
     dtypes: set[torch.dtype] = set()
     module = Looking({("on_train_epoch_start", 3): "+body", ("on_train_epoch_start", 6): "-neck"}, adam=False)
-    train(module, strategy, ranks, precision=precision)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # so that no step is left out
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler) if precision == "16-mixed" else precision
+    train(module, strategy, ranks, precision=plugin)
     return state(module), dtypes
 
 
-def _sharded_in_half(precision: str) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
-    return _in_half(FSDPStrategy(wrap=[nn.Linear]), 2, precision)
+def _on_two_in_half(precision: str) -> dict[str, tuple[dict[str, torch.Tensor], set[torch.dtype]]]:
+    strategies = {"shards": FSDPStrategy(wrap=[nn.Linear]), "replicas": DDPStrategy()}
+    return {name: _in_half(strategy, 2, precision) for name, strategy in strategies.items()}
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
-def test_a_unit_that_was_frozen_is_reduced_in_the_dtype_of_the_others(precision: str, dtype: torch.dtype) -> None:
-    """I-03: torch derives it at the first forward, from what trains there."""
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16), ("16-mixed", torch.float32)],
+)
+def test_in_lower_precisions(precision: str, dtype: torch.dtype) -> None:  # I-03
+    """A unit that was frozen is reduced in the dtype of the others: torch derives it at the first forward."""
     expected, _ = _in_half("single_device", 1, precision)
-    for found, dtypes in on_ranks(_sharded_in_half, 2, precision):
-        assert dtypes == {dtype}
+    first, second = on_ranks(_on_two_in_half, 2, precision)
+    for kind, (found, dtypes) in first.items():
+        assert dtypes == {dtype}, kind
         for name, value in expected.items():
-            assert torch.allclose(found[name].float(), value.float(), atol=2e-2), name
+            assert torch.equal(found[name], second[kind][0][name]), (kind, name)
+            assert torch.allclose(found[name].float(), value.float(), atol=2e-2), (kind, name)
 
 
 # Refusals
@@ -218,38 +215,49 @@ WITHIN: dict[str, tuple[Turns, dict[str, Any], dict[str, Any]]] = {
     "unfrozen in training_step": ({("training_step", 1): "+body"}, {}, {}),
     "frozen in the first training_step": ({("training_step", 0): "-neck"}, {"frozen": ""}, {}),
     "frozen in a later training_step": ({("training_step", 2): "-neck"}, {"frozen": ""}, {}),
+    "before backward": ({("on_before_backward", 2): "-neck"}, {"frozen": ""}, {}),
     "after backward": ({("on_after_backward", 2): "+body"}, {}, {}),
+    "a layer created in training_step": ({("training_step", 1): "new"}, {}, {}),
     "in an open window": ({("on_train_batch_end", 0): "+body"}, {}, {"accumulate_grad_batches": 2}),
     "by hand": ({("training_step", 1): "+body"}, {"manual": True}, {}),
     "frozen by hand, and left so": ({("training_step", 1): "-neck"}, {"manual": True, "frozen": ""}, {}),
 }
 
 
-def _refused(strategies: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str, int]]:
+class Counted(Phased):
+    """Counts the steps that were made."""
+
+    steps = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps = self.global_step
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def _refused(strategies: dict[str, Any], names: list[str]) -> dict[tuple[str, str], tuple[dict[str, str], int]]:
     found = {}
     for label, (kind, options) in strategies.items():
-        for name, (turns, given, settings) in WITHIN.items():
+        for name in names:
+            turns, given, settings = WITHIN[name]
             if options.get("static_graph") and given.get("manual"):
                 continue
-            module = Phased(turns, **given)
-            before: list[int] = []
+            module = Counted(turns, split="tensor_parallel" in options, **given)
             with failing() as error:
-                fit = None
-                try:
-                    fit = train(module, kind(**options), 2, **settings)
-                finally:
-                    before.append(0 if fit is None else fit.global_step)
-            found[label, name] = (error["type"], error["text"], before[0])
+                train(module, kind(**options), dealt(options), **settings)
+            found[label, name] = error, module.steps
     return found
 
 
-def _check_refused(strategies: dict[str, Any], ranks: int = 2) -> None:
-    for found in on_ranks(_refused, ranks, strategies, process_group=None, timeout=200):
-        for (label, name), (kind, text, _) in found.items():
-            assert kind in ("ConfigurationError", "RankFailedError"), (label, name, kind, text)
-            assert "was changed within training_step or an open accumulation window" in text, (label, name, text)
-            layer = "body" if "+body" in str(WITHIN[name][0]) else "neck"
-            assert f"'net.{layer}.weight', 'net.{layer}.bias'" in text, (label, name, text)
+def _check_refused(strategies: dict[str, Any], ranks: int = 2, names: Iterable[str] = ()) -> None:
+    every = list(names) or list(WITHIN)
+    for found in on_ranks(_refused, ranks, strategies, every, process_group=None, timeout=200):
+        for (label, name), (error, steps) in found.items():
+            assert error["type"] in ("ConfigurationError", "RankFailedError"), (label, name, error)
+            assert "within training_step or an open accumulation window" in error["text"], (label, name, error)
+            ((place, step), turn), *_ = WITHIN[name][0].items()
+            layer = "head" if turn == "new" else turn[1:]
+            assert f"'net.{layer}.weight', 'net.{layer}.bias'" in error["text"], (label, name, error)
+            assert steps == step, (label, name, place)
 
 
 def test_a_change_within_a_window_is_refused_under_ddp() -> None:  # I-03
@@ -264,7 +272,7 @@ def _on_one_rank(kind: Any, options: dict[str, Any], turns: Turns) -> dict[str, 
     before, trainables._CHANGE_TIMEOUT = trainables._CHANGE_TIMEOUT, timedelta(seconds=2)
     try:
         with failing() as error:
-            train(Phased(turns, only_on=1), kind(**options), 2)
+            train(Phased(turns, only_on=1, split="tensor_parallel" in options), kind(**options), dealt(options))
     finally:
         trainables._CHANGE_TIMEOUT = before
     return error
@@ -392,7 +400,8 @@ def test_a_change_on_one_rank_is_named_under_fsdp() -> None:  # I-03: it hung
 
 def _created_under(kind: Any, options: dict[str, Any]) -> dict[str, str]:
     with failing() as error:
-        train(Phased({("on_train_epoch_start", 3): "new"}), kind(**options), 2)
+        split = "tensor_parallel" in options
+        train(Phased({("on_train_epoch_start", 3): "new"}, split=split), kind(**options), dealt(options))
     return error
 
 
@@ -400,6 +409,69 @@ def test_a_layer_created_in_mid_run_is_refused_under_fsdp() -> None:  # I-03: ra
     for error in on_ranks(_created_under, 2, FSDPStrategy, {}, process_group=None):
         assert error["type"] in ("ConfigurationError", "RankFailedError")
         assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in error["text"]
+
+
+def _refused_on_four(kinds: list[str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    options = [SHARDED[kind][0] for kind in kinds]
+    created = [_created_under(FSDPStrategy, one) for one in options]
+    return created, [_on_one_rank(FSDPStrategy, one, {("on_train_epoch_start", 3): "+body"}) for one in options]
+
+
+def test_what_is_refused_under_fsdp_is_refused_in_hybrids_and_with_tensor_parallelism() -> None:  # I-03
+    kinds = ["hybrid", "tensor parallel"]
+    names = ["unfrozen in training_step", "in an open window"]
+    _check_refused({kind: (FSDPStrategy, SHARDED[kind][0]) for kind in kinds}, 4, names)
+    for every, alone in on_ranks(_refused_on_four, 4, kinds, process_group=None, timeout=120):
+        for created in every:
+            assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in created["text"]
+        for differing in alone:
+            assert "a change of what trains ('net.body.weight', 'net.body.bias' now train(s)" in differing["text"]
+
+
+# Toggling
+
+
+class Toggling(Phased):
+    """Two optimizers that take turns; the second's turn is left open at the second step, where ``leaves``."""
+
+    def __init__(self, leaves: bool) -> None:
+        super().__init__({}, manual=True, frozen="")
+        self.leaves, self.steps = leaves, 0
+
+    def configure_optimizers(self) -> Any:
+        halves = ([*self.net.body.parameters(), *self.net.neck.parameters()], [*self.net.head.parameters()])
+        return [torch.optim.SGD(half, lr=0.05) for half in halves]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            self.toggle = toggle = self.toggled_optimizer(optimizer)
+            toggle.__enter__()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.steps += 1
+            if not (self.leaves and self.steps == 4):
+                toggle.__exit__(None, None, None)
+
+
+def _toggled(kind: str) -> tuple[dict[str, torch.Tensor], dict[str, str], int]:
+    strategies = {"replicas": DDPStrategy, "shards": FSDPStrategy}
+    whole, left = Toggling(False), Toggling(True)
+    train(whole, strategies[kind](), 2)
+    with failing() as error:
+        train(left, strategies[kind](), 2)
+    return state(whole), error, left.steps
+
+
+@pytest.mark.parametrize("kind", ["replicas", "shards"])
+def test_a_toggle_may_change_what_trains_and_is_refused_where_it_is_left_open(kind: str) -> None:  # I-03
+    expected = Toggling(False)
+    train(expected, "single_device", 1)
+    for weights, error, steps in on_ranks(_toggled, 2, kind, process_group=None):
+        assert_near(weights, state(expected), kind)
+        assert "'net.body.weight', 'net.body.bias', 'net.neck.weight', 'net.neck.bias' was changed" in error["text"]
+        assert "toggle" in error["text"].split("Fix:")[1], error
+        assert steps == 4
 
 
 # Groups
@@ -414,6 +486,7 @@ SCHEDULERS: dict[str, Any] = {
     "SequentialLR": lambda one: torch.optim.lr_scheduler.SequentialLR(
         one, [torch.optim.lr_scheduler.ConstantLR(one), torch.optim.lr_scheduler.ExponentialLR(one, 0.9)], [2]
     ),
+    "ReduceLROnPlateau": lambda one: torch.optim.lr_scheduler.ReduceLROnPlateau(one, min_lr=[1e-4]),
     "StepLR": lambda one: torch.optim.lr_scheduler.StepLR(one, 2),
     "ExponentialLR": lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.9),
 }
@@ -422,9 +495,14 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_that_cannot_take_a_group_is_told_as_the_group_is_added(name: str) -> None:  # I-03
     class Scheduled(Phased):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
-            return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step"}]
+            return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step", "monitor": "loss"}]
 
     module = Scheduled({("on_train_epoch_start", 3): "+body body"}, held="neck head")
     steps: list[int] = []
@@ -458,3 +536,36 @@ def _adding_within(kind: Any) -> dict[str, str]:
     with failing() as error:
         train(Phased({("training_step", 3): "body"}, held="neck head"), kind(), 2)
     return error
+
+
+# ZeRO
+
+
+def _by_zero(stage: int, turns: Turns, given: dict[str, Any]) -> tuple[dict[str, str], int]:
+    module = Counted(turns, **given)
+    with failing() as error:
+        train(module, f"deepspeed_stage_{stage}", 2)
+    return error, module.steps
+
+
+ZERO: dict[str, tuple[Turns, dict[str, Any], str]] = {
+    "unfrozen": (
+        {("on_train_epoch_start", 3): "+body"},
+        {},
+        "2 parameter(s) were unfrozen within a run, under DeepSpeed: 'net.body.weight', 'net.body.bias'",
+    ),
+    "frozen": ({("on_train_epoch_start", 3): "-neck"}, {"frozen": ""}, "2 parameter(s) were frozen within a run"),
+    "a group": ({("on_train_epoch_start", 3): "+body body"}, {"held": "neck head"}, "add_param_group on "),
+    "a layer": ({("on_train_epoch_start", 3): "new"}, {}, "A layer was created within a run, under DeepSpeed"),
+    "within a step": ({("training_step", 3): "+body"}, {}, "was changed within training_step or an open"),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_refuses_a_change_by_name_before_a_step_goes_wrong(stage: int) -> None:  # I-03
+    """Its engine never trained the layer, in silence; a group ended in an IndexError as the engine was destroyed."""
+    for turns, given, words in ZERO.values():
+        for error, steps in on_ranks(_by_zero, 2, stage, turns, given, process_group=None, timeout=120):
+            assert error["type"] in ("ConfigurationError", "RankFailedError"), error
+            assert words in error["text"], error
+            assert steps == 3

@@ -54,6 +54,8 @@ def refused(program: Program, expected: Outcome, ranks: list[Outcome]) -> list[s
         return [f"some ranks raised {sorted(kinds)}: {said.text[:300]}"]
     if said.error == "Planned" and expected.error == "Planned":
         return in_time(program, expected, ranks)
+    if "ran out after" in said.text and expected.error != said.error:
+        return [f"refused: {said.text[:300]}"]
     if said.error not in OURS:
         return [f"raised {said.error}: {said.text[:300]}"]
     if not permitted(program, said.text):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from drivetrain.data import order
-from fuzz.feeding import Ragged, batches_of_rank
-from fuzz.program import Data
+from fuzz.feeding import Ragged, batches_of_rank, claimed
+from fuzz.program import OWN_PARTS, Data
 
 Micro = list[list[int]]
 """A global micro-batch: each rank's samples; none for a rank that joins."""
@@ -66,3 +66,14 @@ def evaluated(samples: int, batch: int, ranks: int) -> list[Micro]:
 def evenly(indices: list[int], ranks: int) -> Micro:
     """Contiguous slices whose sizes differ by at most one, lower ranks first."""
     return [part.tolist() for part in torch.tensor_split(torch.tensor(indices, dtype=torch.int64), ranks)]
+
+
+def said(data: Data, ranks: int) -> int | None:
+    """Micro-batches that an epoch has by what the loaders say; None where they say nothing."""
+    if data.claims is None:
+        return None
+    if data.kind in OWN_PARTS:  # the longest ends the epoch
+        return max(claimed(data, ranks, rank) for rank in range(ranks))
+    if data.kind == "batch_sampler":
+        return -(-len(Ragged(data)) // ranks)
+    return len(dealt(data, list(range(data.samples)), ranks))

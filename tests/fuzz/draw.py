@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz.program import (
+    OWN_PARTS,
     Change,
     Data,
     Log,
@@ -53,21 +54,21 @@ class Drawn:
         return int(self.draw(st.integers(low, high)))
 
     def program(self) -> Program:
-        if "ddp" in self.strategies and self.chance(4):
+        if "ddp" in self.strategies and self.chance(7):
             return self.launched()
         strategy = self.one_of(*self.strategies)
         ranks = 1 if strategy == "single_device" else self.one_of(2, 2, 2, 1, 3)
         precision = self.one_of(*PRECISIONS)
         if strategy.startswith("deepspeed"):
             precision = self.one_of("32-true", "bf16-mixed")
-        manual = not strategy.startswith(("ddp_static", "deepspeed")) and self.chance(25)
+        manual = not strategy.startswith(("ddp_static", "deepspeed")) and self.chance(30)
         epochs = self.one_of(1, 2, 2, 3)
         single = ranks == 1 and strategy == "single_device"
-        validation = self.validation() if self.chance(45) else None
+        validation = self.validation(ranks) if self.chance(45) else None
         net = self.net(precision, strategy)
         optimizers = self.optimizers(strategy, precision, net, manual)
         changes: tuple[Change, ...] = ()
-        if epochs > 1 and not net.tied and not strategy.startswith("deepspeed") and self.chance(20):
+        if epochs > 1 and not net.tied and not strategy.startswith("deepspeed") and self.chance(25):
             net, optimizers, changes = self.changes(net, epochs, strategy, optimizers)
         data = self.data(ranks)
         closure = optimizers[0].kind in ("lbfgs", "sam")
@@ -83,9 +84,14 @@ class Drawn:
                 resume = Resume(resume.hook, resume.at, ranks, strategy)
             if resume is not None:  # a resumed run calls on_train_start again
                 logs = tuple(log for log in logs if log.where != "on_train_start")
-        accumulate = 1 if manual else self.one_of(1, 1, 2, 3)
+                if resume.ranks != ranks:  # whose values a rank's own are then is open
+                    logs = tuple(log for log in logs if log.sync_dist is not False)
+        estimated = data.claims is not None and (resume is None or resume.ranks == ranks)
+        in_window = any(change.hook == "on_validation_end" for change in changes)  # where it may be refused
+        accumulate = 1 if manual or in_window else self.one_of(1, 1, 2, 3)
+        zero = strategy.startswith("deepspeed")  # clips by the norm alone
         clip = None if manual or not self.chance(30) else self.one_of(0.1, 0.02)
-        schedulers = () if manual or closure else self.schedulers(validation, logs, changes)
+        schedulers = () if manual or closure else self.schedulers(validation, logs, changes, estimated)
         return Program(
             strategy=strategy,
             ranks=ranks,
@@ -98,7 +104,7 @@ class Drawn:
             epochs=epochs,
             accumulate=accumulate,
             clip=clip,
-            clip_by="norm" if clip is None or closure else self.one_of("norm", "norm", "value"),
+            clip_by=self.one_of("norm", "norm", "value") if clip is not None and not closure and not zero else "norm",
             weighs=not manual and not data.spoils and self.chance(25),
             adds=not manual and self.chance(30),
             nothing=nothing,
@@ -134,7 +140,7 @@ class Drawn:
             family=family,
             norm=self.one_of("none", "batch", "layer") if family == "mlp" else "none",
             dropout=self.one_of(0.0, 0.3),
-            buffer=self.one_of("none", "none", "in_place", "reassigned"),
+            buffer=self.one_of("none", "in_place", "reassigned"),
             scale=self.chance(25),
             unused=self.chance(5),
             tied=tied,
@@ -143,9 +149,11 @@ class Drawn:
     def data(self, ranks: int) -> Data:
         kind = self.one_of("map", "map", "map", "sampler", "batch_sampler", "iterable", "reused")
         samples = self.between(4, 14)
-        if kind in ("iterable", "reused"):
+        if kind == "iterable" and self.chance(20):
+            kind = "sharded"
+        if kind in OWN_PARTS:
             samples = self.between(4 * ranks, 8 * ranks)
-        own = kind in ("batch_sampler", "iterable", "reused")
+        own = kind == "batch_sampler" or kind in OWN_PARTS
         return Data(
             kind=kind,
             samples=samples,
@@ -153,17 +161,18 @@ class Drawn:
             shuffle=kind == "map" and self.chance(60),
             drop_last=kind == "map" and samples >= 12 and self.chance(10),
             spoils=self.chance(20),
-            workers=2 if kind != "reused" and self.chance(4) else 0,
-            rising=kind in ("iterable", "reused") and ranks > 1 and self.chance(60),
+            workers=2 if kind == "sharded" or (kind != "reused" and self.chance(4)) else 0,
+            rising=kind in OWN_PARTS and ranks > 1 and self.chance(60),
             claims=self.one_of(0, 0, None, -2, -1, 2) if own else 0,
         )
 
     def optimizers(self, strategy: str, precision: str, net: Net, manual: bool) -> tuple[Optimizer, ...]:
         lr = self.one_of(0.1, 0.05)
         kind = self.one_of("sgd", "momentum", "adamw", "adamw")
-        sharded = strategy.startswith(("fsdp", "deepspeed"))
-        if precision in ("32-true", "64-true") and not net.dropout and not sharded and self.chance(12):
-            return (Optimizer(self.one_of("lbfgs", "sam"), "all", lr),)
+        zero = strategy.startswith("deepspeed")
+        if precision in ("32-true", "64-true", "bf16-mixed") and not net.dropout and not zero and self.chance(12):
+            # A line search goes where rounding sends it.
+            return (Optimizer("sam" if precision == "bf16-mixed" else self.one_of("lbfgs", "sam"), "all", lr),)
         if net.tied or strategy.startswith("deepspeed") or not self.chance(50 if manual else 20):
             return (Optimizer(kind, "all", lr),)
         return (Optimizer(kind, "body", lr), Optimizer(self.one_of("sgd", "adamw"), "head", lr))
@@ -173,11 +182,13 @@ class Drawn:
             return (Turn(closure=True),)
         toggles = len(optimizers) > 1 and self.chance(30)
         turns = []
+        scales = precision == "16-mixed"  # where it matters how often something steps or clips
         for _ in range(self.between(1, 2)):
             for number in range(len(optimizers)):
-                clips = self.one_of(0, 0, 1, 2)
+                clips = self.one_of(0, 1, 2) if scales else self.one_of(0, 0, 1, 2)
                 closure = not clips and self.chance(15)
-                turns.append(Turn(number, self.one_of(1, 1, 2), clips, toggles, closure))
+                steps = self.one_of(2, 1) if scales else self.one_of(1, 1, 2)
+                turns.append(Turn(number, steps, clips, toggles, closure))
         return tuple(turns)
 
     def changes(
@@ -198,9 +209,14 @@ class Drawn:
         kind = "adamw" if kind in ("lbfgs", "sam") else kind
         return net, (Optimizer(kind, "all", lr),), tuple(changes)
 
-    def validation(self) -> Validation:
+    def validation(self, ranks: int) -> Validation:
+        kind = self.one_of("map", "map", "map", "map", "iterable")
+        sharded = kind == "iterable" and self.chance(20)
         return Validation(
-            samples=self.between(1, 7),
+            kind="sharded" if sharded else kind,
+            samples=self.between(1, 7) if kind == "map" else self.between(4 * ranks, 6 * ranks),
+            claims=0 if kind == "map" else self.one_of(0, -1, 2, None),
+            workers=2 if sharded else 0,
             batch=self.between(1, 3),
             interval=self.one_of(None, None, 1, 2, 0.5, 0.34),
             every_n_epochs=self.one_of(1, 1, 2),
@@ -241,18 +257,21 @@ class Drawn:
         return Log(where, what, on_step, on_epoch, reduce_fx, batch_size, self.one_of(None, None, True, False))
 
     def schedulers(
-        self, validation: Validation | None, logs: tuple[Log, ...], changes: tuple[Change, ...]
+        self, validation: Validation | None, logs: tuple[Log, ...], changes: tuple[Change, ...], estimated: bool
     ) -> tuple[Scheduler, ...]:
         if not self.chance(35):
             return ()
         kinds = ["step"]
         if not any(change.what == "group" for change in changes):
             kinds.append("warmup")
+            kinds += ["linear"] if estimated else []
         watched = next((log for log in logs if log.where == "validation_step"), None)
         watches = watched is not None and watched.what == "loss" and watched.sync_dist is not False
         if watches and validation is not None and validation.interval is None and validation.every_n_epochs == 1:
             kinds.append("plateau")
         kind = self.one_of(*kinds)
+        if kind == "linear":
+            return (Scheduler(kind, "step"),)
         interval = "epoch" if kind == "plateau" else self.one_of("epoch", "step")
         return (Scheduler(kind, interval, self.one_of(1, 1, 2)),)
 
@@ -283,7 +302,7 @@ class Drawn:
         hook = self.one_of(*hooks)
         at = self.between(0, 3) if "batch" in hook else 0
         within = validation is not None and validation.interval is not None
-        if within or self.chance(50) or data.kind in ("iterable", "reused", "batch_sampler"):
+        if within or self.chance(50) or data.kind == "batch_sampler" or data.kind in OWN_PARTS:
             return Resume(hook, at, ranks, strategy)
         other = self.one_of("single_device", "ddp", "fsdp")
         if optimizers[0].kind == "lbfgs":

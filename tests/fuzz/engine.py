@@ -88,7 +88,7 @@ class Trained(TrainModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert self.program.validation is not None
-        parts = taken(batch, False)
+        parts = taken(batch, self.program.data.spoils)
         if self.program.validation.draws:
             torch.rand(3)
         self.say("validation_step", self.net.loss(parts), batch_idx, parts)
@@ -116,7 +116,8 @@ class Trained(TrainModule):
             return {"optimizer": optimizers[0], "closure": True}
         schedulers = []
         for plan in program.schedulers:
-            scheduler = make_scheduler(optimizers[0], plan)
+            steps = self.trainer.estimated_stepping_batches if plan.kind == "linear" else 0
+            scheduler = make_scheduler(optimizers[0], plan, int(steps))
             schedulers.append({"scheduler": scheduler, "interval": plan.interval, "frequency": plan.frequency})
             if plan.kind == "plateau":
                 schedulers[-1]["monitor"] = monitored(program)
@@ -333,7 +334,7 @@ def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
             trainer = Fit(strategy=strategy_of(strategy, program), callbacks=recorder, **settings(program, outcome))
             loaders = [training_loader(program, ranks, rank)]
             if program.validation is not None:
-                loaders.append(validation_loader(program))
+                loaders.append(validation_loader(program, ranks, rank))
             trainer.fit(module, *loaders, ckpt_path=path if resumed else None)
         except Exception as error:
             if program.ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
@@ -361,7 +362,7 @@ def launched(program: Program, plant: str = "") -> Outcome:
             trainer = Fit(strategy=program.strategy, devices=program.ranks, callbacks=recorder, **options)
             loaders = [training_loader(program, 1, 0)]
             if program.validation is not None:
-                loaders.append(validation_loader(program))
+                loaders.append(validation_loader(program, 1, 0))
             trainer.fit(module, *loaders)
             outcome.counts = counts(trainer)
             outcome.metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}

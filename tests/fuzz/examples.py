@@ -12,6 +12,7 @@ from fuzz.program import (
     Optimizer,
     Program,
     Resume,
+    Scheduler,
     Stop,
     Turn,
     Validation,
@@ -73,6 +74,37 @@ EXAMPLES = (
         "a batch sampler that promises too little",
         "I-04: two of four batches were left out",
         Program(data=Data(kind="batch_sampler", samples=4, batch=1, claims=-2)),
+    ),
+    Example(
+        "samples that workers share, fewer on one rank than on the other",
+        "I-04: torch's estimate ended the epoch, in training and in validation",
+        Program(
+            strategy="fsdp",
+            ranks=2,
+            data=Data(kind="sharded", samples=14, workers=2),
+            validation=Validation(kind="sharded", samples=10, workers=2),
+            logs=(Log("validation_step", on_step=False, on_epoch=True),),
+        ),
+    ),
+    Example(
+        "a schedule that goes by a length that is too short",
+        "I-04: it ran out, and training went on with a rate of nothing",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            data=Data(kind="batch_sampler", samples=9, claims=-2),
+            schedulers=(Scheduler("linear", "step"),),
+        ),
+    ),
+    Example(
+        "a rank that joins in validation, whose batch was taken to pieces before",
+        "I-04, I-07: a KeyError under FSDP",
+        Program(
+            strategy="fsdp",
+            ranks=2,
+            data=Data(spoils=True),
+            validation=Validation(kind="iterable", samples=9, batch=1, claims=2),
+        ),
     ),
     Example(
         "a run without a step is asked to stop",
@@ -144,5 +176,66 @@ EXAMPLES = (
         "saved after the epoch's validation, resumed on fewer ranks",
         "validation, which was over, ran once more",
         Program(strategy="ddp", ranks=2, validation=Validation(), resume=Resume("on_validation_end")),
+    ),
+    Example(
+        "LBFGS with a rank that only joins, in double precision",
+        "B-16: it exchanged its loss in another dtype, and the process aborted",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            precision="64-true",
+            data=Data(kind="sampler", samples=5, batch=1),
+            optimizers=(Optimizer("lbfgs"),),
+        ),
+    ),
+    Example(
+        "a step's value to be reduced, in an epoch without a step",
+        "H-03: each rank logged its own",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            precision="16-mixed",
+            data=Data(samples=4, batch=1),
+            logs=(Log(on_step=False, on_epoch=True), Log(sync_dist=True)),
+        ),
+    ),
+    Example(
+        "layers of configure_model in another dtype than the precision's",
+        "D-03: under FSDP they were all zeros",
+        Program(strategy="fsdp", ranks=2, precision="64-true", data=Data(samples=4, batch=1), late=True),
+    ),
+    Example(
+        "attention with dropout in manual optimization",
+        "I-02: backward ran within autocast, which cast products that the forward had made in float32",
+        Program(
+            strategy="ddp",
+            precision="bf16-mixed",
+            net=Net(family="transformer", dropout=0.3),
+            data=Data(samples=4, batch=1),
+            optimizers=(Optimizer("momentum"),),
+            manual=(Turn(repeats=2),),
+            epochs=2,
+        ),
+    ),
+    Example(
+        "SAM beside a buffer that changes",
+        "what DDP gives out before an evaluation",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            net=Net(buffer="in_place"),
+            data=Data(samples=4, batch=1),
+            optimizers=(Optimizer("sam"),),
+        ),
+    ),
+    Example(
+        "an epoch's end is logged, and the run goes on on more ranks",
+        "the new rank was said to log other keys",
+        Program(
+            data=Data(samples=4, batch=1),
+            epochs=2,
+            logs=(Log(where="on_train_epoch_end", what="number", on_step=False, on_epoch=True),),
+            resume=Resume(ranks=2, strategy="ddp"),
+        ),
     ),
 )

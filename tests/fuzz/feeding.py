@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from fuzz.nets import FEATURES, LENGTH, PADDING, VOCABULARY, Parts
-from fuzz.program import Data, Program
+from fuzz.program import OWN_PARTS, Data, Program
 
 NAMES = ("x", "y", "index")
 
@@ -81,12 +81,29 @@ class Unmeasured(Ragged):
     __len__ = None  # type: ignore[assignment]
 
 
-def batches_of_rank(data: Data, ranks: int, rank: int) -> list[list[int]]:
-    """The batches of the part of an iterable data set that is a rank's own; no two ranks have as much."""
+def part_of_rank(data: Data, ranks: int, rank: int) -> list[int]:
+    """The samples of an iterable data set that are a rank's own; no two ranks have as many."""
     shares = [one + 1 if data.rising else ranks - one for one in range(ranks)]
     start, stop = (data.samples * sum(shares[:bound]) // sum(shares) for bound in (rank, rank + 1))
-    own = list(range(start, stop))
-    return [own[first : first + data.batch] for first in range(0, len(own), data.batch)]
+    return list(range(start, stop))
+
+
+def batches_of_rank(data: Data, ranks: int, rank: int) -> list[list[int]]:
+    """The batches of that part; where workers share its samples each makes batches of its own, and they take turns."""
+    own = part_of_rank(data, ranks, rank)
+    if data.kind == "sharded":
+        parts = [in_batches(own[worker :: data.workers], data.batch) for worker in range(data.workers)]
+        return [part[at] for at in range(max(map(len, parts))) for part in parts if at < len(part)]
+    return in_batches(own, data.batch)
+
+
+def in_batches(indices: list[int], size: int) -> list[list[int]]:
+    return [indices[first : first + size] for first in range(0, len(indices), size)]
+
+
+def claimed(data: Data, ranks: int, rank: int) -> int:
+    """Batches that a rank's loader of such a part says there are; it knows nothing of what workers get."""
+    return max(1, len(in_batches(part_of_rank(data, ranks, rank), data.batch)) + (data.claims or 0))
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
@@ -116,19 +133,52 @@ class MeasuredStream(Stream):
 
     def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
         super().__init__(data, on_tokens, ranks, rank)
-        self.length = max(1, len(self.batches) + (data.claims or 0))
+        self.length = claimed(data, ranks, rank)
 
     def __len__(self) -> int:
         return self.length
+
+
+class Sharded(IterableDataset[dict[str, Tensor]]):
+    """An iterable data set of samples, which the workers share."""
+
+    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
+        self.parts = numbers(data.samples, on_tokens)
+        self.indices = part_of_rank(data, ranks, rank)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        for index in self.indices[worker.id :: worker.num_workers]:
+            yield dict(zip(NAMES, (part[index] for part in self.parts), strict=True))
+
+
+class MeasuredShards(Sharded):
+    """One with a length, from which torch estimates the loader's: in samples, and not of what each worker gets."""
+
+    def __init__(self, data: Data, on_tokens: bool, ranks: int, rank: int) -> None:
+        super().__init__(data, on_tokens, ranks, rank)
+        self.length = claimed(data, ranks, rank) * data.batch
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def part_loader(data: Data, on_tokens: bool, ranks: int, rank: int) -> Any:
+    """A loader of a rank's own part."""
+    if data.kind == "sharded":
+        shards = (Sharded if data.claims is None else MeasuredShards)(data, on_tokens, ranks, rank)
+        return DataLoader(shards, data.batch, num_workers=data.workers)
+    stream = (Stream if data.claims is None else MeasuredStream)(data, on_tokens, ranks, rank)
+    return DataLoader(stream, batch_size=None, num_workers=data.workers)
 
 
 def training_loader(program: Program, ranks: int, rank: int) -> Any:
     """The loader that the user hands to ``fit``."""
     data, on_tokens = program.data, program.net.family != "mlp"
     options: dict[str, Any] = {"num_workers": data.workers}
-    if data.kind in ("iterable", "reused"):
-        kind = Stream if data.claims is None else MeasuredStream
-        return DataLoader(kind(data, on_tokens, ranks, rank), batch_size=None, **options)
+    if data.kind in OWN_PARTS:
+        return part_loader(data, on_tokens, ranks, rank)
     dataset = Samples(data.samples, on_tokens)
     if data.kind == "sampler":
         return DataLoader(dataset, data.batch, sampler=Backwards(data.samples), **options)
@@ -137,10 +187,13 @@ def training_loader(program: Program, ranks: int, rank: int) -> Any:
     return DataLoader(dataset, data.batch, shuffle=data.shuffle, drop_last=data.drop_last, **options)
 
 
-def validation_loader(program: Program) -> Any:
+def validation_loader(program: Program, ranks: int, rank: int) -> Any:
     """The loader of validation."""
     assert program.validation is not None
-    dataset = Samples(program.validation.samples, program.net.family != "mlp")
+    on_tokens = program.net.family != "mlp"
+    if program.validation.kind != "map":
+        return part_loader(program.validation.data, on_tokens, ranks, rank)
+    dataset = Samples(program.validation.samples, on_tokens)
     return DataLoader(dataset, program.validation.batch)
 
 

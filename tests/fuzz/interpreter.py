@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.dealing import Micro, dealt, epoch_of, evaluated, streamed
+from fuzz.dealing import Micro, dealt, epoch_of, evaluated, said, streamed
 from fuzz.diary import Diary
 from fuzz.feeding import numbers
 from fuzz.nets import Model, Parts, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, scheduler_state, tensors_of
-from fuzz.program import Program, Turn
+from fuzz.program import OWN_PARTS, Program, Turn
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -51,7 +51,9 @@ class Loop:
             self.net.to(DTYPES[program.precision])
         self.parameters = list(self.net.parameters())
         self.optimizers = [make_optimizer(self.net, program, number) for number in range(len(program.optimizers))]
-        self.schedulers = [(make_scheduler(self.optimizers[0], plan), plan) for plan in program.schedulers]
+        self.schedulers = [
+            (make_scheduler(self.optimizers[0], plan, self.estimate()), plan) for plan in program.schedulers
+        ]
         self.ranks = [self.fresh_rank(rank, 1000) for rank in range(self.world)]
         self.scale = 65536.0 if program.precision == "16-mixed" else 1.0
         self.outcome = Outcome()
@@ -95,6 +97,15 @@ class Loop:
                 for rank in self.ranks:
                     rank.gradients[position] = mean.clone()
             parameter.grad = self.ranks[0].gradients[position]
+
+    def begin_forward(self, at: int) -> None:
+        """What DDP does before micro-batch ``at`` of a window.
+
+        It gives buffers out where a backward before has synchronised; torch cannot leave that out in the first window
+        of a static graph.
+        """
+        if self.broadcasts() and (at == 0 or (self.steps == 0 and self.strategy == "ddp_static_graph")):
+            self.give_out_buffers()
 
     def give_out_buffers(self) -> None:
         """All ranks take rank 0's."""
@@ -170,13 +181,14 @@ class Loop:
 
     def micros(self, left: list[int]) -> list[Micro]:
         data = self.program.data
-        if data.kind in ("iterable", "reused"):
-            return streamed(data, self.world)
+        if data.kind in OWN_PARTS:
+            return streamed(data, self.world) if left else []
         return dealt(data, left, self.world)
 
     def ends_after_window(self, over: bool) -> bool:
         """Whether somebody asked for the end while there is data left."""
         self.limited = self.reached_limit()
+        over = over and said(self.program.data, self.world) == self.batch_idx  # else nobody knows it yet
         return not over and (self.should_stop or self.limited)
 
     def end_epoch(self, cut: bool) -> None:
@@ -209,13 +221,10 @@ class Loop:
         self.evaluations: list[Callable[[], float]] = []
         evaluated_loss = 0.0
         for at, (micro, parts) in enumerate(zip(window, batches, strict=True)):
-            # DDP gives them out where a backward before has synchronised; torch cannot leave that out in the first
-            # window of a static graph.
-            if self.broadcasts() and (at == 0 or (self.steps == 0 and self.strategy == "ddp_static_graph")):
-                self.give_out_buffers()
             if self.begins_with_skip(micro):
                 return False
             if program.manual:
+                self.begin_forward(at)
                 self.turns(micro, parts)
                 stepped = True
             else:
@@ -223,6 +232,7 @@ class Loop:
                     for _ in self.optimizers:
                         self.hook("on_before_zero_grad")
                     self.clear(self.parameters)
+                self.begin_forward(at)
                 evaluated_loss += self.forward_backward(micro, parts, weights[at], total, first=True)
                 closes = at == len(window) - 1
                 stepped = closes and total > 0 and self.close(window, batches, weights, total, evaluated_loss)
@@ -243,6 +253,8 @@ class Loop:
             if at == len(window) - 1:
                 self.save_where_asked()
             self.validate_within(over and at == len(window) - 1)
+            if at == len(window) - 1:
+                self.save_where_asked()
         return True
 
     def begins_with_skip(self, micro: Micro) -> bool:
@@ -263,7 +275,7 @@ class Loop:
         """A rank's batch, and whether the rank only joins with it."""
         data, mine = self.program.data, micro[rank]
         joins = not mine
-        if joins and data.kind in ("iterable", "reused"):
+        if joins and data.kind in OWN_PARTS:
             mine = self.ranks[rank].last
         elif joins:
             mine = micro[0][:1]
@@ -348,12 +360,12 @@ class Loop:
         """The window once more, at the point where the optimizer now stands; nothing is logged."""
         self.clear(self.parameters)
         with torch.enable_grad():
-            parts = [
-                self.forward_backward(micro, batches[at], weights[at], total, first=False)
-                for at, micro in enumerate(window)
-            ]
+            value = 0.0
+            for at, micro in enumerate(window):
+                self.begin_forward(at)
+                value += self.forward_backward(micro, batches[at], weights[at], total, first=False)
         self.average_gradients()
-        return sum(parts)
+        return value
 
     def unscale(self, parameters: list[Any]) -> bool:
         """Divide gradients by the loss scale; whether all are finite."""
@@ -436,16 +448,29 @@ class Loop:
             kept = [float(loss) for loss, (_, joins) in zip(losses, batches, strict=True) if not joins]
             return torch.tensor(sum(kept) / len(kept))
 
+        def before_step() -> None:
+            self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+            self.hook("on_before_optimizer_step", micro)
+
         if turn.closure and self.program.optimizers[turn.optimizer].kind in ("lbfgs", "sam"):
-            optimizer.step(torch.enable_grad()(closure))
+            told: list[bool] = []
+
+            def asked() -> Tensor:
+                with torch.enable_grad():
+                    loss = closure()
+                if not told:
+                    told.append(True)
+                    before_step()
+                return loss
+
+            optimizer.step(asked)
             self.share_gradients()
             return True, losses
         closure()
         finite = self.unscale(held)
         for _ in range(turn.clips):
             self.clip_by(held, 0.1, "norm")
-        self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
-        self.hook("on_before_optimizer_step", micro)
+        before_step()
         if finite:
             optimizer.step()
         self.share_gradients()
@@ -464,6 +489,9 @@ class Loop:
         return contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
     def step_scheduler(self, scheduler: Any, kind: str) -> None:
+        if kind == "linear" and self.steps > self.estimate():
+            self.outcome.error = "ConfigurationError"  # it has run out, and there is more data
+            raise Stopped
         if kind == "plateau":
             scheduler.step(self.diary.monitored())
         else:
@@ -529,8 +557,7 @@ class Loop:
         assert validation is not None
         if not self.due():
             return
-        missed = validation.interval is not None and self.batch_idx < self.interval()
-        if validation.interval is None or cut or (missed and isinstance(validation.interval, float)):
+        if validation.interval is None or cut or self.missed():
             if self.outcome.hooks and self.validated_at == self.micro_batches:
                 return
             self.validate()
@@ -546,10 +573,27 @@ class Loop:
         if isinstance(validation.interval, int):
             return validation.interval
         assert validation.interval is not None
-        length = len(self.micros(epoch_of(data, self.program.seed, self.epoch)))
-        if data.kind in ("iterable", "reused", "batch_sampler"):
-            length = max(1, length + (data.claims or 0))
-        return max(1, int(length * validation.interval))
+        length = said(data, self.world)
+        return max(1, int((2**31 if length is None else length) * validation.interval))  # of None: it is refused
+
+    def missed(self) -> bool:
+        """Whether the data ended before a validation to which, by the length that was said, the epoch would come."""
+        validation, length = self.program.validation, said(self.program.data, self.world)
+        assert validation is not None
+        if length is None or validation.interval is None:
+            return False
+        interval = self.interval()
+        if isinstance(validation.interval, int):  # where none came at all: how many come is for the data to say
+            return self.batch_idx < interval <= length
+        return (self.batch_idx // interval + 1) * interval <= length
+
+    def estimate(self) -> int:
+        """The run's steps by what the loaders say."""
+        program = self.program
+        length = said(program.data, self.world)
+        steps = -(-length // program.accumulate) * program.epochs if length is not None else 0
+        stop = program.stop
+        return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps
 
     def validate(self) -> None:
         """Validate on all ranks; training's generators and modes are as before."""
@@ -563,8 +607,11 @@ class Loop:
         self.hook("on_validation_start")
         self.hook("on_validation_epoch_start")
         data = numbers(validation.samples, self.net.on_tokens)
+        micros = evaluated(validation.samples, validation.batch, self.world)
+        if validation.kind != "map":
+            micros = streamed(validation.data, self.world)
         dtype = DTYPES.get(self.program.precision)
-        for at, micro in enumerate(evaluated(validation.samples, validation.batch, self.world)):
+        for at, micro in enumerate(micros):
             if micro[0]:
                 self.hook("on_validation_batch_start", micro)
             for rank, mine in enumerate(micro):

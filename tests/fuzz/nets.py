@@ -164,8 +164,10 @@ def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer) -> torch.opt
     return SGD(parameters, lr=plan.lr, momentum=0.9 if plan.kind == "momentum" else 0.0)
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler) -> Any:
-    """Build a scheduler."""
+def make_scheduler(optimizer: torch.optim.Optimizer, plan: Scheduler, steps: int) -> Any:
+    """Build a scheduler; "linear" takes so many steps."""
+    if plan.kind == "linear":
+        return LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
     if plan.kind == "warmup":
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     if plan.kind == "plateau":

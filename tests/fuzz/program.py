@@ -37,12 +37,13 @@ class Data:
 
     Attributes:
         kind: "map", "sampler" (backwards), "batch_sampler" (batches of different sizes), "iterable" (a part of each
-            rank's own), or "reused" (an iterable that fills one buffer again and again).
+            rank's own), "sharded" (an iterable of samples, which workers share) or "reused" (an iterable that fills
+            one buffer again and again).
         samples: in the data set; for iterable kinds those of all ranks together.
         batch: samples of a rank's micro-batch.
         shuffle: for "map".
         drop_last: for "map".
-        spoils: the step takes the batch, a dict, to pieces.
+        spoils: the step takes the batch, a dict, to pieces, and that of validation too.
         claims: what ``len(loader)`` says beyond what is there, where it is the user's own; None for no length.
         workers: processes that read.
         rising: of iterable kinds: rank 0 has the least, instead of the most.
@@ -59,6 +60,10 @@ class Data:
     rising: bool = False
 
 
+OWN_PARTS = ("iterable", "sharded", "reused")
+"""Kinds of data of which each rank reads a part of its own."""
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """An optimizer: "sgd", "momentum", "adamw", "lbfgs" or "sam", over "all", "body" or "head"."""
@@ -70,7 +75,10 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A scheduler of the first optimizer: "step" (halves) or "warmup" (from a tenth), or "plateau"."""
+    """A scheduler of the first optimizer: "step" (halves), "warmup" (from a tenth), "plateau", or "linear".
+
+    The last goes down to nothing in as many steps as the run is estimated to take.
+    """
 
     kind: str = "step"
     interval: str = "epoch"
@@ -104,8 +112,9 @@ class Log:
 
 @dataclass(frozen=True)
 class Validation:
-    """Validation within fit; ``interval`` is ``val_check_interval``."""
+    """Validation within fit; ``interval`` is ``val_check_interval``, what is not told here is as in `Data`."""
 
+    kind: str = "map"
     samples: int = 4
     batch: int = 2
     interval: int | float | None = None
@@ -113,6 +122,13 @@ class Validation:
     sanity: int = 0
     inference_mode: bool = True
     draws: bool = False  # the validation step draws from torch's generator
+    claims: int | None = 0
+    workers: int = 0
+
+    @property
+    def data(self) -> Data:
+        """What it reads."""
+        return Data(self.kind, self.samples, self.batch, claims=self.claims, workers=self.workers)
 
 
 @dataclass(frozen=True)

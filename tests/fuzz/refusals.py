@@ -12,6 +12,8 @@ Permit = tuple[str, Callable[[Program], bool]]
 PERMITTED: tuple[Permit, ...] = (
     ("val_check_interval=", lambda program: _interval_is_too_long(program)),
     ("with a training loader of unknown length", lambda program: program.data.claims is None),
+    ("ranks' PearsonCorrCoef", lambda program: _merges_correlations(program)),
+    ("ran out after", lambda program: any(plan.kind == "linear" for plan in program.schedulers)),
     ("find_unused_parameters", lambda program: program.net.unused and program.strategy == "ddp"),
 )
 
@@ -24,3 +26,9 @@ def _interval_is_too_long(program: Program) -> bool:
 def permitted(program: Program, text: str) -> bool:
     """Whether ``program`` may be refused with an error that says ``text``."""
     return any(words in text and may(program) for words, may in PERMITTED)
+
+
+def _merges_correlations(program: Program) -> bool:
+    """Whether states of ranks come together that torchmetrics has no way to merge."""
+    resume = program.resume
+    return resume is not None and resume.ranks < program.ranks and any(log.what == "pearson" for log in program.logs)

@@ -58,6 +58,8 @@ class Scored(TrainModule):
         self.net = Mlp()
         self._splits = splits
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+        # One for each of several loaders; a metric object is of one data set.
+        self.accuracies = nn.ModuleList(self.accuracy.clone() for _ in SIZES)
 
     def configure_model(self) -> None:
         if self._splits:
@@ -71,15 +73,15 @@ class Scored(TrainModule):
         self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
         return nn.functional.cross_entropy(output, y)
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y, _ = batch
         output = self.net(x)
-        self.accuracy.update(output, y)
+        self.accuracies[dataloader_idx].update(output, y)
         self.log("loss", nn.functional.cross_entropy(output, y))
-        self.log("accuracy", self.accuracy)
+        self.log("accuracy", self.accuracies[dataloader_idx])
         self.log("most", output.max(), reduce_fx="max")
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Tensor, Tensor]:
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> tuple[Tensor, Tensor]:
         return batch[2], self.net(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -136,13 +138,11 @@ def look(candidate: Candidate, ranks: int, rank: int) -> Findings:
     splits = candidate.tensor > 1
     try:
         common: dict[str, Any] = settings(candidate, ranks)
-        for samples, batch_size in SIZES:
-            loader = DataLoader(TensorDataset(*classes(samples)), batch_size=batch_size)
-            module = scored(splits)
-            (findings.scores[samples, batch_size],) = Fit(**common).validate(module, loader, verbose=False)
-            findings.predictions[samples, batch_size] = Fit(**common).predict(module, loader)
+        # One data set by itself, and all the others in one run.
+        _evaluate(findings, common, splits, *SIZES[:1])
+        _evaluate(findings, common, splits, *SIZES[1:])
         accuracy = EpochAccuracy()
-        loader = DataLoader(TensorDataset(*classes(97)), batch_size=8, shuffle=True)
+        loader = DataLoader(TensorDataset(*classes(97)), batch_size=16, shuffle=True)
         Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(splits), loader)
         findings.train_accuracy = accuracy.values
         _draw(findings, common, rank, splits)
@@ -155,6 +155,18 @@ def look(candidate: Candidate, ranks: int, rank: int) -> Findings:
     except Exception:
         findings.error = traceback.format_exc()
     return findings
+
+
+def _evaluate(findings: Findings, common: dict[str, Any], splits: bool, *sizes: tuple[int, int]) -> None:
+    loaders = [DataLoader(TensorDataset(*classes(samples)), batch_size=batch_size) for samples, batch_size in sizes]
+    module = scored(splits)
+    scores = Fit(**common).validate(module, loaders, verbose=False)
+    predictions = Fit(**common).predict(module, loaders)
+    for number, size in enumerate(sizes):
+        findings.scores[size] = {
+            name.removesuffix(f"/dataloader_idx_{number}"): value for name, value in scores[number].items()
+        }
+        findings.predictions[size] = predictions[number] if len(sizes) > 1 else predictions
 
 
 def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.metrics.packing import agreed_value
+from drivetrain.metrics.agreement import agreed_value
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit

@@ -268,7 +268,7 @@ def number(value: float) -> str:
 
 def _line(phase: Phase, metrics: Mapping[str, float], now: float) -> str:
     rate, parts = phase.rate(now), [phase.title]
-    if phase.total:
+    if phase.total and phase.done <= phase.total:  # else the length it was reckoned with is proven wrong
         filled = min(_BAR_WIDTH, _BAR_WIDTH * phase.done // phase.total)
         parts.append(f"|{'#' * filled}{'-' * (_BAR_WIDTH - filled)}| {phase.done}/{phase.total}")
         left = f"<{clock((phase.total - phase.done) / rate)}" if rate > 0 else ""

@@ -16,6 +16,9 @@ from drivetrain.errors import ConfigurationError, nearest
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
+_NONE: Any = object()
+"""No batch, where None may be one."""
+
 # Stands for how often a loader starts again within an epoch, where that cannot be known before.
 _MANY_PASSES = 2**16
 
@@ -61,7 +64,7 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         """Yield (batch, batch_idx, dataloader_idx), as Lightning does; the last is 0 but for ``"sequential"``."""
-        parts = [_Part(sized(loader), _opener(loader)) for loader in self.flattened]
+        parts = [_Part(_opener(loader)) for loader in self.flattened]
         if self.mode == "sequential":
             for index, part in enumerate(parts):
                 for number, batch in enumerate(part.open(0, 0)):
@@ -103,6 +106,7 @@ class CombinedSource:
         known = [source.samples for source in sources if source.samples is not None]
         self.samples = sum(known) if len(known) == len(sources) else None
         self.length = combined_length([source.length for source in sources], loader.mode)
+        self.certain = all(source.certain for source in sources)
         self.in_process = any(source.in_process for source in sources)
         self.stateful = any(source.stateful for source in sources)
         self.stride = sources[0].stride if loader.mode != "sequential" else None
@@ -124,6 +128,9 @@ class CombinedSource:
             return self._one_by_one(epoch, start)
         return self._together(epoch, start)
 
+    def count(self, epoch: int) -> int | None:
+        return self.length if self.certain else None
+
     def state_dict(self) -> dict[str, Any]:
         return {"sources": [source.state_dict() for source in self._sources]}
 
@@ -136,13 +143,17 @@ class CombinedSource:
             source.close()
 
     def _one_by_one(self, epoch: int, start: int) -> Iterator[tuple[Any, Share]]:
-        left = list(self._sources)
-        while len(left) > 1 and left[0].length is not None and start >= left[0].length:
-            start -= left.pop(0).length or 0
-        if left[0].length is not None:
+        left, length = list(self._sources), None
+        while start and len(left) > 1:
+            length = left[0].count(epoch)
+            if length is None or start < length:
+                break
+            start -= length
+            left.pop(0)
+        if start == 0 or len(left) == 1 or length is not None:
             # Started here and not with the first batch, as other sources are.
             first, start = left.pop(0).epoch(epoch, start), 0
-        else:
+        else:  # it may end before that batch
             first = left.pop(0).epoch(epoch)
         return islice(chain(first, self._rest(left, epoch)), start, None)
 
@@ -156,9 +167,9 @@ class CombinedSource:
         for source in self._sources:
             passes = 1
             if self._loader.mode == "max_size_cycle":
-                known = source.length is not None and self.length is not None
+                known = self.certain and source.length
                 passes = -(-self.length // source.length) if known else _MANY_PASSES  # type: ignore[operator]
-            parts.append(_Part(source.length, _source_opener(source, epoch * passes)))
+            parts.append(_source_part(source, epoch * passes))
         return self._batches(_rows(parts, self._loader.mode, start))
 
     def _batches(self, rows: Iterator[list[Any]]) -> Iterator[tuple[Any, Share]]:
@@ -169,10 +180,17 @@ class CombinedSource:
 
 
 class _Part(NamedTuple):
-    """A loader among others: its length, and how to start its n-th pass at a batch."""
+    """A loader among others.
 
-    length: int | None
+    Attributes:
+        open: starts its n-th pass at a batch.
+        length: of a pass, where that is certain.
+        length_of: how long its n-th pass is, where that can be told.
+    """
+
     open: Callable[[int, int], Iterator[Any]]
+    length: int | None = None
+    length_of: Callable[[int], int | None] = lambda number: None
 
 
 def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
@@ -185,54 +203,90 @@ def combined_length(lengths: Sequence[int | None], mode: str) -> int | None:
     return min(known) if mode == "min_size" else max(known)
 
 
+class _Place(NamedTuple):
+    """Where a loader stands in some step: in which pass, at which batch, and whether one has come to its end."""
+
+    number: int = 0
+    offset: int = 0
+    ended: bool = False
+
+
 def _rows(parts: Sequence[_Part], mode: str, start: int) -> Iterator[list[Any]]:
     """Start every part, and return what they give in each step from ``start`` on."""
     cycles = mode == "max_size_cycle"
     steps = combined_length([part.length for part in parts], mode)
-    passes, ended, running = [0] * len(parts), [False] * len(parts), []
-    for index, part in enumerate(parts):
-        offset = start
-        if steps is None or part.length is None:
-            offset = 0
-        elif start >= part.length:
-            ended[index] = True
-            if cycles:
-                passes[index], offset = divmod(start, part.length)
-        running.append(iter(()) if ended[index] and not cycles else part.open(passes[index], offset))
-    if steps is None:
-        # Where a length is unknown there is no telling where a later step stands in each part.
-        return islice(_stepped(parts, mode, running, passes, ended), start, None)
-    return islice(_stepped(parts, mode, running, passes, ended), max(0, steps - start))
+    found = [_place(part, start, cycles) for part in parts]
+    places = [place for place in found if place is not None]
+    if len(places) < len(parts):
+        # There is no telling where each part stands then.
+        return islice(_rows(parts, mode, 0), start, None)
+    if _over([place.ended for place in places], mode):
+        return iter(())
+    running = [
+        iter(()) if place.ended and not cycles else part.open(place.number, place.offset)
+        for part, place in zip(parts, places, strict=True)
+    ]
+    rows = _stepped(parts, mode, places, running)
+    # Where all lengths are certain nobody is asked for a batch that is not there.
+    return rows if steps is None else islice(rows, max(0, steps - start))
+
+
+def _place(part: _Part, start: int, cycles: bool) -> _Place | None:
+    """Return where a part stands at step ``start``; None where that cannot be told."""
+    number, offset = 0, start
+    while offset:
+        length = part.length_of(number)
+        if not length:
+            return None
+        if offset < length:
+            break
+        if not cycles:
+            return _Place(ended=True)
+        number, offset = number + 1, offset - length
+    return _Place(number, offset, ended=number > 0)
 
 
 def _stepped(
-    parts: Sequence[_Part], mode: str, running: list[Iterator[Any]], passes: list[int], ended: list[bool]
+    parts: Sequence[_Part], mode: str, places: Sequence[_Place], running: list[Iterator[Any]]
 ) -> Iterator[list[Any]]:
+    cycles = mode == "max_size_cycle"
+    passes, ended = [place.number for place in places], [place.ended for place in places]
     while True:
-        row = []
-        for index, part in enumerate(parts):
-            try:
-                row.append(next(running[index]))
-                continue
-            except StopIteration:
+        row: list[Any] = []
+        missing = []
+        for index, batches in enumerate(running):
+            row.append(next(batches, _NONE))
+            if row[index] is _NONE:
+                missing.append(index)
                 ended[index] = True
-            if mode == "min_size" or all(ended):
-                return
-            running[index] = iter(())
-            if mode == "max_size_cycle":
+                if mode == "min_size":
+                    return
+        if _over(ended, mode):  # before any of them starts again for nothing
+            return
+        for index in missing:
+            running[index], row[index] = iter(()), None
+            if cycles:
                 passes[index] += 1
-                running[index] = part.open(passes[index], 0)
-            row.append(next(running[index], None))
+                running[index] = parts[index].open(passes[index], 0)
+                row[index] = next(running[index], None)
         yield row
+
+
+def _over(ended: Sequence[bool], mode: str) -> bool:
+    return any(ended) if mode == "min_size" else all(ended)
 
 
 def _opener(loader: Any) -> Callable[[int, int], Iterator[Any]]:
     return lambda _, offset: islice(iter(loader), offset, None)
 
 
-def _source_opener(source: BatchSource, first: int) -> Callable[[int, int], Iterator[Any]]:
+def _source_part(source: BatchSource, first: int) -> _Part:
     # Each pass is an epoch of its own, so that a loader that starts again is shuffled again.
-    return lambda number, offset: source.epoch(first + number, offset)
+    return _Part(
+        lambda number, offset: source.epoch(first + number, offset),
+        source.length if source.certain else None,
+        lambda number: source.count(first + number),
+    )
 
 
 def leaves(tree: Any) -> list[Any]:

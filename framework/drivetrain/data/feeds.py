@@ -27,10 +27,13 @@ class Feed(ABC):
     """A batch sampler (or sampler) of this rank's part, restarted at any micro-batch of any epoch.
 
     Args:
-        length: micro-batches of an epoch; None where the sampler does not say.
+        length: micro-batches that an epoch is said to have; None where the sampler does not say.
         items: the data set holds whole batches, so that an index stands by itself rather than in a list.
         keyed: requests go to workers, and carry which micro-batch they are for.
     """
+
+    certain = False
+    """Whether an epoch has ``length`` micro-batches, whatever a sampler says."""
 
     def __init__(self, length: int | None, items: bool, keyed: bool) -> None:
         self.length = length
@@ -47,6 +50,10 @@ class Feed(ABC):
     def shares(self, start: int, origin: Origin = START) -> Iterator[Share] | None:
         """Return what `begin` returns, without beginning anything; None where it shows only as the sampler is read."""
         return None
+
+    @abstractmethod
+    def count(self, epoch: int) -> int | None:
+        """See `BatchSource`."""
 
     @abstractmethod
     def _blocks(self) -> Iterator[list[Any]]:
@@ -92,6 +99,8 @@ class DealtFeed(Feed):
         keyed: see `Feed`.
     """
 
+    certain = True
+
     def __init__(self, deal: Deal, order_of: Callable[[int], Order], items: bool, keyed: bool) -> None:
         super().__init__(deal.length, items, keyed)
         self._deal = deal
@@ -103,6 +112,9 @@ class DealtFeed(Feed):
 
     def shares(self, start: int, origin: Origin = START) -> Iterator[Share]:
         return chain.from_iterable(self._deal.rest(origin.samples).shares(start - origin.number))
+
+    def count(self, epoch: int) -> int | None:
+        return self.length
 
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin)
@@ -150,6 +162,11 @@ class StreamFeed(Feed):
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
         self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
         return chain(_drained(self._shares), _surplus())
+
+    def count(self, epoch: int) -> int | None:
+        if self._draws_of is None:
+            return None  # it would draw from the process's generators
+        return sum(len(groups) for groups in self._read(epoch, 0))
 
     def _blocks(self) -> Iterator[list[Any]]:
         return self._blocks_from(self._epoch, self._start, self._origin, self._shares)

@@ -46,16 +46,18 @@ class IterableSource:
         self.stride = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
         self.length = sized(loader)
+        self.certain = isinstance(loader, list | tuple)
         self.last: Any = None
         """The last batch that was skipped: it may be the last of this rank's part."""
         if self.length == 0:
             raise empty(f"{type(loader).__name__} has length 0")
         if isinstance(loader, DataLoader):
-            attributes: dict[str, Any] = {}
+            # Else torch warns of a length that proves wrong, at every batch, and each rank for itself.
+            attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
             # A DataPipe is seeded and sharded by torch, which has to see its type.
             if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
                 self._seeded = SeededIterable(loader.dataset, seed, rank)
-                attributes = {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
+                attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
             self._clone = LoaderClone(loader, **attributes)
         # A list runs no code when it is read; of any other iterable nothing is known.
         self.lasting = type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and gives_new_memory(loader))
@@ -86,6 +88,9 @@ class IterableSource:
             set_generators(self._began, _HOST)
         batches = self._batches()
         return self._shares(batches, self._skip(batches, start), start)
+
+    def count(self, epoch: int) -> int | None:
+        return self.length if self.certain else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"began": self._began, "state": None if self._stateful is None else self._stateful.state_dict()}

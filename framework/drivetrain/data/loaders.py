@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -28,6 +29,8 @@ from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, grou
 from drivetrain.data.workers import SeededDataset, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.seed import derive_seed
+
+logger = logging.getLogger("drivetrain")
 
 
 def prepare_loader(
@@ -104,6 +107,7 @@ class MapSource:
         static: see `BatchSource`.
         samples: see `BatchSource`.
         items: the data set holds whole batches, whose sizes show only when they are there.
+        own_way: the loader may give another number of batches than it is asked for.
         alone: how much other ranks hold is not known.
         begins: called with the epoch as it begins.
         in_process: see `BatchSource`.
@@ -117,6 +121,7 @@ class MapSource:
         static: bool,
         samples: int | None,
         items: bool,
+        own_way: bool,
         alone: bool,
         begins: Callable[[int], None],
         in_process: bool,
@@ -125,6 +130,7 @@ class MapSource:
         self._clone = clone
         self._feed = feed
         self._items = items
+        self._own_way = own_way
         self._alone = alone
         self._begins = begins
         self.static = static
@@ -139,7 +145,18 @@ class MapSource:
         return self._feed.length
 
     def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
-        return None if self._items else self._feed.shares(start, origin)
+        # What a loader gives that iterates in a way of its own shows only when it is there.
+        return None if self._items or self._own_way else self._feed.shares(start, origin)
+
+    @property
+    def certain(self) -> bool:
+        return self._feed.certain and not self._own_way
+
+    def count(self, epoch: int) -> int | None:
+        if self._own_way:
+            return None
+        self._begins(epoch)
+        return self._feed.count(epoch)
 
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         if origin.samples and self._alone:
@@ -150,6 +167,8 @@ class MapSource:
             )
         self._begins(epoch)
         shares = self._feed.begin(epoch, start, origin)
+        if self._own_way:
+            return self._as_they_come(shares, start)
         # Nothing of this is a Python call for each batch, but where batches have to be measured.
         pairs = zip(self._clone.iterate(), shares, strict=False)
         return chain(self._measured(pairs) if self._items else pairs, complete(shares))
@@ -162,6 +181,23 @@ class MapSource:
 
     def close(self) -> None:
         self._clone.close()
+
+    def _as_they_come(self, shares: Iterator[Share], start: int) -> Iterator[tuple[Any, Share]]:
+        from drivetrain.data.own_way import in_its_own_way
+
+        name = type(self._clone.loader).__name__
+        if start:
+            logger.warning(
+                "%s says itself how it is iterated: that it goes on at batch %d of the epoch holds where it has given "
+                "one batch for each that its sampler asked for.",
+                name,
+                start,
+            )
+        pair = None
+        for pair in in_its_own_way(self._clone.iterate(), shares, not self.static):
+            yield pair
+        if pair is None and start == 0:
+            raise empty(f"{name} gave no batch")
 
     def _measured(self, pairs: Iterator[tuple[Any, Share]]) -> Iterator[tuple[Any, Share]]:
         for batch, share in pairs:
@@ -201,13 +237,19 @@ class _Plan:
         if keyed:
             attributes["dataset"] = SeededDataset(loader.dataset, self._seed, self._rank)
             attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+        own_way = False
+        if type(loader) is not DataLoader and not items:
+            from drivetrain.data.own_way import has_own_way  # for whoever has such a loader
+
+            own_way = has_own_way(loader)
         unknown = self._world_size > 1 and (alone or items)
         return MapSource(
             LoaderClone(loader, **attributes),
             feed,
-            not unknown,
+            not unknown and not (own_way and self._world_size > 1),
             None if unknown else sized(loader.dataset),  # type: ignore[arg-type]
             items,
+            own_way,
             unknown,
             lambda epoch: set_epoch(epoch, *seen),
             not keyed,

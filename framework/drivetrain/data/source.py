@@ -12,7 +12,8 @@ class BatchSource(Protocol):
     """What the loops read batches from.
 
     Attributes:
-        length: micro-batches of an epoch, the same on every rank; None where it is not known.
+        length: micro-batches that an epoch is said to have, the same on every rank; None where nothing says.
+        certain: ``length`` is not only said: an epoch has no more and no fewer.
         samples: of the data set, the same on every rank; None where it is not known, or each rank's own.
         static: the shares of all ranks, and when the epoch ends, are known without talking.
         in_process: batches are read in this process, and what reading them draws comes from its generators.
@@ -23,6 +24,9 @@ class BatchSource(Protocol):
 
     @property
     def length(self) -> int | None: ...
+
+    @property
+    def certain(self) -> bool: ...
 
     @property
     def samples(self) -> int | None: ...
@@ -58,6 +62,10 @@ class BatchSource(Protocol):
         Raises:
             ConfigurationError: the source cannot deal the rest of an epoch anew.
         """
+        ...
+
+    def count(self, epoch: int) -> int | None:
+        """Return how many micro-batches an epoch has, where that can be told for sure without reading them."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

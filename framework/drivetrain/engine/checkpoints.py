@@ -13,6 +13,7 @@ from drivetrain.control import LocalControl
 from drivetrain.engine.seeding import order_seed
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loops.trainables import restore_frozen
+from drivetrain.trainable import listed
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
 if TYPE_CHECKING:
@@ -88,7 +89,11 @@ class RunCheckpoints:
         """Let the module train what it trained in the run that goes on, before it is wrapped. Talks to nobody."""
         frozen = self._frozen()
         if frozen is not None:
-            restore_frozen(dict(self._session.module.named_parameters()), frozen)
+            changed = restore_frozen(dict(self._session.module.named_parameters()), frozen)
+            if changed and self._session.strategy.rank == 0:
+                logger.info(
+                    "As in the run that goes on, and other than in the code, is what trains of %s.", listed(changed)
+                )
 
     def regroup(self, optimizers: Sequence[Optimizer]) -> None:
         """Give optimizers the groups that they had in the run that goes on; what trains stays as it was there."""

@@ -37,6 +37,7 @@ def build_evaluation(
         metrics=session.metrics,
         sources=session.data.sources[stage],
         limits=session.data.limits[stage] if limits is None else limits,
+        lengths=session.lengths,
         move=move,
         inference_mode=_inference_mode(session),
         log=None if limits is not None else session.logger_call(),
@@ -65,6 +66,7 @@ def build_prediction(session: Session, runner: StepRunner, move: Move | None) ->
         metrics=session.metrics,
         sources=session.data.sources["predict"],
         limits=session.data.limits["predict"],
+        lengths=session.lengths,
         move=move,
         inference_mode=_inference_mode(session),
     ).run

@@ -92,15 +92,15 @@ def evaluation_sources(loaders: Any, dealing: Dealing, predicting: bool) -> list
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
-    """Turn a limit into a number of micro-batches; None for all there are.
+    """Turn a limit into a number of micro-batches; None for all there are, which may be another number than ``length``.
 
     Raises:
         ConfigurationError: a part of an unknown length.
     """
     if setting is None or (isinstance(setting, float) and setting == 1.0):
-        return length
+        return None
     if isinstance(setting, int):
-        return setting if length is None else min(setting, length)
+        return setting
     if setting == 0.0:
         return 0
     if length is None:
@@ -117,6 +117,11 @@ def limit_of(setting: int | float | None, length: int | None, name: str) -> int 
             f"raise it to at least {1 / length:.3g}, or use 0 to leave the loader out.",
         )
     return limit
+
+
+def shorter(limit: int | None, length: int | None) -> int | None:
+    """Return how many micro-batches are to be expected; None where neither is known."""
+    return limit if length is None else length if limit is None else min(limit, length)
 
 
 def _prepared(loader: Any, dealing: Dealing, *, training: bool, predicting: bool) -> BatchSource:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from drivetrain.loops.manual_step import OptimizerHandle
-from drivetrain.loops.optimizers import SchedulerConfig, check_optimizers, read_optimizers
+from drivetrain.loops.manual_step import handles_of
+from drivetrain.loops.optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
 
 if TYPE_CHECKING:
     from drivetrain.engine.session import Session
@@ -18,10 +18,13 @@ def set_up_optimizers(session: Session) -> None:
     """Ask the module for its optimizers, and hand them to the strategy; a run that goes on has its groups again."""
     module, strategy, trainables = session.module, session.strategy, session.trainables
     with strategy.optimizer_init_context():
-        optimizers, session.schedulers = read_optimizers(module.configure_optimizers())
+        configured = module.configure_optimizers()
+    optimizers, session.schedulers = read_optimizers(configured)
+    automatic = module.automatic_optimization
+    closure = session.closure = asks_for_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)
     session.checkpoints.regroup(optimizers)
-    check_optimizers(module, optimizers, session.schedulers, module.automatic_optimization)
+    check_optimizers(module, optimizers, session.schedulers, automatic, closure)
     trainables.tell_unheld(optimizers)
     before = trainables.present()
     session.optimizers = strategy.setup_optimizers(optimizers)
@@ -30,5 +33,4 @@ def set_up_optimizers(session: Session) -> None:
     trainables.begin(session.optimizers, session.schedulers)
     if not session.optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
-    before_step = () if module.automatic_optimization else session.hooks.on_before_optimizer_step
-    session.handles = [OptimizerHandle(optimizer, strategy, before_step) for optimizer in session.optimizers]
+    session.handles = handles_of(session.optimizers, strategy, session.hooks, automatic, closure)

@@ -13,7 +13,7 @@ from drivetrain.engine.session import Session
 from drivetrain.environments import Environment, Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Logger
-from drivetrain.loops.manual_step import OptimizerHandle
+from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig
 from drivetrain.loops.progress import Progress
 from drivetrain.precision import Precision
@@ -167,10 +167,10 @@ class RunReads:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on each rank; infinite where it is not known."""
+        """Micro-batches of an epoch on each rank, by limits and ``len(loader)``; infinite where neither says."""
         data = None if self.session is None else self.session.data
-        limit = None if data is None else data.train_limit
-        return float("inf") if limit is None else limit
+        length = None if data is None else data.train_length
+        return float("inf") if length is None else length
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -189,8 +189,8 @@ class RunReads:
 
     def _limits(self, stage: str) -> list[int | float]:
         data = None if self.session is None else self.session.data
-        limits = [] if data is None else data.limits.get(stage, [])
-        return [float("inf") if limit is None else limit for limit in limits]
+        lengths = [] if data is None else data.lengths.get(stage, [])
+        return [float("inf") if length is None else length for length in lengths]
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -206,6 +206,17 @@ class RunReads:
     def optimizer_handles(self) -> list[OptimizerHandle]:
         """What ``self.optimizers()`` gives in a module."""
         return self._running("optimizers").handles
+
+    def manual_step(self, what: str, does: str) -> ManualStep:
+        """What runs manual optimization; refuses ``what`` elsewhere, where the engine ``does`` it."""
+        manual = self._running(what).manual
+        if manual is None:
+            raise ConfigurationError(
+                f"{what} was called in automatic optimization.",
+                f"the engine {does} what training_step returns.",
+                "set self.automatic_optimization = False in __init__, or return the loss.",
+            )
+        return manual
 
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:

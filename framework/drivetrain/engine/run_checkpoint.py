@@ -15,6 +15,7 @@ from drivetrain.checkpoint.ties import tied_names
 from drivetrain.checkpoint_format import Checkpoint, Contents, Facts, agreed
 from drivetrain.engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain.engine.seeding import seed_rank
+from drivetrain.loops.validation import renumbered
 from drivetrain.optimizer_state import named_optimizer_state, regrouped
 from drivetrain.seed import derive_seed
 from drivetrain.trainable import listed
@@ -99,7 +100,7 @@ class RunCheckpoint:
 
     def _frozen(self) -> list[str]:
         """The names of what does not train."""
-        if self._running:
+        if self._running and self._session.stage == "fit":
             return self._session.trainables.frozen()
         return [name for name, one in self._module.named_parameters() if not one.requires_grad]
 
@@ -192,9 +193,13 @@ class RunCheckpoint:
         assert session.data is not None
         source = session.data.train
         assert source is not None
+        before = progress.batch_idx
         alike = session.cursor.load_state_dict(data, source, progress)
         if state["loop"] and session.loop is not None:
-            session.loop.load_state_dict(state["loop"] if alike else {**state["loop"], "validation": None})
+            validation = state["loop"]["validation"]
+            if validation is not None and not alike:
+                validation = renumbered(validation, before, progress.batch_idx)
+            session.loop.load_state_dict({**state["loop"], "validation": validation})
         if alike:
             (own,) = ranks
             session.draws.resume(own["draws"])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data import ReadAhead
 from drivetrain.engine.advice import left_on_the_table
 from drivetrain.engine.batches import Move, batch_mover
@@ -29,17 +28,17 @@ from drivetrain.engine.optimizer_setup import set_up_optimizers
 from drivetrain.engine.out_of_memory import explain_out_of_memory
 from drivetrain.engine.place import Place
 from drivetrain.engine.rank_log import RankLog
-from drivetrain.engine.requeue import requeue
 from drivetrain.engine.run_loggers import log_hyper_parameters, share_versions
 from drivetrain.engine.seeding import seed_rank
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.signals import Signals, awaited_signals, interruption
 from drivetrain.engine.stage_data import StageData
 from drivetrain.engine.telling import note_where
-from drivetrain.engine.training import build_training, under_context
+from drivetrain.engine.training import build_training, estimated_steps, under_context
 from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
+from drivetrain.loops.lengths import Lengths
 from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig
 from drivetrain.loops.progress import Progress
@@ -103,10 +102,15 @@ class Session:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.handles: list[OptimizerHandle] = []
+        self.closure = False
+        """Whether the optimizer evaluates the loss anew within its step."""
         self.manual: ManualStep | None = None
         self.callbacks: list[Callback] = []
         self._hooks: HookTable | None = None
         self.data: StageData | None = None
+        self.lengths = Lengths(strategy.control)
+        self.estimate_was_read = False
+        """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""
         self.sanity_checking = False
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
@@ -148,6 +152,8 @@ class Session:
                 self._detach()
         if self._left_with is not None:
             if self.strategy.rank == 0:
+                from drivetrain.engine.requeue import requeue  # by whoever is asked to leave
+
                 requeue(self.stop.leaving, os.environ)
             raise self._left_with
         return result
@@ -163,8 +169,9 @@ class Session:
         if self.place.world is not None and strategy.world_size > 1:
             strategy.control.hearsay = self.place.world.failures
         self.draws.device = strategy.device
-        self.metrics.control = strategy.control
-        self.metrics.speaks, self.metrics.objects.group = strategy.speaks_for_data, strategy.data_group
+        self.metrics.control = self.lengths.control = strategy.control
+        self.metrics.speaks = strategy.speaks_for_data
+        self.metrics.objects.group = partial(getattr, strategy, "data_group")
         attach(self.module, trainer)
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)
@@ -322,16 +329,8 @@ class Session:
     @property
     def estimated_steps(self) -> int | float:
         """Optimizer steps of the whole run; infinite where neither data nor limits bound it."""
-        trainer = self.trainer
-        limit = self._data().train_limit
-        if limit is None or trainer.max_epochs in (None, -1):
-            return math.inf if trainer.max_steps == -1 else trainer.max_steps
-        schedule = next((one for one in self.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
-        if schedule is None:
-            steps = math.ceil(limit / trainer.accumulate_grad_batches) * trainer.max_epochs
-        else:
-            steps = sum(math.ceil(limit / schedule.window(epoch)) for epoch in range(trainer.max_epochs))
-        return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+        self.estimate_was_read = True
+        return estimated_steps(self)
 
     def logger_call(self) -> Callable[[dict[str, float]], None] | None:
         """Return what sends numbers to the loggers, or None where there are none on this rank."""

@@ -16,6 +16,7 @@ from drivetrain.engine.loaders import (
     find_loaders,
     limit_of,
     loader_method,
+    shorter,
     training_source,
 )
 from drivetrain.errors import ConfigurationError
@@ -61,13 +62,19 @@ class StageData:
         self.loaders: tuple[Any, ...] = ()
         """The training loader(s) as the user gave them."""
         self.train_limit: int | None = None
-        """Micro-batches of a training epoch, the same on every rank; None where it is not known."""
+        """Micro-batches after which a training epoch is cut off; None where its data end it."""
+        self.train_length: int | None = None
+        """Micro-batches that a training epoch should have, the same on every rank; None where nothing says."""
+        self.train_certain = True
+        """Whether it has exactly as many, whatever a loader says."""
         self.batch_size: int | None = None
         """Samples of one rank's training micro-batch; None where the loader does not say."""
         self.sources: dict[str, list[BatchSource]] = {}
         """Evaluation loaders by stage."""
         self.limits: dict[str, list[int | None]] = {}
-        """Micro-batches to read of each of them; None for all there are."""
+        """Micro-batches to read of each of them at most; None for all there are."""
+        self.lengths: dict[str, list[int | None]] = {}
+        """Micro-batches that each of them should give; None where nothing says."""
         if stage == "fit":
             self._find_training()
             if is_overridden("validation_step", module, TrainModule):
@@ -90,12 +97,12 @@ class StageData:
     def facts(self) -> dict[str, Any]:
         """What must be alike on every rank, for the handshake."""
         facts: dict[str, Any] = {}
-        if self.train is not None and self.train.static:
-            facts["training micro-batches"] = self.train.length
+        if self.train is not None:
+            facts["training micro-batches"] = self.train.length if self.train.static else None
             facts["training samples"] = self.train.samples
         for stage, sources in self.sources.items():
             facts[f"{stage} micro-batches"] = [source.length if source.static else None for source in sources]
-            facts[f"{stage} samples"] = [source.samples if source.static else None for source in sources]
+            facts[f"{stage} samples"] = [source.samples for source in sources]
         return facts
 
     def _find_training(self) -> None:
@@ -117,7 +124,10 @@ class StageData:
         if not self.train.static:  # each rank knows its own; the longest ends the epoch
             lengths = self._control.gather_objects(length)
             length = None if None in lengths else max(lengths)
-        self.train_limit = limit_of(setting, length, name)
+        self.train_limit = limit = limit_of(setting, length, name)
+        self.train_length = shorter(limit, length)
+        sure = self.train.static and self.train.certain
+        self.train_certain = sure or (limit is not None and limit == self.train_length)
 
     def _find_evaluation(self, stage: str, within_fit: bool) -> None:
         trainer, given, module = self._trainer, self._given, self._module
@@ -145,3 +155,6 @@ class StageData:
             setting, name = trainer.overfit_batches, "overfit_batches"
         self.sources[stage] = evaluation_sources(loaders, self._dealing, predicting=stage == "predict")
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
+        self.lengths[stage] = [
+            shorter(limit, source.length) for limit, source in zip(self.limits[stage], self.sources[stage], strict=True)
+        ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from drivetrain.arguments import duration
+from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data.keeping import own_memory
 from drivetrain.engine.batches import Move, moved
 from drivetrain.errors import ConfigurationError
@@ -19,9 +20,9 @@ from drivetrain.hooks import is_overridden
 from drivetrain.loops.anomaly import AnomalyStep
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.closure_step import ClosureStep
+from drivetrain.loops.lengths import Tally
 from drivetrain.loops.manual_step import ManualStep, OverriddenSteps
-from drivetrain.loops.optimizers import needs_closure
-from drivetrain.loops.schedulers import Schedulers
+from drivetrain.loops.schedulers import Outlook, Schedulers
 from drivetrain.loops.step import AutomaticStep, TrainStep
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.loops.train import TrainLimits, TrainLoop
@@ -52,9 +53,11 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     data = session.data
     assert data is not None
+    assert data.train is not None
+    tally = Tally("training loader", data.train.length, not data.train.static, session.lengths)
     return TrainLoop(
         step=step,
-        micro_batches=_micro_batches(session, move),
+        micro_batches=_micro_batches(session, move, tally),
         hooks=session.hooks,
         metrics=metrics,
         progress=session.progress,
@@ -65,23 +68,42 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
             scheduler_step,
             metrics.agreed,
             lambda: list(metrics.callback_metrics()),
+            Outlook(estimated_steps(session), data.train_length, session.estimate_was_read),
         ),
         validation=ValidationPlan(
             session.validate,
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
-            data.train_limit,
+            data.train_length,
             session.stop,
             metrics,
         ),
         control=strategy.control,
-        length=data.train_limit,
+        length=data.train_length,
+        certain=data.train_certain or data.train.stateful,
+        tally=tally,
+        lengths=session.lengths,
         log=session.logger_call(),
         saves=session.saves,
         draws=session.draws,
         save=session.checkpoints.save_before_leaving,
         settle=session.trainables.settle,
     )
+
+
+def estimated_steps(session: Session) -> int | float:
+    """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
+    trainer, data = session.trainer, session.data
+    assert data is not None
+    length = data.train_length
+    if length is None or trainer.max_epochs in (None, -1):
+        return math.inf if trainer.max_steps == -1 else trainer.max_steps
+    schedule = next((one for one in session.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+    if schedule is None:
+        steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
+    else:
+        steps = sum(math.ceil(length / schedule.window(epoch)) for epoch in range(trainer.max_epochs))
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
 class _SaysOnce:
@@ -126,7 +148,7 @@ def _step(session: Session, runner: StepRunner) -> TrainStep:
         )
         return session.manual
     kind: Callable[..., TrainStep] = AutomaticStep
-    if any(needs_closure(optimizer) for optimizer in session.optimizers):
+    if session.closure:
         assert session.data is not None
         assert session.data.train is not None
         kind = partial(ClosureStep, lasting=session.data.train.lasting)
@@ -198,7 +220,7 @@ def _unscales_apart(session: Session) -> bool:
     return precision.scales_loss and (looked_at or not clips or not precision.clips_scaled)
 
 
-def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], Iterator[MicroBatch]]:
+def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
     data, strategy, trainer, module = session.data, session.strategy, session.trainer, session.module
     assert data is not None
@@ -220,6 +242,8 @@ def _micro_batches(session: Session, move: Move | None) -> Callable[[int, int], 
         # The epoch's order stays the first one's where the run overfits a few batches.
         order = 0 if trainer.overfit_batches else epoch
         pairs = source.epoch(order, first, origin)
+        if not origin.samples:
+            pairs = tally.follow(pairs, first)
         pairs = session.draws.follow(pairs, first, trained)
         shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
         lasting = source.lasting

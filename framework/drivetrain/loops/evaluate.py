@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from drivetrain.control import ControlPlane
-from drivetrain.data import BatchSource
+from drivetrain.data import BatchSource, Share
 from drivetrain.hooks import HookTable
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.joining import leaving_no_trace
+from drivetrain.loops.lengths import Lengths
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
 from drivetrain.strategy import StepRunner, Strategy
@@ -40,6 +41,16 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
                     child._buffers[name] = buffer.clone()
 
 
+def evaluation_pairs(source: BatchSource, strategy: Strategy) -> Iterator[tuple[Any, Share]]:
+    """Return what this rank evaluates; where it could leave the others waiting, it goes on until all are through."""
+    pairs = source.epoch(0)
+    if source.static or not strategy.collective_forward or strategy.world_size == 1:
+        return pairs
+    from drivetrain.loops.company import until_all_are_through  # for whoever has such data
+
+    return until_all_are_through(pairs, strategy)
+
+
 class EvaluateLoop:
     """Runs ``validation_step`` or ``test_step`` over one or several loaders.
 
@@ -52,6 +63,7 @@ class EvaluateLoop:
         metrics: where steps log.
         sources: one for each loader.
         limits: micro-batches of each loader at most; None for all.
+        lengths: says which loader's length proved wrong.
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
         log: sends reduced values to the loggers; None where there is none.
@@ -68,6 +80,7 @@ class EvaluateLoop:
         metrics: MetricStore,
         sources: Sequence[BatchSource],
         limits: Sequence[int | None],
+        lengths: Lengths,
         move: Callable[[Any, int], Any] | None,
         inference_mode: bool,
         log: Callable[[dict[str, float]], None] | None,
@@ -81,6 +94,7 @@ class EvaluateLoop:
         self._metrics = metrics
         self._sources = sources
         self._limits = limits
+        self._lengths = lengths
         self._move = move
         self._inference_mode = inference_mode
         self._log = log
@@ -125,11 +139,13 @@ class EvaluateLoop:
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
-        several = len(self._sources) > 1
-        for batch_idx, (given, share) in enumerate(islice(source.epoch(0), limit)):
+        several, came = len(self._sources) > 1, 0
+        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy), limit)):
             if share.joins:
+                came += share.start >= 0  # nobody else's batch counts
                 self._join(given, batch_idx, index)
                 continue
+            came += 1
             batch = given if self._move is None else self._move(given, index)
             metrics.batch = batch
             metrics.samples = share.samples
@@ -141,6 +157,8 @@ class EvaluateLoop:
             for hook in self._batch_end:
                 hook(outputs, *where)
         metrics.batch = None
+        name = f"{self._name} loader {index}" if several else f"{self._name} loader"
+        self._lengths.note(name, source.length, came, over=limit is None or came < limit)
 
     def _join(self, given: Any, batch_idx: int, index: int) -> None:
         if not self._strategy.collective_forward:
@@ -150,7 +168,10 @@ class EvaluateLoop:
             self._run(self._step, *self._arguments(batch, batch_idx, index))
 
     def _reduce(self) -> dict[str, torch.Tensor]:
-        (wanting,) = self._control.agree("the reduction of an evaluation's values", self._metrics.wants_reduction())
+        wanting, noticed = self._control.agree(
+            "the reduction of an evaluation's values", self._metrics.wants_reduction(), self._lengths.noticed
+        )
+        self._lengths.settle(noticed)
         return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
 
     def _tell_loggers(self, numbers: dict[str, float]) -> None:

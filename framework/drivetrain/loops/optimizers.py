@@ -11,17 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.module import TrainModule
 from drivetrain.optimizer_state import parameter_names
 
 _INTERVALS = ("epoch", "step")
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
-_KEYS_OF_A_DICT = "its keys are 'optimizer', 'lr_scheduler' and 'monitor'."
+_KEYS_BESIDE = ("optimizer", "lr_scheduler", "monitor", "closure")
+_KEYS_OF_A_DICT = "its keys are 'optimizer', 'lr_scheduler', 'monitor' and 'closure'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
-    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'name'}; or None."
+    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'name'}, and with "
+    "'closure': True for an optimizer that evaluates the loss anew; or None."
 )
 
 
@@ -45,7 +47,7 @@ class SchedulerConfig:
 
 
 def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Read any form that ``configure_optimizers`` may return.
+    """Read any form that ``configure_optimizers`` may return, but for what `asks_for_closure` reads.
 
     Raises:
         ConfigurationError: it is no such form; names what was found.
@@ -67,11 +69,43 @@ def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerCon
     raise _not_a_form(configured)
 
 
+def asks_for_closure(configured: Any, optimizers: Sequence[Optimizer], automatic: bool) -> bool:
+    """Whether an optimizer that ``configure_optimizers`` returned evaluates the loss anew within its step.
+
+    Raises:
+        ConfigurationError: what it says under ``"closure"`` cannot be.
+    """
+    dicts = [configured] if isinstance(configured, Mapping) else configured if isinstance(configured, Sequence) else []
+    said = [part["closure"] for part in dicts if isinstance(part, Mapping) and "closure" in part]
+    needed = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
+    for value in said:
+        if not isinstance(value, bool):
+            raise ConfigurationError(
+                f"configure_optimizers: 'closure': {value!r}.",
+                "it says whether the optimizer is given a closure, which the engine makes.",
+                "use True or False; to write a closure, set self.automatic_optimization = False and call "
+                "optimizer.step(closure).",
+            )
+        if value and not automatic:
+            raise ConfigurationError(
+                "configure_optimizers: 'closure': True with manual optimization.",
+                "the engine steps no optimizer there, and makes no closure.",
+                "leave it out, and call optimizer.step(closure) in training_step.",
+            )
+        if not value and needed and len(optimizers) == 1:
+            raise ConfigurationError(
+                f"configure_optimizers: 'closure': False with {type(needed[0]).__name__}.",
+                "it cannot step without one.",
+                "leave it out.",
+            )
+    return bool(needed) or any(said)
+
+
 def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    unknown = [key for key in configured if key not in ("optimizer", "lr_scheduler", "monitor")]
+    unknown = [key for key in configured if key not in _KEYS_BESIDE]
     if "optimizer" not in configured or unknown:
         problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
-        hint = nearest(str(unknown[0]), ["optimizer", "lr_scheduler"]) if unknown else ""
+        hint = nearest(str(unknown[0]), _KEYS_BESIDE) if unknown else ""
         raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _KEYS_OF_A_DICT, _FORMS)
     schedulers = []
     if configured.get("lr_scheduler") is not None:
@@ -127,7 +161,11 @@ def _not_a_form(value: Any) -> ConfigurationError:
 
 
 def check_optimizers(
-    module: nn.Module, optimizers: Sequence[Optimizer], schedulers: Iterable[SchedulerConfig], automatic: bool
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedulers: Iterable[SchedulerConfig],
+    automatic: bool,
+    closure: bool = False,
 ) -> None:
     """Refuse optimizers and schedulers that cannot train ``module``.
 
@@ -153,11 +191,11 @@ def check_optimizers(
                         "in automatic optimization all of them step after one backward, so it would move twice.",
                         "give them disjoint parameters, or set self.automatic_optimization = False.",
                     )
-    closures = [number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)]
-    if automatic and closures and len(optimizers) > 1:
+    if automatic and closure and len(optimizers) > 1:
+        first = next((number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)), None)
+        which = "One" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
         raise ConfigurationError(
-            f"Optimizer {closures[0]} ({type(optimizers[closures[0]]).__name__}) evaluates the loss anew in its step, "
-            f"and there are {len(optimizers)} optimizers.",
+            f"{which} evaluates the loss anew in its step, and there are {len(optimizers)} optimizers.",
             "the others would step on gradients of a point that it has left.",
             "use it alone, or set self.automatic_optimization = False.",
         )
@@ -206,8 +244,55 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
             )
 
 
+# Optimizers that evaluate the loss anew within their step
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` cannot do without a closure, as LBFGS's."""
+    """Whether the signature of ``optimizer.step`` says that it cannot do without a closure, as LBFGS's does."""
     # Schedulers patch `step` on the object; the class tells.
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` is one of torch's, all of which evaluate a closure before they do anything else."""
+    return type(optimizer).step.__module__.startswith("torch.optim")
+
+
+def evaluates_once(optimizer: Optimizer) -> bool:
+    """Whether a closure may as well be evaluated before a step without one."""
+    return is_torchs(optimizer) and not needs_closure(optimizer)
+
+
+def explain_missing_closure(error: Exception, optimizer: Optimizer) -> None:
+    """Raise what became of a step without a closure as an error of ours; return where it is something else.
+
+    Raises:
+        ConfigurationError: names both ways to give the optimizer one.
+    """
+    if isinstance(error, DrivetrainError) or not _misses_closure(error):
+        return
+    said = f": {error}" if str(error) else ""
+    raise ConfigurationError(
+        f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{said}.",
+        "it evaluates the loss anew within its step, whatever its signature says.",
+        "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
+        "self.automatic_optimization = False and call optimizer.step(closure) in training_step.",
+    ) from error
+
+
+def _misses_closure(error: Exception) -> bool:
+    if not isinstance(error, AssertionError | TypeError | ValueError | RuntimeError):
+        return False
+    if "closure" in str(error).lower():
+        return True
+    # An assertion need not say anything: then the frame that it failed in tells.
+    trace, local = error.__traceback__, {}
+    called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
+    while trace is not None:
+        if trace.tb_next is None or called_none:
+            local = trace.tb_frame.f_locals
+            if "closure" in local and local["closure"] is None:
+                return True
+        trace = trace.tb_next
+    return False

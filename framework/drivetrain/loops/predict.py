@@ -11,8 +11,9 @@ import torch
 from drivetrain.data import BatchSource
 from drivetrain.hooks import HookTable, is_overridden
 from drivetrain.loops.arguments import StepArguments
-from drivetrain.loops.evaluate import evaluating
+from drivetrain.loops.evaluate import evaluating, evaluation_pairs
 from drivetrain.loops.joining import leaving_no_trace
+from drivetrain.loops.lengths import Lengths
 from drivetrain.metrics import MetricStore
 from drivetrain.module import TrainModule
 from drivetrain.strategy import StepRunner, Strategy
@@ -29,6 +30,7 @@ class PredictLoop:
         metrics: told the stage, in which nothing may be logged.
         sources: one for each loader.
         limits: micro-batches of each loader at most; None for all.
+        lengths: says which loader's length proved wrong.
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
     """
@@ -43,6 +45,7 @@ class PredictLoop:
         metrics: MetricStore,
         sources: Sequence[BatchSource],
         limits: Sequence[int | None],
+        lengths: Lengths,
         move: Callable[[Any, int], Any] | None,
         inference_mode: bool,
     ) -> None:
@@ -53,6 +56,7 @@ class PredictLoop:
         self._metrics = metrics
         self._sources = sources
         self._limits = limits
+        self._lengths = lengths
         self._move = move
         self._inference_mode = inference_mode
         # The plain one predicts alike on every loader.
@@ -75,13 +79,16 @@ class PredictLoop:
             for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
                 hook()
         self._metrics.enter(None)
+        (noticed,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
+        self._lengths.settle(noticed)
         outputs = [_merged(self._strategy.control.gather_objects(part)) for part in own]
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
         several = len(self._sources) > 1
-        kept = []
-        for batch_idx, (given, share) in enumerate(islice(source.epoch(0), limit)):
+        kept, came = [], 0
+        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy), limit)):
+            came += not share.joins or share.start >= 0  # nobody else's batch counts
             if share.joins and not self._strategy.collective_forward:
                 continue
             batch = given if self._move is None else self._move(given, index)
@@ -97,6 +104,8 @@ class PredictLoop:
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *where)
             kept.append((share.start if source.static else batch_idx, batch_idx, output))
+        name = f"prediction loader {index}" if len(self._sources) > 1 else "prediction loader"
+        self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return kept if self._strategy.speaks_for_data else []
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -13,6 +15,21 @@ from drivetrain.loops.optimizers import SchedulerConfig
 StepScheduler = Callable[[Any, Any], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a schedule may have been built on.
+
+    Attributes:
+        steps: optimizer steps of the whole run, as they were estimated.
+        length: micro-batches of an epoch that this rests on; None where it does not.
+        asked: whether anybody asked for the estimate.
+    """
+
+    steps: int | float = math.inf
+    length: int | None = None
+    asked: bool = False
+
+
 class Schedulers:
     """Steps the schedulers of a run.
 
@@ -21,6 +38,7 @@ class Schedulers:
         step: the module's ``lr_scheduler_step`` where it overrides it; None for the plain way.
         monitored: returns a logged value by name, the same on every rank, or None where nobody has logged it.
         known: names of what is logged, for the error.
+        outlook: how long the run should take.
     """
 
     def __init__(
@@ -29,7 +47,9 @@ class Schedulers:
         step: StepScheduler | None,
         monitored: Callable[[str], float | None],
         known: Callable[[], Sequence[str]],
+        outlook: Outlook | None = None,
     ) -> None:
+        self._outlook = outlook or Outlook()
         self._by_step = [config for config in configs if config.interval == "step"]
         self._by_epoch = [config for config in configs if config.interval == "epoch"]
         self._step = step
@@ -38,7 +58,14 @@ class Schedulers:
         self.has_step_schedulers = bool(self._by_step)
 
     def after_step(self, global_step: int) -> None:
-        """Step those that go by optimizer steps."""
+        """Step those that go by optimizer steps.
+
+        Raises:
+            ConfigurationError: one was built on a length that proved wrong, and has run out.
+        """
+        if global_step > self._outlook.steps:
+            self._after_the_last(global_step)
+            return
         for config in self._by_step:
             if global_step % config.frequency == 0:
                 self._one(config)
@@ -48,6 +75,26 @@ class Schedulers:
         for config in self._by_epoch:
             if epochs % config.frequency == 0:
                 self._one(config)
+
+    def _after_the_last(self, global_step: int) -> None:
+        """Step where the run has made more steps than it was to make."""
+        for config in self._by_step:
+            if self._outlook.asked and global_step == self._outlook.steps + 1 and _is_at_zero(config):
+                raise self._ran_out(config)
+            if global_step % config.frequency == 0:
+                try:
+                    self._one(config)
+                except ValueError as error:  # OneCycleLR's
+                    raise self._ran_out(config) from error
+
+    def _ran_out(self, config: SchedulerConfig) -> ConfigurationError:
+        steps, length = self._outlook.steps, self._outlook.length
+        return ConfigurationError(
+            f"{type(config.scheduler).__name__} ran out after {steps} steps, and there is more data.",
+            f"trainer.estimated_stepping_batches was {steps}, by the training loader's length of {length} "
+            "micro-batches an epoch; more came.",
+            "correct len(loader), bound the epoch with limit_train_batches, or give the schedule steps of its own.",
+        )
 
     def _one(self, config: SchedulerConfig) -> None:
         value = None
@@ -67,3 +114,9 @@ class Schedulers:
             config.scheduler.step()
         else:
             config.scheduler.step(value)
+
+
+def _is_at_zero(config: SchedulerConfig) -> bool:
+    """Whether its optimizer stands still: what trains on would train nothing."""
+    optimizer = getattr(config.scheduler, "optimizer", None)
+    return optimizer is not None and all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)

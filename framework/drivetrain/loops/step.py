@@ -18,6 +18,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import HookTable, is_overridden
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.joining import leaving_no_trace
+from drivetrain.loops.optimizers import explain_missing_closure
 from drivetrain.loops.trainables import Trainables
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.loops.zero_grad import zero_grad
@@ -122,8 +123,10 @@ class AutomaticStep:
     def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
         """Run one micro-batch forward and backward, its loss scaled to its part of the window."""
         output = self._training_step(micro.batch, batch_idx)
-        if self._watches and tuple(map(TRAINS, self._trainables.parameters)) != self._trainables.flags:
-            self._trainables.refuse_within()
+        if self._watches:
+            watch = self._trainables
+            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+                watch.refuse_within()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             if loss is None and self._none_allowed:
@@ -156,16 +159,19 @@ class AutomaticStep:
                 hook(optimizer)
         if self._clip is not None:
             self._clip(self.optimizers)
+        stepped = True
         if self._step_optimizers is not None:
             stepped = self._step_optimizers(self._loss)
-        elif self._step_optimizer is None:
-            stepped = True
-            for optimizer in self.optimizers:
-                optimizer.step()
         else:
-            stepped = True
             for optimizer in self.optimizers:
-                stepped &= self._step_optimizer(optimizer)
+                try:
+                    if self._step_optimizer is None:
+                        optimizer.step()
+                    else:
+                        stepped &= self._step_optimizer(optimizer)
+                except Exception as error:
+                    explain_missing_closure(error, optimizer)
+                    raise
         if self._scales_loss:
             strategy.finish_step()
         return stepped
@@ -175,7 +181,7 @@ class AutomaticStep:
     def _close(self) -> None:
         """From here on what trains may change again: the next window sees it."""
         watch = self._trainables
-        if tuple(map(TRAINS, watch.parameters)) != watch.flags:
+        if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
             watch.refuse_within()
         watch.open = False
 

@@ -13,8 +13,10 @@ import torch
 
 from drivetrain.control import ControlPlane
 from drivetrain.data import ReadAhead
+from drivetrain.generators import kept_generators
 from drivetrain.hooks import HookTable
 from drivetrain.loops.joining import Joining
+from drivetrain.loops.lengths import Lengths, Tally
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.saving import SaveRequests
 from drivetrain.loops.schedulers import Schedulers
@@ -69,7 +71,10 @@ class TrainLoop:
         schedulers: of learning rates.
         validation: when to validate, and how.
         control: the way to the other ranks.
-        length: micro-batches of an epoch; None where it is not known.
+        length: micro-batches that an epoch should have; None where nothing says.
+        certain: whether it has exactly as many.
+        tally: of an epoch's batches.
+        lengths: says which length proved wrong.
         log: sends a dict of numbers to the loggers; None where there is none.
         saves: the checkpoints that were asked for.
         draws: brings the random generators back to where they stood when a resumed run was saved.
@@ -91,6 +96,9 @@ class TrainLoop:
         validation: ValidationPlan,
         control: ControlPlane,
         length: int | None,
+        certain: bool,
+        tally: Tally,
+        lengths: Lengths,
         log: Callable[[dict[str, float]], None] | None,
         saves: SaveRequests,
         draws: ReadAhead,
@@ -108,6 +116,9 @@ class TrainLoop:
         self._validation = validation
         self._control = control
         self._length = length
+        self._certain = certain
+        self._tally = tally
+        self._lengths = lengths
         self._log = log
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
         self._flushed_at = 0
@@ -134,7 +145,7 @@ class TrainLoop:
         """Train until a limit is reached or somebody asks to stop."""
         if self._length == 0:  # limit_train_batches=0
             return
-        self._flushed_at = self._progress.global_step
+        self._flushed_at = self._progress.micro_batches
         resumed, self._resumed = self._resumed, None
         fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
         while not self._finished():
@@ -163,7 +174,7 @@ class TrainLoop:
         """Let ``load`` put everything where it was at a checkpoint; return where the loop stood then."""
         self._saves.back = None
         load()
-        self._flushed_at = self._progress.global_step
+        self._flushed_at = self._progress.micro_batches
         self._stop.went_back()
         resumed, self._resumed = self._resumed, None
         return resumed
@@ -178,14 +189,15 @@ class TrainLoop:
         """Train on one epoch's micro-batches."""
         progress, metrics, step, stop = self._progress, self._metrics, self._step, self._stop
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
-        max_steps, log_every, length = self._limits.max_steps, self._log_every, self._length
+        max_steps, log_every = self._limits.max_steps, self._log_every
         step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
         validation, waiting = self._validation, self._saves.waiting
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
 
-        for micro in self._micro_batches(progress.epoch, progress.batch_idx):
+        micro_batches = self._micro_batches(progress.epoch, progress.batch_idx)
+        for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
             if micro.opens:
                 progress.window = batch_idx, progress.samples_seen
@@ -234,15 +246,22 @@ class TrainLoop:
                     if self._saves.back is not None:
                         return Ended.BACK
             if stepped and progress.global_step == max_steps:
-                return Ended.DATA if progress.batch_idx == length else Ended.LIMIT
+                return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT
             # Asked after a window that made no step too: a run may never make one.
             if micro.closes and stop.after_window(progress.global_step, progress.epoch):
                 if stop.goes_on_later:
                     self._save()
                 if stop.leaving:
                     return Ended.LEFT
-                return Ended.DATA if progress.batch_idx == length else Ended.STOPPED
+                return Ended.DATA if self._is_last(micro_batches) else Ended.STOPPED
         return Ended.DATA
+
+    def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
+        """Whether the run, which ends here, has come to the end of the epoch's data as well."""
+        if self._progress.batch_idx != self._length or self._certain:
+            return self._progress.batch_idx == self._length
+        with kept_generators(self._draws.device):  # a run that goes on from here reads that batch again
+            return next(micro_batches, None) is None
 
     def _told_to_skip(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
         answers = [hook(batch, batch_idx) for hook in hooks]
@@ -260,6 +279,7 @@ class TrainLoop:
         progress, metrics, hooks = self._progress, self._metrics, self._hooks
         if self._steps_before == progress.global_step:
             self._say_idle()
+        self._tally.settle(progress.batch_idx)
         self._draws.settle()
         self._data_is_over = ended is Ended.DATA
         if ended is not Ended.LIMIT:
@@ -271,7 +291,7 @@ class TrainLoop:
         if hooks.early["on_train_epoch_end"]:
             results = self._reduce_epoch()  # with what these hooks logged
         metrics.reset_metrics()
-        if self._log_every and progress.global_step != self._flushed_at:
+        if self._log_every and progress.micro_batches != self._flushed_at:
             self._reduce_steps()
         if self._log is not None:
             self._flush_epoch(results)
@@ -302,11 +322,14 @@ class TrainLoop:
         self._said_idle = True
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
-        (wanting,) = self._control.agree("the reduction of an epoch's values", self._metrics.wants_reduction())
+        wanting, noticed = self._control.agree(
+            "the reduction of an epoch's values", self._metrics.wants_reduction(), self._lengths.noticed
+        )
+        self._lengths.settle(noticed)
         return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
 
     def _reduce_steps(self) -> None:
-        self._flushed_at = self._progress.global_step
+        self._flushed_at = self._progress.micro_batches
         self._metrics.reduce_steps()
 
     def _flush(self) -> None:

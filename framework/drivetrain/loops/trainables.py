@@ -20,7 +20,7 @@ from drivetrain.hooks import is_overridden
 from drivetrain.loops.optimizers import SchedulerConfig, check_group
 from drivetrain.module import TrainModule
 from drivetrain.strategy import Strategy
-from drivetrain.trainable import Change, Groups, changed_within_window, listed
+from drivetrain.trainable import Change, Groups, changed_within_window, created_within_window, listed
 
 logger = logging.getLogger("drivetrain")
 
@@ -139,15 +139,22 @@ class Trainables:
         self._groups = self._groups_now()
         self.tell_unheld(self._optimizers)
 
-    def refuse_within(self, unfrozen_only: bool = False) -> None:
+    def refuse_within(self, unfrozen_only: bool = False, toggles: bool = False) -> None:
         """Refuse what has changed since the window opened, if anything did.
 
         Args:
             unfrozen_only: let pass what does not train for a while (a toggled optimizer).
+            toggles: it may be a toggle that was left open.
 
         Raises:
             ConfigurationError: names the parameters.
         """
+        strategy = type(self._strategy).__name__
+        if self.touched:
+            now = self._strategy.named_parameters()
+            created = [name for name, one in now.items() if name not in self._known or self._known[name][0] is not one]
+            if created:
+                raise created_within_window(created, strategy)
         names = {id(one): name for name, (one, _) in self._known.items()}
         found = [
             names[id(one)]
@@ -155,7 +162,7 @@ class Trainables:
             if one.requires_grad != trained and (one.requires_grad or not unfrozen_only)
         ]
         if found:
-            raise changed_within_window(found, f"{type(self._strategy).__name__}")
+            raise changed_within_window(found, strategy, toggles)
 
     def tell_unheld(self, optimizers: Sequence[Optimizer]) -> None:
         """Name, once, what trains and is in no optimizer."""
@@ -265,7 +272,7 @@ class Trainables:
     def _refuse_schedulers(self, optimizer: Optimizer) -> None:
         for config in self._schedulers:
             for scheduler in _and_those_within(config.scheduler):
-                if isinstance(scheduler, _FIXED_SCHEDULERS) and getattr(scheduler, "optimizer", None) is optimizer:
+                if _is_fixed(scheduler) and getattr(scheduler, "optimizer", None) is optimizer:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
@@ -302,6 +309,12 @@ def restore_frozen(named: Mapping[str, torch.nn.Parameter], frozen: set[str]) ->
     for name in undone:
         named[name].requires_grad_(name not in frozen)
     return undone
+
+
+def _is_fixed(scheduler: Any) -> bool:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        return getattr(scheduler, "default_min_lr", 0.0) is None  # min_lr is a list, of a number a group
+    return isinstance(scheduler, _FIXED_SCHEDULERS)
 
 
 def _and_those_within(scheduler: Any) -> Iterator[Any]:

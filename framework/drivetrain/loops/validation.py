@@ -17,7 +17,7 @@ class ValidationPlan:
         validate: runs validation; None where there is nothing to validate.
         interval: an int counts micro-batches, a float is a part of an epoch; None validates at an epoch's end.
         every_n_epochs: validate in every n-th epoch only; None lets ``interval`` count on over epochs.
-        length: micro-batches of an epoch; None where it is not known.
+        length: micro-batches that an epoch should have; None where nothing says.
         stop: asked after a validation run, at which early stopping may have made up its mind.
         metrics: goes back to training afterwards.
 
@@ -39,6 +39,8 @@ class ValidationPlan:
         self._stop = stop
         self._metrics = metrics
         self._interval = None if validate is None else _in_micro_batches(interval, every_n_epochs, length)
+        self._is_part = isinstance(interval, float)
+        self._length = length
         self._due = False
         self._progress: Progress | None = None
         self._ran_at = -1
@@ -51,9 +53,8 @@ class ValidationPlan:
         self._progress = progress
         every = self._every_n_epochs
         self._due = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
-        if self._due and self._interval is not None:
-            done = progress.micro_batches if every is None else progress.batch_idx
-            self.next_at = progress.batch_idx + self._interval - done % self._interval
+        if self._due:
+            self._look_ahead(progress)
 
     def state_dict(self) -> dict[str, int]:
         """Return when validation ran last, and when it comes next within this epoch."""
@@ -73,15 +74,37 @@ class ValidationPlan:
         self._validate()
         self._stop.agree("the end of a validation run")
         self._metrics.enter("train", reset=False)
-        if self._interval is not None:
-            self.next_at += self._interval
+        self._look_ahead(self._progress)
 
     def run_at_epoch_end(self, stopping: bool) -> None:
         """Validate after an epoch's data, or as the run stops early, if it is due then."""
         assert self._progress is not None
+        due = self._due and (self._interval is None or stopping or self._is_missed())
         # A stop that this very validation asked for is no reason for another one.
-        if self._due and (self._interval is None or stopping) and self._ran_at != self._progress.micro_batches:
+        if due and self._ran_at != self._progress.micro_batches:
             self.run()
+
+    def _look_ahead(self, progress: Progress) -> None:
+        if self._interval is not None:
+            done = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
+            self.next_at = progress.batch_idx + self._interval - done % self._interval
+
+    def _is_missed(self) -> bool:
+        """Whether the data ended before a validation to which, by its length, the epoch would have come."""
+        if self._every_n_epochs is None:  # it counts on into the next epoch, where it comes
+            return False
+        if self._length is None or not -1 < self.next_at <= self._length:
+            return False
+        # What counts micro-batches has had those that there are, unless it had none.
+        return self._is_part or self.next_at == self._interval
+
+
+def renumbered(state: Mapping[str, int], before: int, now: int) -> dict[str, int]:
+    """Return a plan's state where an epoch's micro-batches are counted anew: what was batch ``before`` is ``now``.
+
+    A validation that was due is still due, and one that was over is not run again; the next ones come by the new count.
+    """
+    return {**state, "next_at": now if state["next_at"] == before else -1}
 
 
 def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, length: int | None) -> int | None:

@@ -118,6 +118,14 @@ class Entry:
         self.waiting: list[torch.Tensor] = []
         self.weights: list[float] = []
 
+    @property
+    def idle(self) -> bool:
+        """Whether it came from a checkpoint with nothing in it, and was not logged since.
+
+        Ranks that were not there when it was saved do not know of it.
+        """
+        return self.resumed and self.total is None and not self.waiting
+
     def accumulate(self, value: torch.Tensor | float, weight: torch.Tensor | float) -> None:
         """Add one value to the epoch. Only a mean has weights; of other operations they count the values."""
         if isinstance(weight, torch.Tensor):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from drivetrain.errors import CheckpointError, ConfigurationError
+
+
+def all_ranks() -> None:
+    """The group of all ranks, as torch takes it. A function by name, since a `Fit` is pickled for new processes."""
 
 
 class MetricObjects:
@@ -22,8 +26,11 @@ class MetricObjects:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self.group: Any = None
-        """The ranks over which they are reduced; None for all."""
+        self.group: Callable[[], Any] = all_ranks
+        """Gives the ranks over which they are reduced, or None for all.
+
+        It is asked and its answer not kept: while a failed rank holds a process group, peers blocked in it wait on.
+        """
         self._ending = False  # between an epoch's first reduction and its end, where hooks log, and reset by hand
         self._settled: dict[str, torch.Tensor] = {}
         self._states: dict[str, dict[str, Any]] = {}
@@ -78,7 +85,7 @@ class MetricObjects:
         """Return what the epoch value ``key`` comes to, see `computed`; the same again, unless it was logged since."""
         value = self._settled.get(key)
         if value is None:
-            value = computed(name, metric, together, self.group, self._states.pop(key, None))
+            value = computed(name, metric, together, self.group(), self._states.pop(key, None))
             self._settled[key] = value
             self._computed[key] = metric
         return value

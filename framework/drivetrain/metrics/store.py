@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain.control import ControlPlane, LocalControl
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.metrics.agreement import agreed_value
 from drivetrain.metrics.entry import Entry, operation_of, refuse_another_kind, refuse_other_options
 from drivetrain.metrics.objects import (
     MetricObjects,
@@ -19,7 +20,7 @@ from drivetrain.metrics.objects import (
     reset,
     set_metric_state,
 )
-from drivetrain.metrics.packing import Part, agreed_value, combined, gather_packed, to_host
+from drivetrain.metrics.packing import Part, combined, gather_packed, to_host
 from drivetrain.metrics.values import for_reading, number, weight
 from drivetrain.transfer import first_dimension, move_to
 
@@ -194,7 +195,7 @@ class MetricStore:
     def reduce_epoch(self, together: bool) -> dict[str, Tensor]:
         """Reduce the stage's epoch values: one packed collective where ``together``. Returns them by epoch name."""
         plain = sorted(
-            (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None),
+            (entry for entry in self.entries.values() if entry.on_epoch and entry.metric is None and not entry.idle),
             key=lambda entry: entry.name,
         )
         shared = [entry for entry in plain if entry.sync_dist is not False]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -32,3 +33,17 @@ def by_mesh(optimizers: Iterable[Optimizer]) -> tuple[list[Parameter], dict[Any,
                 else:
                     sharded.setdefault(mesh, []).append(parameter)
     return plain, sharded
+
+
+@torch.no_grad()
+def multiply(optimizers: Iterable[Optimizer], factor: Tensor) -> None:
+    """Multiply all gradients by a ``factor`` of shape (), in place; of sharded ones what this rank holds."""
+    plain, sharded = by_mesh(optimizers)
+    gradients: list[Any] = [parameter.grad for parameter in plain]
+    gradients += [cast(Any, parameter.grad).to_local() for parameters in sharded.values() for parameter in parameters]
+    buckets: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        buckets.setdefault(gradient.device, []).append(values)
+    for device, bucket in buckets.items():
+        torch._foreach_mul_(bucket, factor.to(device))

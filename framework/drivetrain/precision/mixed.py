@@ -103,14 +103,25 @@ class MixedPrecision(Precision):
         """A new autocast context."""
         return torch.autocast(self.device_type, self.compute_dtype)
 
+    def outside_forward(self) -> AbstractContextManager[Any]:
+        """A context without autocast: within one, products that a backward makes of float32 would be cast, too."""
+        return torch.autocast(self.device_type, enabled=False)
+
+    def weights_changed(self) -> None:
+        """Forget the weights that autocast has cast: it keeps them until its context ends."""
+        torch.clear_autocast_cache()
+
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of a loss of shape (), scaled with ``"16-mixed"``."""
         if self.scales_loss:
-            loss = (self._scaler or self._build()).scaler.scale(loss)
+            scaler = self._scaler or self._build()
+            if scaler.unscaled:  # in manual optimization: gradients of before are still there, or were
+                scaler.scale_again()
+            loss = scaler.scaler.scale(loss)
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the gradients of ``optimizer`` by the scale, once a step, and note an overflow among them."""
+        """Divide the gradients of ``optimizer`` by the scale, once a backward, and note an overflow among them."""
         if self.scales_loss:
             (self._scaler or self._build()).unscale(optimizer)
 
@@ -128,7 +139,7 @@ class MixedPrecision(Precision):
         return clip_gradients(optimizers, max_norm, algorithm)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step ``optimizer`` unless the gradients of any optimizer unscaled for this step overflowed.
+        """Step ``optimizer`` unless its gradients overflowed, or those of an optimizer unscaled together with it.
 
         Raises:
             ConfigurationError: with ``"16-mixed"`` and a closure, whose every evaluation would need a scale of its own.
@@ -140,7 +151,8 @@ class MixedPrecision(Precision):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} steps with a closure, which precision='16-mixed' cannot serve.",
                 "The closure's gradients are scaled, and each of its evaluations may overflow by itself.",
-                "Use precision='bf16-mixed' or '32-true'.",
+                "Use precision='bf16-mixed' or '32-true'; or, where it evaluates the closure once and first, "
+                "evaluate it before a step without it.",
             )
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 

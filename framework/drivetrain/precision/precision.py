@@ -90,12 +90,26 @@ class Precision:
         """The context of a forward pass. The engine takes one and enters it anew for each step, one at a time."""
         return nullcontext()
 
+    def outside_forward(self) -> AbstractContextManager[Any]:
+        """A context that undoes `forward_context` within it.
+
+        Entered in manual optimization, where ``training_step`` runs backward and steps within its forward's context.
+        """
+        return nullcontext()
+
+    def weights_changed(self) -> None:
+        """Forget, within `forward_context`, what a forward derived from weights that are others now.
+
+        Called in manual optimization, where one context is around the whole ``training_step``: after each backward and
+        step, and before each evaluation of a closure.
+        """
+
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients of a loss of shape ()."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Give the gradients of ``optimizer`` their true magnitude; a second call before `update` does nothing."""
+        """Give the gradients of ``optimizer`` their true magnitude, once after each `backward`."""
 
     def clip_gradients(
         self, optimizers: Optimizer | Iterable[Optimizer], max_norm: float, algorithm: str = "norm"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from drivetrain.errors import ConfigurationError
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
-def awaited_parameters(ddp: DistributedDataParallel) -> list[str]:
-    """Return the names of the parameters whose gradients the reducer still waits for after a backward."""
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError as error:
-        return _names_in(str(error), ddp)
-    return []
+def verifier(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """What raises, after a backward that exchanged gradients, where the reducer still waits for some.
+
+    It is the reducer's own method, so that a step makes no Python call for it, and keeps the reducer alive.
+    """
+    check: Callable[[], None] = ddp.reducer._check_reducer_finalized
+    return check
 
 
 def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
@@ -29,6 +30,16 @@ def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
     """
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_backward([loss])
+
+
+def gives_out_buffers(ddp: DistributedDataParallel) -> bool:
+    """Whether there are buffers, and rank 0's are to be everybody's before each forward."""
+    return bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+
+def give_out_buffers(ddp: DistributedDataParallel) -> None:
+    """Do what a DDP forward does before anything else, for a step that is none."""
+    ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
 def let_go(ddp: DistributedDataParallel) -> None:
@@ -47,7 +58,7 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> None:
     text = str(error)
     said = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
     if "Expected to have finished reduction in the prior iteration" in text:
-        raise unused_error(_names_in(text, ddp)) from error
+        raise _unused(_names_in(text, ddp), bool(ddp.static_graph)) from error
     if "Your training graph has changed" in text:
         raise ConfigurationError(
             "The graph of training_step changed under static_graph=True.",
@@ -64,11 +75,20 @@ def explain(error: RuntimeError, ddp: DistributedDataParallel) -> None:
         ) from error
 
 
-def unused_error(names: list[str]) -> ConfigurationError:
-    """The refusal of parameters that got no gradient under plain DDP, by the names they have in the bare module."""
-    return ConfigurationError(
+def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
+    """The refusal of parameters that got no gradient, by the names they have in the bare module."""
+    what = (
         f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
-        f"{', ...' if len(names) > 20 else ''}.",
+        f"{', ...' if len(names) > 20 else ''}."
+    )
+    if static_graph:
+        return ConfigurationError(
+            f"The graph of training_step changed under static_graph=True. {what}",
+            "they had one in this rank's first step, and so DDP waits for it in every step: the ranks would hang.",
+            "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
+        )
+    return ConfigurationError(
+        what,
         "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
         "use DDPStrategy(static_graph=True) where it is always the same ones, "
         "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False).",

@@ -38,7 +38,8 @@ class DDPStrategy(DistributedStrategy):
         static_graph: promise that every step uses the same parameters alike; None leaves torch's default.
         find_unused_parameters: look, in every step, for parameters that it does not use.
         bucket_cap_mb: size of a gradient bucket in MiB; None leaves torch's default.
-        broadcast_buffers: give all ranks rank 0's buffers before each forward; None leaves torch's default (True).
+        broadcast_buffers: give all ranks rank 0's buffers before each ``training_step``; None leaves torch's default
+            (True).
         gradient_as_bucket_view: let gradients live in the communication buckets.
         comm_hook: "fp16", "bf16" or "powersgd"; a hook; or a pair of a state and a hook.
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
@@ -87,8 +88,7 @@ class DDPStrategy(DistributedStrategy):
         self._swap: SyncBatchNormSwap | None = None
         self._ddp: DistributedDataParallel | None = None
         self._manual = False
-        self._plain = False
-        self._unverified = False
+        self._verify: Callable[[], None] | None = None
         self._first_window = True
         self._replicated: tuple[nn.Parameter, ...] = ()
         self._trained: list[nn.Parameter] = []
@@ -129,7 +129,7 @@ class DDPStrategy(DistributedStrategy):
         if not self._wrap(module, init_sync=True):
             self._give_out([*module.parameters(), *module.buffers()])  # as DDP does where anything trains
         if self._manual:
-            return operator.call  # each backward is announced by itself, in `backward`
+            return self._manual_runner()  # each backward is announced by itself, in `backward`
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
             ddp = self._ddp
@@ -144,13 +144,25 @@ class DDPStrategy(DistributedStrategy):
 
         return run
 
+    def _manual_runner(self) -> StepRunner:
+        """A step is not DDP's forward, which would give out rank 0's buffers."""
+        if self._options.get("broadcast_buffers") is False:
+            return operator.call
+
+        def run(step: Callable[..., Any], *args: Any) -> Any:
+            ddp = self._ddp  # another one where what trains has changed
+            if ddp is not None and torch.is_grad_enabled() and reducer.gives_out_buffers(ddp):
+                reducer.give_out_buffers(ddp)
+            return step(*args)
+
+        return run
+
     def _wrap(self, module: nn.Module, init_sync: bool) -> bool:
         """Put DDP around the module, for what trains now; False where nothing does. Collective."""
         self._trained = [one for one in module.parameters() if one.requires_grad]
         if self._ddp is not None:
             reducer.let_go(self._ddp)  # its hooks come off the parameters with it
-        self._ddp = None
-        self._plain = self._unverified = False
+        self._ddp = self._verify = None
         if not self._trained:
             return False  # nothing to reduce, and DDP refuses such a module
         options = dict(self._options)
@@ -166,7 +178,8 @@ class DDPStrategy(DistributedStrategy):
         register_comm_hook(ddp, self.comm_hook)
         self._ddp = ddp
         self._first_window = True
-        self._plain = self._unverified = not (self.static_graph or self.find_unused_parameters or self._manual)
+        if not (self.find_unused_parameters or self._manual):
+            self._verify = reducer.verifier(ddp)
         return True
 
     def trainable_changed(self, module: nn.Module) -> None:
@@ -179,8 +192,6 @@ class DDPStrategy(DistributedStrategy):
         if list(map(id, self._trained)) == [id(one) for one in self._replicated if one.requires_grad]:
             return
         refuse_kept_state(self.comm_hook)
-        if self._ddp is not None and self._plain:
-            self._refuse_unused(self._ddp)  # in the last step; the reducer that knows of it goes now
         self._wrap(module, init_sync=False)
 
     def _give_out(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -202,25 +213,18 @@ class DDPStrategy(DistributedStrategy):
             reducer.expect_backward(ddp, loss)
         try:
             self.precision.backward(loss)
+            # The next forward would tell too: after a step on this rank's own gradients, if there is one.
+            if self._verify is not None and ddp.require_backward_grad_sync:
+                self._verify()
         except RuntimeError as error:
             reducer.explain(error, ddp)
             raise
-        if self._unverified and ddp.require_backward_grad_sync:
-            self._unverified = False
-            self._refuse_unused(ddp)
-
-    def _refuse_unused(self, ddp: DistributedDataParallel) -> None:
-        names = reducer.awaited_parameters(ddp)
-        if names:
-            raise reducer.unused_error(names)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         self._first_window = False
         return self.precision.step(optimizer, closure)
 
     def restore_module(self) -> None:
-        if self._ddp is not None and self._plain:
-            self._refuse_unused(self._ddp)  # in the last step; in any other the next forward would have told
         if self.module is not None:
             self.sync_buffers(self.module)
 
@@ -231,7 +235,7 @@ class DDPStrategy(DistributedStrategy):
             self._home.restore()
         if self._ddp is not None:
             reducer.let_go(self._ddp)
-        self._ddp = None
+        self._ddp = self._verify = None
         self._home = None
         self._swap = None
         self._replicated, self._trained = (), []

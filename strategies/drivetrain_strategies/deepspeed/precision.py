@@ -57,6 +57,9 @@ class DeepSpeedPrecision(Precision):
     def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self._device_type, self.half)
 
+    def outside_forward(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.half is None else torch.autocast(self._device_type, enabled=False)
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, by the names that torch's `GradScaler` uses."""
         if self.name != "16-mixed" or self.loss_scaler is None:

@@ -270,6 +270,13 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self._running.zero.norm()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} steps with a closure under DeepSpeed.",
+                "its engine owns the backward and the step, and evaluates nothing within it.",
+                "use strategy='fsdp' or 'ddp'; or, where the optimizer evaluates the closure once and first, evaluate "
+                "it before a step without it.",
+            )
         max_norm, self._max_norm = self._max_norm, None
         return self._running.step(max_norm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies.fsdp.private import let_go
+from drivetrain_strategies.groups import set_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,14 @@ class Mesh:
     Args:
         layout: the sizes.
         device: what the ranks compute on.
+        timeout: after which a collective of a group that is made for the run fails; torch gives those its own.
 
     Attributes:
         whole: with the dimensions "replicate" and "shard" (hybrid), or "data"; and "tensor" where layers are split.
         data: without "tensor": one dimension, or two for a hybrid.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, device: torch.device, timeout: timedelta) -> None:
         sizes = {"replicate": layout.replicate, "shard": layout.shard} if layout.hybrid else {"data": layout.shard}
         data_names = tuple(sizes)
         if layout.tensor > 1:
@@ -106,6 +109,8 @@ class Mesh:
         # Everything that a step reduces by hand goes over the ranks that hold other data.
         self.data_group: Any = dist.group.WORLD if layout.tensor == 1 else self._flat().get_group()
         self._others: list[Any] = []
+        self._timeout = timeout
+        set_timeout(timeout, self._own_groups())
 
     def _flat(self) -> DeviceMesh:
         return self.data._flatten("data") if self.data.ndim > 1 else self.data
@@ -123,18 +128,20 @@ class Mesh:
     def also(self, mesh: DeviceMesh) -> None:
         """Take care of a further mesh that was made for the run."""
         self._others.append(mesh)
+        set_timeout(self._timeout, self._own_groups())
 
     def close(self) -> None:
         """Destroy the groups that were made for the run; the default one is not ours to destroy here."""
-        meshes = [self.whole, *self._others]
-        groups = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
-        groups[id(self.data_group)] = self.data_group
-        for group in groups.values():
-            if group is not dist.group.WORLD and group is not None:
-                dist.destroy_process_group(group)
-        for mesh in meshes:
+        for group in self._own_groups():
+            dist.destroy_process_group(group)
+        for mesh in (self.whole, *self._others):
             let_go(mesh)
         self.data_group = None
+
+    def _own_groups(self) -> list[Any]:
+        groups = [group for mesh in (self.whole, *self._others) for group in mesh.get_all_groups()]
+        found = {id(group): group for group in [*groups, self.data_group]}
+        return [group for group in found.values() if group is not dist.group.WORLD and group is not None]
 
 
 def require_mesh(mesh: Mesh | None) -> Mesh:

@@ -207,6 +207,16 @@ class Sharded:
         names = {id(one): name for name, one in self._module.named_parameters()}
         return [names[id(one.sharded_param)].removeprefix("module.") for one in parameters]
 
+    def shards_of_wholes(self) -> dict[int, nn.Parameter]:
+        """The shards, by the ids of the tensors that take their place while they are gathered."""
+        wholes = ("_unsharded_param", "_sharded_post_forward_param")
+        return {
+            id(whole): one.sharded_param
+            for one in self.parameters
+            for whole in map(one.__dict__.get, wholes)
+            if whole is not None
+        }
+
     def _list_made(self) -> None:
         made = [one for one in self.parameters if hasattr(one, "_unsharded_param")]
         self._shards = [one.sharded_param for one in made]

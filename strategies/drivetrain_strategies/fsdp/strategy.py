@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,6 +29,7 @@ from drivetrain_strategies.fsdp.checks import (
     check_reshard_size,
     check_torch,
 )
+from drivetrain_strategies.fsdp.closure_step import step_with
 from drivetrain_strategies.fsdp.device_mesh import Layout, Mesh, find_layout, require_mesh
 from drivetrain_strategies.fsdp.gradients import Gradients
 from drivetrain_strategies.fsdp.meta import BareModule
@@ -158,7 +160,7 @@ class FSDPStrategy(DistributedStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self._layout is not None
-        self._mesh = Mesh(self._layout, self.device)
+        self._mesh = Mesh(self._layout, self.device, self._group.timeout)
 
     @property
     def device_mesh(self) -> Any:
@@ -247,7 +249,11 @@ class FSDPStrategy(DistributedStrategy):
         return super().setup_optimizers(optimizers)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        return {} if self.module is None else dict(self._resharded().named_parameters())
+        if self.module is None:
+            return {}
+        # Asked within a step too, by some ranks only: nothing is dropped that the others still have whole.
+        shards = {} if self._sharded is None else self._sharded.shards_of_wholes()
+        return {name: shards.get(id(one), one) for name, one in self.module.named_parameters()}
 
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
@@ -318,13 +324,16 @@ class FSDPStrategy(DistributedStrategy):
         self._sharded.forget_gradients()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        sharded = self._sharded
+        assert sharded is not None
+        if closure is not None:
+            return step_with(closure, partial(self.precision.step, optimizer), sharded, self._inside)
         if not self._inside:
-            return self.precision.step(optimizer, closure)
+            return self.precision.step(optimizer)
         # Shards train; what the rest of the step computes with is gathered from them anew.
-        assert self._sharded is not None
-        self._sharded.reshard()
-        stepped = self.precision.step(optimizer, closure)
-        self._sharded.gather_root()
+        sharded.reshard()
+        stepped = self.precision.step(optimizer)
+        sharded.gather_root()
         return stepped
 
     def _spread_overflow(self, found: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from drivetrain.data import CombinedLoader, prepare_loader
 from drivetrain.errors import ConfigurationError
+from wrong_lengths import Batches
 
 
 def loader(length: int, shuffle: bool = False) -> DataLoader[Any]:
@@ -119,3 +120,47 @@ def test_refusals() -> None:
         CombinedLoader(loaders(), "max_size_cicle")
     with pytest.raises(ConfigurationError, match="holds no loader"):
         prepare_loader({}, training=True)
+
+
+def wrong(batches: int, said: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(2 * batches)), batch_sampler=Batches(2 * batches, said))
+
+
+@pytest.mark.parametrize("mode", [*EXPECTED, "sequential"])
+@pytest.mark.parametrize("said", [(1, 2), (1, 9), (9, 1), (7, 8)])
+def test_a_length_that_is_wrong_cuts_nothing_and_a_resumed_epoch_goes_on_where_it_was(
+    mode: str, said: tuple[int, int]
+) -> None:
+    # I-04
+    def numbers(start: int, *lengths: int) -> list[Any]:
+        parts = CombinedLoader([wrong(2, lengths[0]), wrong(3, lengths[1])], mode)
+        return [
+            plain({"batch": batch})
+            if mode == "sequential"
+            else [None if one is None else one[0].tolist() for one in batch]
+            for batch, _ in prepare_loader(parts, training=True).epoch(0, start)
+        ]
+
+    right = numbers(0, 2, 3)
+    assert len(right) == {"min_size": 2, "sequential": 5}.get(mode, 3)
+    for start in range(len(right) + 1):
+        assert numbers(start, *said) == right[start:]
+    by_itself = CombinedLoader([wrong(2, said[0]), wrong(3, said[1])], mode)
+    assert len(list(by_itself)) == len(right)
+
+
+def test_nobody_starts_again_for_nothing() -> None:
+    # I-04: where the longest is through, what was shorter is not begun once more.
+    started: list[str] = []
+
+    class Starting(IterableDataset[Any]):
+        def __init__(self, name: str, length: int) -> None:
+            self.name, self.length = name, length
+
+        def __iter__(self) -> Iterator[Any]:
+            started.append(self.name)
+            return iter(torch.arange(self.length))
+
+    parts = [DataLoader(Starting("a", 4), 2), DataLoader(Starting("b", 4), 2)]
+    assert len(list(prepare_loader(CombinedLoader(parts, "max_size_cycle"), training=True).epoch(0))) == 2
+    assert started == ["a", "b"]

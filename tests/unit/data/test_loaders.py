@@ -174,12 +174,56 @@ class Doubled(DataLoader[Any]):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize(("kind", "message"), [(Losing, "ended early"), (Doubled, "more batches than its sampler")])
-def test_a_loader_that_does_not_keep_its_word_is_refused(kind: type, message: str, shuffled: bool) -> None:
-    # G-04
-    sampler = WeightedRandomSampler([1.0] * 10, 10) if shuffled else None
-    with pytest.raises(ConfigurationError, match=message):
-        list(prepare_loader(kind(numbers(10), 2, sampler=sampler), training=True).epoch(0))
+@pytest.mark.parametrize(("kind", "samples"), [(Losing, [2, 2]), (Doubled, [2, 2, 2, 2, 1] * 2)])
+def test_a_loader_that_gives_more_or_fewer_than_it_is_asked_for_is_gone_through(
+    kind: type, samples: list[int], shuffled: bool
+) -> None:
+    # I-04
+    sampler = WeightedRandomSampler([1.0] * 9, 9) if shuffled else None
+    source = prepare_loader(kind(numbers(9), 2, sampler=sampler), training=True)
+    pairs = list(source.epoch(0))
+    assert [share.samples for _, share in pairs] == samples == [len(batch[0]) for batch, _ in pairs]
+    assert (source.length, source.certain, source.static) == (5, False, True)
+
+
+def test_on_several_ranks_its_batches_are_each_rank_s_own() -> None:
+    # I-04
+    for rank in (0, 1):
+        source = prepare_loader(Losing(numbers(9), 2), training=True, rank=rank, world_size=2)
+        assert not source.static
+        assert [share.total for _, share in source.epoch(0)] == [None, None]
+        # What torch itself iterates is known on every rank without talking, as before.
+        assert prepare_loader(DataLoader(numbers(9), 2), training=True, rank=rank, world_size=2).static
+
+
+def test_batches_whose_first_dimension_is_no_number_of_samples_count_as_the_sampler_says() -> None:
+    # I-04: a batch of graphs begins with all their nodes.
+    class Graphs(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (torch.zeros(7 + index, 3) for index, _ in enumerate(super().__iter__()))
+
+    source = prepare_loader(Graphs(numbers(9), 2), training=True)
+    assert [share.samples for _, share in source.epoch(0)] == [2, 2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_who_joins_asks_for_a_sample_that_is_not_counted(training: bool) -> None:
+    # I-04, B-04: a loader that iterates in a way of its own, and keeps its word.
+    class Faithful(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter(list(super().__iter__()))
+
+    for world_size, samples in ((2, 9), (3, 7)):
+        counted = 0
+        for rank in range(world_size):
+            options: dict[str, Any] = {"training": training, "rank": rank, "world_size": world_size}
+            own = list(prepare_loader(Faithful(numbers(samples), 2), **options).epoch(0))
+            plain = list(prepare_loader(DataLoader(numbers(samples), 2), **options).epoch(0))
+            assert [(share.samples, share.joins, share.start) for _, share in own] == [
+                (share.samples, share.joins, share.start) for _, share in plain
+            ]
+            counted += sum(share.samples for _, share in own)
+        assert counted == samples
 
 
 def test_an_epoch_may_be_left_early_and_begun_again() -> None:

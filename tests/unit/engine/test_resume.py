@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from engine_case import fit
+from engine_case import Tiny, fit, loader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -268,3 +268,49 @@ def test_a_resume_does_not_read_what_it_skips(tmp_path: Path) -> None:
     trainer = fit(tmp_path, max_epochs=1, accumulate_grad_batches=3, seed=7)
     trainer.fit(Everything(), DataLoader(Counted(), 3, shuffle=True), ckpt_path=tmp_path / "batch-024")
     assert len(read) == SAMPLES - 24 * 3
+
+
+class Saving(Callback):
+    """Notes after how many samples validation ran, and saves at the ``at``-th call of a hook."""
+
+    def __init__(self, path: Path, hook: str, at: int) -> None:
+        self.path, self.hook, self.left = str(path), hook, at
+        self.validated: list[tuple[int, int]] = []
+
+    def _at(self, hook: str, trainer: Any) -> None:
+        if hook == self.hook:
+            self.left -= 1
+            if self.left == -1:
+                trainer.defer_save(lambda: trainer.write_checkpoint(self.path))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._at("on_train_batch_end", trainer)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validated.append((trainer.current_epoch, trainer.samples_seen))
+        self._at("on_validation_end", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._at("on_train_epoch_end", trainer)
+
+
+@pytest.mark.parametrize(
+    ("interval", "hook", "at", "expected"),
+    [
+        (None, "on_validation_end", 0, [(1, 24)]),  # the epoch's own was over, and ran once more
+        (None, "on_train_epoch_end", 0, [(1, 24)]),
+        (None, "on_train_batch_end", 5, [(0, 12), (1, 24)]),
+        (2, "on_validation_end", 0, [(0, 8), (1, 20)]),
+        (2, "on_train_batch_end", 1, [(0, 4), (0, 8), (1, 20)]),  # the first was due, and was left out
+        (0.5, "on_train_batch_end", 2, [(0, 6), (0, 10), (0, 12), (1, 16), (1, 20), (1, 24)]),
+    ],
+)
+def test_validation_goes_on_where_it_stood_under_another_dealing(
+    interval: Any, hook: str, at: int, expected: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    # F-02: batches of four instead of two, as on half as many ranks
+    settings: dict[str, Any] = {"max_epochs": 2, "val_check_interval": interval, "num_sanity_val_steps": 0}
+    first, second = Saving(tmp_path / "a", hook, at), Saving(tmp_path / "b", "", 0)
+    fit(tmp_path, **settings, callbacks=first).fit(Tiny(), loader(12, 2), loader(2))
+    fit(tmp_path, **settings, callbacks=second).fit(Tiny(), loader(12, 4), loader(2), ckpt_path=first.path)
+    assert second.validated == expected

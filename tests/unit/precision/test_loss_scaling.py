@@ -257,6 +257,52 @@ def test_optimizers_that_take_turns() -> None:
     assert precision.state_dict()["_growth_tracker"] == 1
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("clip", [None, 1e6])
+@pytest.mark.parametrize("added", [False, True])
+def test_an_optimizer_may_step_several_times_before_the_update(device: str, clip: float | None, added: bool) -> None:
+    # B-15, I-02: each backward's gradients are unscaled once, and so are those that it is added to
+    module = Two().to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    module(X.to(device)).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    precision = precision_for(device)
+    module.zero_grad()
+    for number in range(1, 4):
+        if not added:
+            module.zero_grad()
+        with precision.forward_context():
+            loss = module(X.to(device))
+        precision.backward(loss)
+        if clip is not None:
+            precision.clip_gradients([optimizer], clip)
+            precision.clip_gradients([optimizer], clip)
+        assert precision.step(optimizer) is True
+        assert precision.step(optimizer) is True
+        norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+        torch.testing.assert_close(norm, expected * (number if added else 1), rtol=5e-3, atol=1e-3)
+    precision.update()
+    assert precision.state_dict()["_growth_tracker"] == 1
+
+
+def test_gradients_that_no_backward_can_reach_stay_unscaled() -> None:
+    # B-15, I-02: what toggling is for; clipping over both then finds them as they are
+    module = Two()
+    left, right = adam(module.left), adam(module.right)
+    precision = precision_for("cpu")
+    gradients(precision, module, "cpu", right=0.0)
+    precision.unscale(left)
+    before = [p.grad.clone() for p in module.left.parameters() if p.grad is not None]
+    module.left.requires_grad_(False)
+    with precision.forward_context():
+        loss = module(X)
+    precision.backward(loss)
+    precision.clip_gradients([left, right], 1e6)
+    for parameter, gradient in zip(module.left.parameters(), before, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+
+
 def test_without_any_gradient_nothing_is_found_and_nothing_fails() -> None:
     module = Two()
     optimizer = adam(module)

@@ -1,0 +1,243 @@
+"""A resumed run has the trainable set and the groups that the saved one had: I-03."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from phased_training import EPOCHS, GLOBAL, SAMPLES, Phased, Turns, by_hand, dealt, state
+from small_runs import loader, quiet
+from test_trainables import NEAR, assert_near
+from torch import nn
+
+from drivetrain import Callback
+from drivetrain.checkpoint import load
+from drivetrain_strategies import DDPStrategy, FSDPStrategy
+from told import told
+from worlds import on_ranks
+
+PROGRAMS: dict[str, tuple[Turns, dict[str, Any]]] = {
+    "unfrozen": ({("on_train_epoch_start", 3): "+body"}, {}),
+    "frozen": ({("on_train_epoch_start", 3): "-neck"}, {"frozen": ""}),
+    "a group": ({("on_train_epoch_start", 3): "+body body"}, {"held": "neck head"}),
+    "two groups": (
+        {("on_train_epoch_start", 3): "+body body +neck neck"},
+        {"held": "head", "frozen": "body neck"},
+    ),
+    "what trains, as a filter": ({("on_train_epoch_start", 3): "+body body"}, {"held": "filter"}),
+    "a group, by the step": ({("on_train_batch_end", 4): "+body body"}, {"held": "neck head"}),
+}
+"""The turn is taken before the save, in the second epoch, and the resumed run knows nothing of it."""
+
+AT: dict[str, int] = {"the epoch's end": 6, "within it": 5}
+
+
+class Filtered(Phased):
+    """Its optimizer gets what trains as ``configure_optimizers`` is called."""
+
+    def configure_optimizers(self) -> Any:
+        if self.held != "filter":
+            return super().configure_optimizers()
+        return torch.optim.AdamW(
+            [one for one in self.parameters() if one.requires_grad], lr=0.02, eps=1e-5, weight_decay=0.1
+        )
+
+
+class SaveAt(Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "static graph": {"static_graph": True},
+    "fsdp": {"wrap": [nn.Linear]},
+    "hybrid": {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []},
+    "fsdp x tp": {"tensor_parallel": 2, "wrap": []},
+}
+REPLICAS = ("ddp", "static graph")
+
+
+def strategy_of(name: str) -> tuple[Any, int]:
+    """A strategy, and among how many ranks the data is dealt."""
+    options = OPTIONS.get(name)
+    if options is None:
+        return name, dealt({})
+    return (DDPStrategy if name in REPLICAS else FSDPStrategy)(**options), dealt(options)
+
+
+def _run(
+    name: str, turns: Turns, given: dict[str, Any], save: tuple[int, str] | None, resume: str | None, stop: int = -1
+) -> dict[str, torch.Tensor]:
+    strategy, parts = strategy_of(name)
+    module = Filtered(turns, split="tp" in name, **given)
+    callbacks = [] if save is None else [SaveAt(*save)]
+    fit = quiet(strategy=strategy, max_epochs=EPOCHS, max_steps=stop, callbacks=callbacks)
+    fit.fit(module, loader(SAMPLES, GLOBAL // parts), ckpt_path=resume)
+    assert fit.global_step == (stop if stop > 0 else 9)
+    return state(module)
+
+
+def _places(names: list[str]) -> list[tuple[str, str]]:
+    return [(name, label) for name in names for label in AT]
+
+
+def _saved(names: list[str], strategy: str, folder: str) -> None:
+    for name, label in _places(names):
+        turns, given = PROGRAMS[name]
+        _run(strategy, turns, given, (AT[label], f"{folder}/{name} {label}"), None, AT[label])
+
+
+def _resumed(names: list[str], strategy: str, folder: str) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    return {
+        (name, label): _run(strategy, {}, PROGRAMS[name][1], None, f"{folder}/{name} {label}")
+        for name, label in _places(names)
+    }
+
+
+def _on(strategy: str, fn: Any, *args: Any) -> Any:
+    if strategy == "single_device":
+        return fn(*args)
+    return on_ranks(fn, 4 if strategy in ON_FOUR else 2, *args, timeout=240)[0]
+
+
+ON_FOUR = ("hybrid", "fsdp x tp")
+
+PAIRS = [
+    ("single_device", "single_device"),
+    ("single_device", "ddp"),
+    ("ddp", "ddp"),
+    ("ddp", "fsdp"),
+    ("fsdp", "fsdp"),
+    ("fsdp", "single_device"),
+    ("fsdp x tp", "fsdp x tp"),
+    ("fsdp x tp", "static graph"),
+    ("single_device", "fsdp x tp"),
+    ("fsdp x tp", "hybrid"),
+    ("hybrid", "single_device"),
+]
+
+FEW = ["frozen", "two groups"]
+"""The programs that are run where there are four ranks."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Tell where a strategy's checkpoints are, which it writes once."""
+
+    @cache
+    def folder(strategy: str) -> str:
+        path = str(tmp_path_factory.mktemp("saved"))
+        _on(strategy, _saved, FEW if strategy in ON_FOUR else list(PROGRAMS), strategy, path)
+        return path
+
+    return folder
+
+
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_resumed_run_trains_what_the_saved_one_did(
+    before: str, after: str, saved: Callable[[str], str]
+) -> None:  # I-03
+    """It was refused: "2 saved groups against 1"; and what had been unfrozen was frozen again, in silence."""
+    names = FEW if {before, after} & set(ON_FOUR) else list(PROGRAMS)
+    found = _on(after, _resumed, names, after, saved(before))
+    for (name, label), weights in found.items():
+        turns, given = PROGRAMS[name]
+        assert_near(weights, by_hand(Filtered(turns, **given)), f"{before} to {after}, {name}, {label}")
+
+
+# As a run would that freezes as it begins, and thaws later.
+BEGUN: Turns = {("on_train_start", 0): "-body", ("on_train_epoch_start", 3): "+body body"}
+GIVEN: dict[str, Any] = {"held": "neck head", "frozen": ""}
+
+
+def _frozen_again(strategy: str, path: str) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+    """Save; go on with a hook that freezes again, and with one that adds a group that is there already."""
+    _run(strategy, BEGUN, GIVEN, (6, path), None, 6)
+    found = []
+    for turn in ("-body", "body"):
+        with told() as lines:
+            weights = _run(strategy, {("on_train_start", 6): turn}, GIVEN, None, path)
+        found.append((weights, lines))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
+def test_what_a_hook_freezes_as_a_resumed_run_begins_is_undone_and_told(strategy: str, tmp_path: Path) -> None:  # I-03
+    (frozen, lines), (added, more) = _on(strategy, _frozen_again, strategy, str(tmp_path / "saved"))
+    expected = by_hand(Phased(BEGUN, **GIVEN))
+    assert_near(frozen, expected, "resumed")
+    (line,) = [line for line in lines if "that was undone" in line]
+    assert "froze or unfroze 2 parameter(s): 'net.body.weight', 'net.body.bias'" in line
+    assert_near(added, expected, "resumed, the group added again")
+    assert any("it is not added again" in line for line in more)
+
+
+def test_groups_of_zero_go_on_elsewhere(tmp_path: Path) -> None:
+    """What is frozen is in no flat tensor of ZeRO's, and stays in the optimizer of who goes on from its checkpoint."""
+    path = str(tmp_path / "saved")
+    on_ranks(_by_zero, 2, path, process_group=None, timeout=200)
+    assert load(path).optimizer_groups(0) == [["net.neck.weight", "net.neck.bias", "net.head.weight", "net.head.bias"]]
+    found = _run("single_device", {("on_train_epoch_start", 6): "+body"}, {}, None, path)
+    expected = by_hand(Phased({("on_train_epoch_start", 6): "+body"}))
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, **{**NEAR, "atol": 1e-5}), name
+
+
+def _by_zero(path: str) -> None:
+    _run("deepspeed_stage_2", {}, {}, (6, path), None, 6)
+
+
+def _to_zero(path: str, stage: int) -> dict[str, torch.Tensor]:
+    return _run(f"deepspeed_stage_{stage}", {}, {"held": "neck head"}, None, path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_zero_goes_on_with_a_group_that_was_added_elsewhere(stage: int, tmp_path: Path) -> None:  # I-03
+    turns: Turns = {("on_train_epoch_start", 3): "+body body"}
+    path = str(tmp_path / "saved")
+    _run("single_device", turns, {"held": "neck head"}, (6, path), None, 6)
+    found = on_ranks(_to_zero, 2, path, stage, process_group=None, timeout=200)[0]
+    for name, value in by_hand(Phased(turns, held="neck head")).items():
+        assert torch.allclose(found[name], value, atol=1e-5, rtol=1e-5), name
+
+
+def _rolled_back(strategy: str, folder: str) -> dict[str, torch.Tensor]:
+    """Save, unfreeze and add a group, go back to before it, and train on without."""
+
+    class Returning(Callback):
+        done = False
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.done:
+                return
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(f"{folder}/before")
+            if trainer.global_step == 4:
+                module.turn("+body", None)
+                module.turn("body", None)
+            if trainer.global_step == 6:
+                self.done = True
+                trainer.roll_back(f"{folder}/before")
+
+    kind, parts = strategy_of(strategy)
+    module = Phased({}, held="neck head")
+    fit = quiet(strategy=kind, max_epochs=EPOCHS, callbacks=[Returning()])
+    fit.fit(module, loader(SAMPLES, GLOBAL // parts))
+    assert fit.global_step == 9
+    assert len(fit.optimizers[0].param_groups) == 1
+    return state(module)
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
+def test_going_back_takes_back_what_trained_since(strategy: str, tmp_path: Path) -> None:  # I-03
+    found = _on(strategy, _rolled_back, strategy, str(tmp_path))
+    assert_near(found, by_hand(Phased({}, held="neck head")), strategy)

@@ -1,0 +1,211 @@
+"""Optimizers that want a closure, whatever the signature of their step says (I-06)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Regression, fit, regression
+from torch import nn
+from torch.optim import LBFGS, SGD, Optimizer
+
+from drivetrain import ConfigurationError
+
+
+class Climbing(SGD):
+    """Takes the gradients that are there, climbs by them, and descends by those that it finds there."""
+
+    behind_autograd = False
+    says = "climbing wants a closure"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None, self.says
+        held = [one for group in self.param_groups for one in group["params"]]
+        before = [one.clone() for one in held]
+        for one in held:
+            (one.data if self.behind_autograd else one).add_(one.grad, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        for one, value in zip(held, before, strict=True):
+            one.copy_(value)
+        return super().step()
+
+
+class Hidden(Climbing):
+    """Climbs where autograd does not see it."""
+
+    behind_autograd = True
+
+
+class Required(Climbing):
+    """Its signature says what it needs."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class Asking(Climbing):
+    """Asks where it stands, climbs, and asks again."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+class Sharp(Regression):
+    """With BatchNorm, whose buffers count the forwards."""
+
+    def __init__(self, kind: type[Optimizer]) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.kind = kind
+        self.says: dict[str, Any] = {"closure": True}
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return super().loss((self.norm(x), y))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.05)  # type: ignore[call-arg]
+        return {"optimizer": optimizer, **self.says} if self.says else optimizer
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("kind", [Climbing, Hidden, Required, Asking])
+def test_equal_the_loop_by_hand(tmp_path: Path, kind: Any, clip: float | None) -> None:
+    # I-06: weights and buffers; what evaluates where it stands has the window's own evaluation
+    module, reference = Sharp(kind), Sharp(kind)
+    fit(tmp_path, gradient_clip_val=clip).fit(module, regression(24))
+    optimizer = reference.configure_optimizers()["optimizer"]
+    for batch in regression(24):
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = reference.loss(batch)
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(reference.parameters(), clip)
+            return loss
+
+        if kind is not Asking:
+            closure()
+        optimizer.step(closure)
+    for (name, ours), theirs in zip(module.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
+    # I-06, B-02
+    class Plain(Regression):
+        def configure_optimizers(self) -> Any:
+            return {"optimizer": Climbing(self.parameters(), lr=0.1), "closure": True}
+
+    module, whole = Plain(), Plain()
+    fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24, 4))
+    fit(tmp_path).fit(whole, regression(24, 12))
+    torch.testing.assert_close(module.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", [Asking, LBFGS])
+def test_each_evaluation_has_a_batch_to_take_apart(tmp_path: Path, kind: Any, accumulate: int) -> None:
+    # I-06, I-07: batch.pop in training_step was a KeyError where the window was run again
+    class Popping(Sharp):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            y, x = batch.pop(), batch.pop()
+            return self.loss((x, y))
+
+    popping, plain = Popping(kind), Sharp(kind)
+    for one in (popping, plain):
+        data = [list(batch) for batch in regression(24, 4)]
+        fit(tmp_path, accumulate_grad_batches=accumulate).fit(one, data)
+    torch.testing.assert_close(popping.layer.weight, plain.layer.weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("says", ["", "climbing wants a closure"])
+@pytest.mark.parametrize("way", ["automatic", "overridden", "manual"])
+def test_without_a_closure_the_error_names_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
+) -> None:
+    # I-06
+    monkeypatch.setattr(Climbing, "says", says)
+
+    class Overridden(Sharp):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    class Manual(Sharp):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
+
+    module = {"automatic": Sharp, "overridden": Overridden, "manual": Manual}[way](Climbing)
+    module.says = {}
+    with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
+        fit(tmp_path).fit(module, regression())
+    assert "'closure': True" in str(caught.value)
+    assert "optimizer.step(closure)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, AssertionError)
+
+
+def test_another_assertion_stays_what_it_is(tmp_path: Path) -> None:
+    class Broken(SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self._check()
+
+        def _check(self) -> None:
+            assert not self.param_groups, "broken"
+
+    module = Sharp(Broken)
+    module.says = {}
+    with pytest.raises(AssertionError, match="broken"):
+        fit(tmp_path).fit(module, regression())
+
+
+def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
+    # I-06
+    class Overridden(Sharp):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    module, plain = Overridden(Climbing), Sharp(Climbing)
+    for one in (module, plain):
+        fit(tmp_path).fit(one, regression())
+    assert torch.equal(module.layer.weight, plain.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("configured", "automatic", "said"),
+    [
+        (lambda one: {"optimizer": SGD(one, lr=0.1), "closure": "yes"}, True, "'closure': 'yes'"),
+        (lambda one: {"optimizer": SGD(one, lr=0.1), "closures": True}, True, "Did you mean 'closure'?"),
+        (lambda one: {"optimizer": SGD(one, lr=0.1), "closure": True}, False, "'closure': True with manual"),
+        (lambda one: {"optimizer": LBFGS(one), "closure": False}, True, "'closure': False with LBFGS"),
+        (
+            lambda one: [{"optimizer": SGD(one[:1], lr=0.1), "closure": True}, {"optimizer": SGD(one[1:], lr=0.1)}],
+            True,
+            "One evaluates the loss anew in its step, and there are 2 optimizers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, configured: Any, automatic: bool, said: str) -> None:
+    # I-06
+    module = Regression()
+    module.automatic_optimization = automatic
+    module.configure_optimizers = lambda: configured(list(module.parameters()))  # type: ignore[method-assign]
+    with pytest.raises(ConfigurationError) as caught:
+        fit(tmp_path).fit(module, regression())
+    assert said in str(caught.value)
+
+
+def test_loss_scaling_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'16-mixed' with Climbing"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(Climbing), regression())

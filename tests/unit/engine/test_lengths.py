@@ -1,0 +1,287 @@
+"""Lengths that prove wrong cut nothing: the data end the epoch, and it is said once, with both numbers. Row I-04."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Numbered, Tiny, fit, loader, numbers, stream
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from drivetrain import Callback, ConfigurationError
+from drivetrain.data import CombinedLoader
+from wrong_lengths import Batches
+
+
+class Sharded(IterableDataset[torch.Tensor]):
+    """Its workers share its samples; torch's estimate of its batches knows nothing of that."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (torch.tensor([float(index), 1.0]) for index in range(first, self.samples, step))
+
+
+class Listed:
+    """Any iterable of batches with a length of its own."""
+
+    def __init__(self, samples: int, said: int) -> None:
+        self.samples, self.said = samples, said
+
+    def __len__(self) -> int:
+        return self.said
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(loader(self.samples))
+
+
+class Losing(DataLoader[Any]):
+    """Leaves out the second batch, as one that passes over broken files would."""
+
+    def __iter__(self) -> Any:
+        return (batch for index, batch in enumerate(super().__iter__()) if index != 1)
+
+
+class Doubled(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        batches = list(super().__iter__())
+        return iter(batches + batches)
+
+
+def sampled(samples: int, said: int) -> DataLoader[Any]:
+    return DataLoader(Numbered(samples), batch_sampler=Batches(samples, said))
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        one.getMessage()
+        for one in caplog.records
+        if one.name == "drivetrain" and one.levelno == logging.WARNING and "proved wrong" in one.getMessage()
+    ]
+
+
+class Validations(Callback):
+    def __init__(self) -> None:
+        self.at: list[tuple[int, int]] = []
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.at.append((trainer.current_epoch, trainer.global_step))
+
+
+WRONG = [
+    ("a sharded iterable with workers", lambda: DataLoader(Sharded(20), 4, num_workers=2), 20, 5, 6),
+    ("a batch sampler that says too little", lambda: sampled(20, 6), 20, 6, 10),
+    ("and one that says too much", lambda: sampled(20, 14), 20, 14, 10),
+    ("an iterable that says too little", lambda: Listed(20, 3), 20, 3, 10),
+    ("and one that says too much", lambda: Listed(20, 30), 20, 30, 10),
+    ("a loader that gives each batch twice", lambda: Doubled(Numbered(20), 2), 40, 10, 20),
+    ("and one that loses some", lambda: Losing(Numbered(20), 2), 18, 10, 9),
+    ("the shorter of two", lambda: CombinedLoader([sampled(20, 6), loader(80)], "min_size"), 20, 6, 10),
+    ("the longer of two", lambda: CombinedLoader([sampled(20, 6), loader(8)], "max_size_cycle"), 20, 6, 10),
+    ("one after the other", lambda: CombinedLoader([sampled(20, 6), loader(8)], "sequential"), 28, 10, 14),
+]
+
+
+class Seeing(Tiny):
+    """Counts the samples of the first of several loaders."""
+
+    def _first(self, batch: Any) -> torch.Tensor:
+        return batch if isinstance(batch, torch.Tensor) else batch[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(self._first(batch), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.evaluated.append(numbers(self._first(batch)))
+
+
+@pytest.mark.parametrize(("name", "build", "samples", "length", "came"), WRONG)
+def test_training_goes_through_all_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, build: Any, samples: int, length: int, came: int
+) -> None:
+    # I-04
+    module = Seeing()
+    run = fit(tmp_path, max_epochs=2)
+    run.fit(module, build())
+    assert len(list(itertools.chain(*module.seen))) == 2 * samples, name
+    assert (run.global_step, run.current_epoch) == (2 * came, 2)
+    assert run.num_training_batches == length
+    (told,) = said(caplog)
+    assert f"training loader proved wrong: it said {length} micro-batches an epoch, and {came} came" in told
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+@pytest.mark.parametrize(("name", "build", "samples", "length", "came"), WRONG[:7])
+def test_evaluation_goes_through_all_the_data(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    stage: str,
+    name: str,
+    build: Any,
+    samples: int,
+    length: int,
+    came: int,
+) -> None:
+    # I-04
+    module = Seeing()
+    run = fit(tmp_path)
+    outputs = getattr(run, stage)(module, build())
+    seen = outputs if stage == "predict" else module.evaluated
+    assert len(list(itertools.chain(*seen))) == samples, name
+    (told,) = said(caplog)
+    assert f"{length} micro-batches an epoch, and {came} came" in told
+
+
+def test_validation_within_fit_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # I-04
+    module = Tiny()
+    fit(tmp_path, max_epochs=3, num_sanity_val_steps=2).fit(
+        module, loader(4), [loader(4), DataLoader(Sharded(10), 4, num_workers=2)]
+    )
+    assert sum(map(len, module.evaluated)) == 3 * (4 + 10) + 4 + 8
+    (told,) = said(caplog)
+    assert "validation loader 1 proved wrong: it said 3 micro-batches an epoch, and 4 came" in told
+
+
+@pytest.mark.parametrize(
+    ("build", "limit", "steps", "spoken"),
+    [
+        (lambda: sampled(20, 6), 8, 8, True),  # proven wrong by the seventh
+        (lambda: sampled(20, 6), 6, 6, False),
+        (lambda: sampled(20, 6), 0.5, 3, False),
+        (lambda: sampled(20, 6), 50, 10, True),
+        (lambda: sampled(20, 14), 12, 10, True),
+        (lambda: sampled(20, 14), 1.0, 10, True),
+        (lambda: sampled(20, 14), 10, 10, False),
+        (lambda: sampled(20, 10), 1.0, 10, False),
+        (lambda: stream(20), 50, 10, False),
+    ],
+)
+def test_a_limit_cuts_and_a_length_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, build: Any, limit: Any, steps: int, spoken: bool
+) -> None:
+    # I-04
+    run = fit(tmp_path, limit_train_batches=limit)
+    run.fit(Tiny(), build())
+    assert (run.global_step, run.current_epoch) == (steps, 1)
+    assert len(said(caplog)) == spoken
+
+
+def test_torch_does_not_warn_of_it_at_every_batch(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    # I-04: said once.
+    fit(tmp_path).fit(Tiny(), DataLoader(Sharded(20), 4, num_workers=2))
+    assert not [one for one in recwarn if "Length of IterableDataset" in str(one.message)]
+
+
+def test_what_never_ends_is_said_before_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # I-04
+    class Endless(IterableDataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 10
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.tensor([float(index), 1.0]) for index in itertools.count())
+
+    run = fit(tmp_path, max_time=timedelta(milliseconds=300))
+    run.fit(Tiny(), DataLoader(Endless(), 2))
+    assert run.global_step > 20
+    (told,) = said(caplog)
+    assert "5 micro-batches an epoch, and at least 21 came" in told
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "expected"),
+    [
+        # What the length makes of the fraction is done, and the rest of it as the data end.
+        (lambda: sampled(12, 40), {"val_check_interval": 0.5}, [(0, 6), (1, 12)]),
+        (lambda: sampled(12, 8), {"val_check_interval": 0.5}, [(0, 4), (0, 6), (1, 10), (1, 12)]),
+        (lambda: sampled(12, 100), {"val_check_interval": 0.25}, [(0, 6), (1, 12)]),
+        (lambda: sampled(12, 4), {"val_check_interval": 0.5}, [(0, 2), (0, 4), (0, 6), (1, 8), (1, 10), (1, 12)]),
+        (lambda: sampled(12, 40), {"val_check_interval": 8}, [(0, 6), (1, 12)]),
+        (lambda: sampled(12, 40), {"val_check_interval": 4}, [(0, 4), (1, 10)]),  # as with the right length
+        (lambda: sampled(12, 40), {"val_check_interval": 0.5, "check_val_every_n_epoch": 2}, [(1, 12)]),
+        (lambda: sampled(12, 40), {"val_check_interval": 8, "check_val_every_n_epoch": None}, [(1, 8)]),
+        (lambda: stream(12), {"val_check_interval": 0.5, "limit_train_batches": 20}, [(0, 6), (1, 12)]),
+    ],
+)
+def test_a_validation_that_the_data_do_not_come_to_runs_at_the_epoch_s_end(
+    tmp_path: Path, build: Any, options: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    # I-04
+    validations = Validations()
+    fit(tmp_path, max_epochs=2, callbacks=validations, num_sanity_val_steps=0, **options).fit(
+        Tiny(), build(), loader(4)
+    )
+    assert validations.at == expected
+
+
+class Scheduled(Tiny):
+    """Its schedule lasts as long as the run should."""
+
+    def __init__(self, kind: str = "one cycle") -> None:
+        super().__init__(0.1)
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = self.trainer.estimated_stepping_batches
+        if self.kind == "one cycle":
+            schedule: Any = OneCycleLR(optimizer, 0.1, total_steps=int(steps))
+        elif self.kind == "linear":
+            schedule = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+        else:  # it warms up for a part of them, and then stays
+            schedule = LambdaLR(optimizer, lambda step: min(1.0, step / (steps / 2)))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("kind", ["one cycle", "linear"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_schedule_built_on_it_that_runs_out_names_the_length(tmp_path: Path, kind: str, epochs: int) -> None:
+    # I-04
+    run = fit(tmp_path, max_epochs=epochs)
+    with pytest.raises(ConfigurationError, match=rf"ran out after {6 * epochs} steps(.|\n)*length of 6"):
+        run.fit(Scheduled(kind), sampled(20, 6))
+    assert run.global_step == 6 * epochs + 1
+
+
+def test_one_that_does_not_run_out_goes_on(tmp_path: Path) -> None:
+    # I-04
+    run = fit(tmp_path)
+    run.fit(Scheduled("warm-up"), sampled(20, 6))
+    assert run.global_step == 10
+
+
+def test_one_of_the_right_length_comes_to_its_end(tmp_path: Path) -> None:
+    # I-04
+    for kind in ("one cycle", "linear"):
+        run = fit(tmp_path, max_epochs=2)
+        run.fit(Scheduled(kind), loader(20))
+        assert run.global_step == 20
+
+
+def test_max_steps_where_the_data_should_end_leaves_the_rest_to_a_resumed_run(tmp_path: Path) -> None:
+    # I-04: the epoch is over where its data are, and not where the length says.
+    for build, epochs in ((lambda: sampled(20, 6), 0), (lambda: sampled(12, 6), 1), (lambda: Listed(20, 6), 0)):
+        module = Tiny()
+        run = fit(tmp_path, max_epochs=-1, max_steps=6)
+        run.fit(module, build())
+        assert (run.global_step, run.current_epoch) == (6, epochs)
+        run.save_checkpoint(str(tmp_path / f"{epochs}"))
+    module = Tiny()
+    run = fit(tmp_path)
+    run.fit(module, Listed(20, 6), ckpt_path=str(tmp_path / "0"))
+    assert list(itertools.chain(*module.seen)) == list(range(12, 20))
+    assert (run.global_step, run.current_epoch) == (10, 1)

@@ -1,0 +1,18 @@
+"""Data that say another length than they have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Batches:
+    """A batch sampler that is wrong about how many batches of two there are."""
+
+    def __init__(self, samples: int, said: int) -> None:
+        self.samples, self.said = samples, said
+
+    def __len__(self) -> int:
+        return self.said
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[index, index + 1] for index in range(0, self.samples, 2)])
