@@ -63,11 +63,11 @@ class Failure:
         return cls(rank=rank, error_type=name, message=str(error), traceback=text, pickled_error=_dump(error))
 
     @classmethod
-    def of_exit(cls, rank: int, exit_code: int) -> Self:
-        """Describe a process that ended without leaving an exception."""
+    def of_exit(cls, rank: int, exit_code: int, stacks: str = "") -> Self:
+        """Describe a process that ended without leaving an exception, with the stacks that it left if it did."""
         name = signal_name(exit_code)
         message = f"killed by {name}" if name else f"ended with exit code {exit_code}"
-        return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message)
+        return cls(rank=rank, exit_code=exit_code, signal_name=name, message=message, traceback=stacks)
 
     @property
     def distance(self) -> int:

@@ -107,6 +107,12 @@ def _hang_on_one() -> None:
     dist.barrier()
 
 
+def _fault_on_one() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.barrier()
+
+
 def _die_on_one() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,6 +124,7 @@ def _die_on_one() -> None:
     [
         (_raise_on_one, RankFailedError, "Rank 1 failed with ValueError: from rank one"),
         (_die_on_one, RankFailedError, "Rank 1 was killed by SIGKILL"),
+        (_fault_on_one, RankFailedError, "(?s)Rank 1 was killed by SIGSEGV.*in _fault_on_one"),
         (_hang_on_one, DistributedError, "(?s)Rank 0, 1 of 2 did not return within 1 s.*_hang_on_one"),
     ],
 )

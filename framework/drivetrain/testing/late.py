@@ -1,4 +1,4 @@
-"""Leaves the stacks of a process that has not come to its end in time."""
+"""Leaves the stacks of a process that has not come to its end in time, or that a fault such as SIGSEGV ends."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _SECOND_TRY = 2.0  # seconds for a thread to come to its turn
 
 
 @contextmanager
-def stacks_when_late(path: Path, seconds: float) -> Iterator[None]:
-    """Write where every thread is to ``path`` when the block is still at work after ``seconds``.
+def stacks_left_in(path: Path, seconds: float) -> Iterator[None]:
+    """Write where every thread is to ``path`` at a fault, and when the block is still at work after ``seconds``.
 
     A thread of Python's does so, and nothing else runs meanwhile. `faulthandler.dump_traceback_later` reads stacks as
     they change, of which one busy process in ten dies. It is left to tell what no thread can: who is stuck with the
@@ -27,6 +27,7 @@ def stacks_when_late(path: Path, seconds: float) -> Iterator[None]:
             file.write(_stacks_of_others())
             file.flush()
 
+        faulthandler.enable(file)
         faulthandler.dump_traceback_later(seconds + _SECOND_TRY, file=file)
         timer = threading.Timer(seconds, tell)
         timer.daemon = True
@@ -37,6 +38,7 @@ def stacks_when_late(path: Path, seconds: float) -> Iterator[None]:
             timer.cancel()
             timer.join()
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
 
 
 def _stacks_of_others() -> str:

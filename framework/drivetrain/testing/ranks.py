@@ -18,7 +18,7 @@ import torch.distributed as dist
 from drivetrain.failure import Failure
 from drivetrain.launchers.lifeline import die_with_parent
 from drivetrain.process_state import ProcessState
-from drivetrain.testing.late import stacks_when_late
+from drivetrain.testing.late import stacks_left_in
 from drivetrain.testing.left_behind import Surroundings
 
 STARTED = "started"
@@ -38,7 +38,7 @@ class Call:
         process_group: the backend of the group that is made for the function, or None.
         rendezvous: a file that does not exist yet, where the ranks of that group meet.
         timeout: seconds until the rank says where it is.
-        stacks: the file in which it does so.
+        stacks: the file in which it does so, and where a fault such as SIGSEGV leaves the stacks, too.
     """
 
     work: bytes
@@ -94,7 +94,7 @@ def _answer(call: Call, rank: int, world_size: int, pipe: Connection) -> Leftove
     A group that is destroyed while another rank is in a collective would fail that rank.
     """
     surroundings = Surroundings()
-    with stacks_when_late(Path(call.stacks), call.timeout):
+    with stacks_left_in(Path(call.stacks), call.timeout):
         pipe.send(_outcome(call, rank, world_size))
         pipe.recv()
         if call.process_group is not None and dist.is_initialized():

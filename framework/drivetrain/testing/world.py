@@ -297,11 +297,14 @@ class _Worker:
             return self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return Failure.of_exit(self.rank, self.process.exitcode or 0)
+            return Failure.of_exit(self.rank, self.process.exitcode or 0, self._stacks_left())
 
     def where(self) -> str:
         """Return the stacks that a late rank has left, or ""."""
-        return self.stacks.read_text().strip() if self.stacks.is_file() else "(it never began)"
+        return self._stacks_left() if self.stacks.is_file() else "(it never began)"
+
+    def _stacks_left(self) -> str:
+        return self.stacks.read_text().strip() if self.stacks.is_file() else ""
 
     def end(self) -> None:
         """Make sure that the process is gone."""
