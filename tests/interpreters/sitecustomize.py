@@ -1,14 +1,120 @@
 """Python imports this as it starts, in every process that a test starts: it has tests/conftest.py's PYTHONPATH.
 
-torch and torch._dynamo are some hundred thousand objects that live as long as the process. Looking for garbage among
-them while they are imported, and again as Python ends, takes two fifths of the processor time of a script that imports
-them and does nothing else (1.2 s of 3.0 s).
+Such processes import torch, train for a few steps, and end: 3.0 s of processor time. Two thirds of it is spent on what
+none of them needs. Garbage is looked for among the hundred thousand objects that torch's import leaves for good, and
+once more as Python ends; and an optimizer's first step imports torch's compiler, which is as large as torch itself.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
+import operator
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
 
 gc.set_threshold(50_000, 10, 10)
 atexit.register(gc.freeze)
+
+_COMPILER = "torch._dynamo"
+
+# What eager code of torch tells its compiler, or asks it, where None stands for the answer by default. It is told so
+# once it is there.
+_MESSAGES = {
+    "graph_break",
+    "trace_rules.LEGACY_MOD_INLINELIST.add",
+    "trace_rules.clear_lru_cache",
+    "trace_rules.get_legacy_mod_inlinelist.cache_clear",
+    "utils.get_optimize_ddp_mode",
+}
+
+
+class _Compiler(ModuleType):
+    """``torch._dynamo``, executed at its first use other than these messages."""
+
+    def __getattr__(self, name: str) -> Any:
+        with _executing:
+            if type(self) is _Compiler:
+                if name == "disable":
+                    return self._disable
+                if any(message.split(".")[0] == name for message in _MESSAGES):
+                    return _Part(self, name)
+                self.execute()
+        return getattr(self, name)
+
+    def _disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **options: Any) -> Any:
+        if wrapping or options:
+            self.execute()
+            return getattr(self, "disable")(fn, recursive, wrapping=wrapping, **options)  # noqa: B009: not of this class
+        # torch._compile asks, and keeps the answer as an attribute of the function.
+        _disabled.append((fn, recursive))
+        return fn
+
+    def execute(self) -> None:
+        if type(self) is not _Compiler:
+            return
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        self.__path__ = self.__spec__.submodule_search_locations
+        self.__loader__.loader.exec_module(self)  # type: ignore[union-attr]
+        for message, args in _told:
+            operator.attrgetter(message)(self)(*args)
+        for fn, recursive in _disabled:
+            fn.__dynamo_disable = self.disable(fn, recursive, wrapping=False)  # type: ignore[attr-defined]
+
+
+class _Part:
+    """An attribute of the compiler that is not there yet, by its path."""
+
+    def __init__(self, compiler: _Compiler, path: str) -> None:
+        self._compiler = compiler
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        path = f"{self._path}.{name}"
+        if any(f"{message}.".startswith(f"{path}.") for message in _MESSAGES):
+            return _Part(self._compiler, path)
+        self._compiler.execute()
+        return operator.attrgetter(path)(self._compiler)
+
+    def __call__(self, *args: Any) -> Any:
+        if self._path not in _MESSAGES:
+            self._compiler.execute()
+            return operator.attrgetter(self._path)(self._compiler)(*args)
+        if args:
+            _told.append((self._path, args))
+        return None
+
+
+class _OnDemand(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """A module as Python makes it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__class__ = _Compiler
+        del module.__path__  # so that to import a part of it is a use
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _COMPILER:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _OnDemand(spec.loader)
+        return spec
+
+
+_executing = threading.RLock()
+_told: list[tuple[str, tuple[Any, ...]]] = []
+_disabled: list[tuple[Callable[..., Any], bool]] = []
+sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
