@@ -50,7 +50,7 @@ class _Compiler(ModuleType):
     def _disable(self, fn: Any = None, recursive: bool = True, *, wrapping: bool = True, **options: Any) -> Any:
         if wrapping or options:
             self.execute()
-            return getattr(self, "disable")(fn, recursive, wrapping=wrapping, **options)  # noqa: B009: not of this class
+            return getattr(self, "disable")(fn, recursive, wrapping=wrapping, **options)  # noqa: B009
         # torch._compile asks, and keeps the answer as an attribute of the function.
         _disabled.append((fn, recursive))
         return fn
