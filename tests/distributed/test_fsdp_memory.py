@@ -15,7 +15,7 @@ from drivetrain import Callback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
-WIDTH, DEPTH = 128, 16
+WIDTH, DEPTH = 128, 8
 UNIT = WIDTH * (WIDTH + 1) * 4
 WHOLE = DEPTH * UNIT
 SMALL = UNIT // 4

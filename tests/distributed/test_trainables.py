@@ -138,13 +138,16 @@ def test_under_accumulation(kind: str) -> None:  # I-03
 # FSDP
 
 
-SHARDED: dict[str, tuple[dict[str, Any], int, bool]] = {
-    "one unit": ({}, 2, False),
-    "a unit a layer": ({"wrap": [nn.Linear]}, 2, False),
-    "grad_op": ({"sharding": "grad_op", "wrap": [nn.Linear]}, 2, False),
-    "a layer whole": ({"ignored": ["net.body.*"]}, 2, False),
-    "hybrid": ({"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []}, 4, False),
-    "tensor parallel": ({"tensor_parallel": 2, "wrap": []}, 4, True),
+FEW = ["there and back", "before a step", "at a batch's end", "nothing trains at first", "two groups, in two hooks"]
+"""Both directions, within steps and between epochs, and groups: the hooks are the engine's, whatever shards."""
+
+SHARDED: dict[str, tuple[list[str], dict[str, Any], int, bool]] = {
+    "one unit": (FEW, {}, 2, False),
+    "a unit a layer": (list(PROGRAMS), {"wrap": [nn.Linear]}, 2, False),
+    "grad_op": (FEW, {"sharding": "grad_op", "wrap": [nn.Linear]}, 2, False),
+    "a layer whole": (FEW, {"ignored": ["net.body.*"]}, 2, False),
+    "hybrid": (FEW, {"sharding": "hybrid", "replicate_size": 2, "shard_size": 2, "wrap": []}, 4, False),
+    "tensor parallel": (FEW, {"tensor_parallel": 2, "wrap": []}, 4, True),
 }
 
 
@@ -160,9 +163,9 @@ def _sharded(names: list[str], options: dict[str, Any], split: bool, more: dict[
 
 @pytest.mark.parametrize("kind", SHARDED)
 def test_shards_give_the_numbers_of_the_loop_by_hand(kind: str) -> None:  # I-03
-    options, ranks, split = SHARDED[kind]
-    results = on_ranks(_sharded, ranks, list(PROGRAMS), options, split, {}, timeout=220)
-    for name in PROGRAMS:
+    names, options, ranks, split = SHARDED[kind]
+    results = on_ranks(_sharded, ranks, names, options, split, {}, timeout=220)
+    for name in names:
         assert_near(results[0][name], reference(name), f"{kind}, {name}")
         for found in results[1:]:
             assert all(torch.equal(value, found[name][key]) for key, value in results[0][name].items()), name
@@ -412,7 +415,7 @@ def test_a_layer_created_in_mid_run_is_refused_under_fsdp() -> None:  # I-03: ra
 
 
 def _refused_on_four(kinds: list[str]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    options = [SHARDED[kind][0] for kind in kinds]
+    options = [SHARDED[kind][1] for kind in kinds]
     created = [_created_under(FSDPStrategy, one) for one in options]
     return created, [_on_one_rank(FSDPStrategy, one, {("on_train_epoch_start", 3): "+body"}) for one in options]
 
@@ -420,7 +423,7 @@ def _refused_on_four(kinds: list[str]) -> tuple[list[dict[str, str]], list[dict[
 def test_what_is_refused_under_fsdp_is_refused_in_hybrids_and_with_tensor_parallelism() -> None:  # I-03
     kinds = ["hybrid", "tensor parallel"]
     names = ["unfrozen in training_step", "in an open window"]
-    _check_refused({kind: (FSDPStrategy, SHARDED[kind][0]) for kind in kinds}, 4, names)
+    _check_refused({kind: (FSDPStrategy, SHARDED[kind][1]) for kind in kinds}, 4, names)
     for every, alone in on_ranks(_refused_on_four, 4, kinds, process_group=None, timeout=120):
         for created in every:
             assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in created["text"]

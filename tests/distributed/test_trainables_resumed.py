@@ -126,7 +126,7 @@ PAIRS = [
 ]
 
 FEW = ["frozen", "two groups"]
-"""The programs that are run where there are four ranks."""
+"""The programs that are run where there are four ranks, and where another strategy goes on."""
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_resumed_run_trains_what_the_saved_one_did(
     before: str, after: str, saved: Callable[[str], str]
 ) -> None:  # I-03
     """It was refused: "2 saved groups against 1"; and what had been unfrozen was frozen again, in silence."""
-    names = FEW if {before, after} & set(ON_FOUR) else list(PROGRAMS)
+    names = list(PROGRAMS) if before == after and after not in ON_FOUR else FEW
     found = _on(after, _resumed, names, after, saved(before))
     for (name, label), weights in found.items():
         turns, given = PROGRAMS[name]
