@@ -6,11 +6,23 @@ import warnings
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import FEATURES, Regression, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import (
+    FEATURES,
+    Regression,
+    Saver,
+    failing,
+    global_batches,
+    loader,
+    quiet,
+    seeded,
+    train_by_hand,
+    weights,
+)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -149,6 +161,43 @@ def test_static_graph_accumulates_from_the_first_step_and_notices_a_changed_grap
             assert "changed" in error["text"], (uses, error)
 
 
+class Counted(Regression):
+    """Its forward counts itself in a buffer, differently on each rank, and the loss hangs on the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.register_buffer("count", torch.zeros(()))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.count += 1 + self.global_rank
+        return super().loss((self.norm(batch[0]) * (1 + self.count / 10), batch[1]))
+
+
+def _windows_of_a_static_graph(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, strategy, start in (
+        ("plain", "ddp", None),
+        ("static", "ddp_static_graph", None),
+        ("resumed", "ddp_static_graph", folder / "static"),
+    ):
+        module = Counted()
+        fit = quiet(
+            strategy=strategy, accumulate_grad_batches=3, max_epochs=2, seed=1, callbacks=Saver(str(folder / name))
+        )
+        fit.fit(module, loader(56, 4), ckpt_path=start)
+        found[name] = module.state_dict()
+    return found
+
+
+def test_the_first_window_of_a_static_graph_is_like_the_others(tmp_path: Path) -> None:  # C-02, F-02
+    # It was reduced, and buffers given out, after every micro-batch: in a resumed run once more.
+    for found in on_ranks(_windows_of_a_static_graph, 2, tmp_path, process_group=None):
+        for name in ("static", "resumed"):
+            for key, value in found["plain"].items():
+                assert torch.equal(found[name][key], value), (name, key)
+
+
 # C-03, C-07: what reaches DistributedDataParallel
 
 
@@ -167,7 +216,8 @@ class _Look(Callback):
         self.data: dict[str, Any] = {}
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.data = trainer.strategy.ddp_module._get_ddp_logging_data()
+        ddp = trainer.strategy.ddp_module
+        self.data = {**ddp._get_ddp_logging_data(), "static_graph": ddp.static_graph}
 
 
 def _knobs() -> dict[str, Any]:
@@ -210,14 +260,14 @@ def test_every_knob_reaches_torch_as_given() -> None:  # C-03, C-07
     reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
     for found in ranks:
         plain = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
-        assert found["unset"]["given"] == {**plain, "static_graph": False}
-        assert found["static None"]["given"] == plain  # torch's default is left alone
-        assert found["static True"]["given"] == {**plain, "static_graph": True}
-        assert found["find"]["given"] == {**plain, "static_graph": False, "find_unused_parameters": True}
-        assert found["bucket"]["given"] == {**plain, "static_graph": False, "bucket_cap_mb": 0.0001}
-        assert found["buffers"]["given"] == {**plain, "static_graph": False, "broadcast_buffers": False}
-        assert found["view"]["given"] == {**plain, "static_graph": False, "gradient_as_bucket_view": False}
+        assert found["unset"]["given"] == found["static None"]["given"] == plain
+        assert found["find"]["given"] == {**plain, "find_unused_parameters": True}
+        assert found["bucket"]["given"] == {**plain, "bucket_cap_mb": 0.0001}
+        assert found["buffers"]["given"] == {**plain, "broadcast_buffers": False}
+        assert found["view"]["given"] == {**plain, "gradient_as_bucket_view": False}
         for name in ("unset", "static None", "static True", "find", "bucket", "buffers", "view", "own"):
+            # DDP is told at the first forward whose backward synchronises.
+            assert found[name]["ddp"]["static_graph"] is (name == "static True")
             assert found[name]["error"]["text"] == "", name
             torch.testing.assert_close(found[name]["weights"], reference, **TIGHT)
         assert found["bucket"]["ddp"]["bucket_cap_bytes"] == 104

@@ -238,4 +238,17 @@ EXAMPLES = (
             resume=Resume(ranks=2, strategy="ddp"),
         ),
     ),
+    Example(
+        "a static graph's buffers, accumulated and resumed",
+        "they were given out before each micro-batch of the first window, in a resumed run once more",
+        Program(
+            strategy="ddp_static_graph",
+            ranks=2,
+            net=Net(buffer="in_place"),
+            data=Data(samples=8, batch=1),
+            accumulate=2,
+            epochs=2,
+            resume=Resume(ranks=2, strategy="ddp_static_graph"),
+        ),
+    ),
 )

@@ -99,12 +99,8 @@ class Loop:
             parameter.grad = self.ranks[0].gradients[position]
 
     def begin_forward(self, at: int) -> None:
-        """What DDP does before micro-batch ``at`` of a window.
-
-        It gives buffers out where a backward before has synchronised; torch cannot leave that out in the first window
-        of a static graph.
-        """
-        if self.broadcasts() and (at == 0 or (self.steps == 0 and self.strategy == "ddp_static_graph")):
+        """What DDP does before micro-batch ``at`` of a window: give buffers out where the last backward synchronised."""
+        if self.broadcasts() and at == 0:
             self.give_out_buffers()
 
     def give_out_buffers(self) -> None:

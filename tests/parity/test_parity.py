@@ -263,9 +263,6 @@ def _records(results: Results, job: Job) -> list[Record]:
 
 def _tolerance(cell: Cell, case: Case) -> float:
     precision = cell.job[1]
-    if precision == "bf16-true" and cell.candidate.name == "ddp_static_graph" and case.accumulate > 1:
-        # Its first window is reduced after every micro-batch (C-02): the same sums, rounded to bf16 in another order.
-        return 4 * BF16
     if cell.candidate.shards:
         # The norm is summed up shard by shard, and four ranks' gradients in another order than one by one.
         in_order = cell.data_ranks == 2 and case.clip is None

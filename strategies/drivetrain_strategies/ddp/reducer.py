@@ -32,6 +32,15 @@ def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
     ddp.reducer.prepare_for_backward([loss])
 
 
+def plan_on_next_backward(ddp: DistributedDataParallel) -> None:
+    """Make the graph a static one, on whose next backward DDP plans the rest.
+
+    DDP built with ``static_graph=True`` takes the first backward for that, even under ``no_sync``, and counts with it
+    those that follow until one synchronises. Until it is told, it accumulates as any other does.
+    """
+    ddp._set_static_graph()  # type: ignore[no-untyped-call]
+
+
 def gives_out_buffers(ddp: DistributedDataParallel) -> bool:
     """Whether there are buffers, and rank 0's are to be everybody's before each forward."""
     return bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategy import StepRunner
@@ -89,7 +88,6 @@ class DDPStrategy(DistributedStrategy):
         self._ddp: DistributedDataParallel | None = None
         self._manual = False
         self._verify: Callable[[], None] | None = None
-        self._first_window = True
         self._replicated: tuple[nn.Parameter, ...] = ()
         self._trained: list[nn.Parameter] = []
 
@@ -131,10 +129,14 @@ class DDPStrategy(DistributedStrategy):
         if self._manual:
             return self._manual_runner()  # each backward is announced by itself, in `backward`
 
+        static = self.static_graph
+
         def run(step: Callable[..., Any], *args: Any) -> Any:
             ddp = self._ddp
             if ddp is None or not torch.is_grad_enabled():
                 return step(*args)  # nothing to reduce; buffers were given out before the evaluation
+            if static and not ddp.static_graph and ddp.require_backward_grad_sync:
+                reducer.plan_on_next_backward(ddp)
             try:
                 output = ddp(step, *args)
             except RuntimeError as error:
@@ -166,8 +168,6 @@ class DDPStrategy(DistributedStrategy):
         if not self._trained:
             return False  # nothing to reduce, and DDP refuses such a module
         options = dict(self._options)
-        if self.static_graph is not None:
-            options["static_graph"] = self.static_graph
         if not init_sync:
             options["init_sync"] = False
         ddp = DistributedDataParallel(
@@ -177,7 +177,6 @@ class DDPStrategy(DistributedStrategy):
         )
         register_comm_hook(ddp, self.comm_hook)
         self._ddp = ddp
-        self._first_window = True
         if not (self.find_unused_parameters or self._manual):
             self._verify = reducer.verifier(ddp)
         return True
@@ -199,10 +198,7 @@ class DDPStrategy(DistributedStrategy):
             broadcast_together(tensors)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # torch cannot skip the synchronisation of a static graph's first backward, on which it plans the rest.
-        if enabled or self._ddp is None or (self.static_graph and self._first_window):
-            return nullcontext()
-        return self._ddp.no_sync()
+        return nullcontext() if enabled or self._ddp is None else self._ddp.no_sync()
 
     def backward(self, loss: torch.Tensor) -> None:
         ddp = self._ddp
@@ -219,10 +215,6 @@ class DDPStrategy(DistributedStrategy):
         except RuntimeError as error:
             reducer.explain(error, ddp)
             raise
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        self._first_window = False
-        return self.precision.step(optimizer, closure)
 
     def restore_module(self) -> None:
         if self.module is not None:
