@@ -99,7 +99,7 @@ class Loop:
             parameter.grad = self.ranks[0].gradients[position]
 
     def begin_forward(self, at: int) -> None:
-        """What DDP does before micro-batch ``at`` of a window: buffers are given out after a backward that exchanged."""
+        """What DDP does before micro-batch ``at`` of a window: buffers go out after a backward that exchanged."""
         if self.broadcasts() and at == 0:
             self.give_out_buffers()
 

@@ -28,6 +28,8 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
         jobs += [("plain", precision) for precision in refused]
         jobs += [(name, precision) for precision in PRECISIONS if precision not in refused for name in PRECISION_CASES]
         jobs.append((SEVERAL.name, "bf16-mixed"))
+        if candidate.zero:  # whose parameters are in half precision beside statistics in float32
+            jobs.append(("BatchNorm", "bf16-mixed"))
         if "16-mixed" not in refused:
             jobs.append((OVERFLOW.name, "16-mixed"))
         if ranks // candidate.tensor < 4 and "16-mixed" not in refused:

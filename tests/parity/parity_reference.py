@@ -71,8 +71,8 @@ def reference(
             big batch. None leaves it to the case.
         in_two: compute the layers that tensor parallelism splits in two parts, each of which is rounded by itself.
         zero: as under that stage of ZeRO: a parameter that gets no gradient gets one of zeros; with autocast, what
-            computes is in half precision, with float32 masters; at stage 3 a bias is added to a product that is rounded
-            already.
+            computes is in half precision, with float32 masters, and BatchNorm casts its weights; at stage 3 a bias is
+            added to a product that is rounded already.
     """
     by_rank = bool(case.by_rank) if by_rank is None else by_rank
     torch.manual_seed(SEED)
@@ -130,9 +130,12 @@ class Loop:
         self.trace = trace
         self.zero = zero
         self.halves = copy.deepcopy(net) if zero and self.autocast is not None else None
-        if self.halves is not None and zero == 3:
-            for layer in self.halves.modules():
-                if isinstance(layer, nn.Linear):
+        if self.halves is not None:
+            for layer, trained in zip(self.halves.modules(), net.modules(), strict=True):
+                layer._buffers = trained._buffers
+                if isinstance(layer, nn.BatchNorm1d):
+                    layer.forward = partial(_normed_in_float32, layer)  # type: ignore[method-assign]
+                if isinstance(layer, nn.Linear) and zero == 3:
                     layer.forward = partial(_bias_at_last, layer)  # type: ignore[method-assign]
 
     def window(self, window: Window) -> bool:
@@ -266,6 +269,17 @@ def _bias_at_last(layer: nn.Linear, x: Tensor) -> Tensor:
     if layer.bias is None or x.dim() == 2:
         return nn.functional.linear(x, layer.weight, layer.bias)
     return nn.functional.linear(x, layer.weight) + layer.bias
+
+
+def _normed_in_float32(layer: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    """Its weights are rounded to half precision; they and its statistics compute in float32."""
+    assert layer.num_batches_tracked is not None
+    if layer.training:
+        layer.num_batches_tracked += 1
+    weight, bias = layer.weight.float(), layer.bias.float()
+    return nn.functional.batch_norm(
+        x, layer.running_mean, layer.running_var, weight, bias, layer.training, layer.momentum or 0.0, layer.eps
+    )
 
 
 def windows(case: Case, world: int, epoch: int) -> Iterator[Window]:

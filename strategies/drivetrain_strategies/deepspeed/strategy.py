@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,6 +38,7 @@ from drivetrain_strategies.deepspeed.config import (
 )
 from drivetrain_strategies.deepspeed.faults import check_by_deepspeed, check_operations, compiling_explained
 from drivetrain_strategies.deepspeed.library import Quiet, check_library, import_library
+from drivetrain_strategies.deepspeed.norms import norms_of, with_float32_weights
 from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed.run import DeepSpeedRun, Setting
 from drivetrain_strategies.deepspeed.traces import World
@@ -207,8 +209,11 @@ class DeepSpeedStrategy(DistributedStrategy):
         # still have to be refused.
         self.module = module
         self._home = HomeDevice(module)
+        self._swap = ForwardSwap()
+        if self._half is not None:
+            for norm in norms_of(module):
+                self._swap.put(norm, partial(with_float32_weights, norm))
         if self.activation_checkpointing is not None:
-            self._swap = ForwardSwap()
             for child in modules_of(module, self.activation_checkpointing):
                 self._swap.put(child, self._checkpointing)
 

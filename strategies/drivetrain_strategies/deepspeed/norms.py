@@ -1,0 +1,31 @@
+"""Normalising layers whose parameters are in half precision, while their statistics are in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def norms_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers in ``module`` whose kernels take weights in half precision for a mistake."""
+    for child in module.modules():
+        if isinstance(child, _NormBase) and child.affine:
+            yield child
+
+
+def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` running with the weights of ``layer`` cast to float32, as they are under plain autocast."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        held: dict[str, Any] = layer._parameters
+        halves = {name: one for name, one in held.items() if one is not None}
+        held.update({name: one.float() for name, one in halves.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            held.update(halves)
+
+    return run
