@@ -54,6 +54,9 @@ class Strategy(ABC):
     accepts_none_loss: ClassVar[bool] = True
     """False where ``training_step`` may not return None even in a single process."""
 
+    takes_closures: ClassVar[bool] = True
+    """False where `optimizer_step` refuses a closure."""
+
     supports_sync_batchnorm: ClassVar[bool] = False
     """True where the strategy heeds its `sync_batchnorm`; on several ranks of another, it is refused."""
 

@@ -637,6 +637,7 @@ def _asking() -> Any:
         (lambda: _with(lambda one: {"optimizer": Asks(one.parameters(), lr=0.1), "closure": True}), UNTESTED),
         (AskingByHand, UNTESTED),
         (lambda: _with(lambda one: torch.optim.LBFGS(one.parameters())), {}),
+        (lambda: _with(lambda one: Asks(one.parameters(), lr=0.1)), UNTESTED),
     ):
         module = build()
         before = weights(module)
@@ -648,7 +649,8 @@ def _asking() -> Any:
 
 def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
     # I-02, I-06: before anything has moved
-    said = (*["Asks steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed")
+    without = "another optimizer; or use strategy='ddp' or 'fsdp', since this one evaluates nothing within a step, and"
+    said = (*["Asks steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed", without)
     for found in together["_asking"]:
         for words, (kind, text, unmoved) in zip(said, found, strict=True):
             assert kind == "ConfigurationError", text

@@ -91,7 +91,7 @@ class OptimizerHandle:
                 with self._contexts.outside():
                     self.stepped = self._strategy.optimizer_step(self.optimizer)
         except Exception as error:
-            explain_missing_closure(error, self.optimizer)
+            explain_missing_closure(error, self.optimizer, self._strategy)
             raise
         self._weights_changed()
         return loss

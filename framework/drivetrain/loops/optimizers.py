@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from drivetrain.errors import ConfigurationError, DrivetrainError, nearest
 from drivetrain.module import TrainModule
 from drivetrain.optimizer_state import parameter_names
+from drivetrain.strategy import Strategy
 
 _INTERVALS = ("epoch", "step")
 _KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
@@ -264,20 +265,30 @@ def evaluates_once(optimizer: Optimizer) -> bool:
     return is_torchs(optimizer) and not needs_closure(optimizer)
 
 
-def explain_missing_closure(error: Exception, optimizer: Optimizer) -> None:
+def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: Strategy) -> None:
     """Raise what became of a step without a closure as an error of ours; return where it is something else.
 
     Raises:
-        ConfigurationError: names both ways to give the optimizer one.
+        ConfigurationError: names both ways to give the optimizer one, and what refuses it under ``strategy``.
     """
     if isinstance(error, DrivetrainError) or not _misses_closure(error):
         return
     said = f": {error}" if str(error) else ""
+    ways = (
+        "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
+        "self.automatic_optimization = False and call optimizer.step(closure) in training_step."
+    )
+    refusing = []
+    if not strategy.takes_closures:
+        refusing.append("use strategy='ddp' or 'fsdp', since this one evaluates nothing within a step")
+    if strategy.precision.name == "16-mixed":
+        refusing.append("use precision='bf16-mixed' or '32-true', since gradients scaled for fp16 serve no closure")
+    if refusing:
+        ways = f"take another optimizer; or {' and '.join(refusing)}, and {ways}"
     raise ConfigurationError(
         f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{said}.",
         "it evaluates the loss anew within its step, whatever its signature says.",
-        "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
-        "self.automatic_optimization = False and call optimizer.step(closure) in training_step.",
+        ways,
     ) from error
 
 

@@ -170,7 +170,7 @@ class AutomaticStep:
                     else:
                         stepped &= self._step_optimizer(optimizer)
                 except Exception as error:
-                    explain_missing_closure(error, optimizer)
+                    explain_missing_closure(error, optimizer, strategy)
                     raise
         if self._scales_loss:
             strategy.finish_step()

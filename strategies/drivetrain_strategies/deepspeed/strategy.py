@@ -92,6 +92,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     name: ClassVar[str] = "deepspeed"
     accepts_none_loss: ClassVar[bool] = False
+    takes_closures: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -156,6 +156,15 @@ def test_without_a_closure_the_error_names_both_ways(
     assert isinstance(caught.value.__cause__, AssertionError)
 
 
+def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: Path) -> None:
+    # I-06: fp16 would refuse both ways
+    module = Sharp(Climbing)
+    module.says = {}
+    with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
+        fit(tmp_path, precision="16-mixed").fit(module, regression())
+    assert "take another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
+
+
 def test_another_assertion_stays_what_it_is(tmp_path: Path) -> None:
     class Broken(SGD):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
