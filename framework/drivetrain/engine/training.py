@@ -77,6 +77,7 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
             data.train_length,
             session.stop,
             metrics,
+            tells=strategy.control.rank == 0,
         ),
         control=strategy.control,
         length=data.train_length,

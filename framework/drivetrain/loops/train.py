@@ -283,7 +283,7 @@ class TrainLoop:
         self._draws.settle()
         self._data_is_over = ended is Ended.DATA
         if ended is not Ended.LIMIT:
-            self._validation.run_at_epoch_end(stopping=ended is Ended.STOPPED)
+            self._validation.run_at_epoch_end(ended is Ended.STOPPED, self._data_is_over)
             self._saves.run()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.metrics import MetricStore
+
+logger = logging.getLogger("drivetrain")
 
 
 class ValidationPlan:
@@ -20,6 +23,7 @@ class ValidationPlan:
         length: micro-batches that an epoch should have; None where nothing says.
         stop: asked after a validation run, at which early stopping may have made up its mind.
         metrics: goes back to training afterwards.
+        tells: whether this rank says what is amiss.
 
     Raises:
         ConfigurationError: the interval does not fit the epoch.
@@ -33,6 +37,7 @@ class ValidationPlan:
         length: int | None,
         stop: StopRequest,
         metrics: MetricStore,
+        tells: bool,
     ) -> None:
         self._validate = validate
         self._every_n_epochs = every_n_epochs
@@ -40,6 +45,7 @@ class ValidationPlan:
         self._metrics = metrics
         self._interval = None if validate is None else _in_micro_batches(interval, every_n_epochs, length)
         self._is_part = isinstance(interval, float)
+        self._tells_short = tells and length is None
         self._length = length
         self._due = False
         self._progress: Progress | None = None
@@ -76,13 +82,29 @@ class ValidationPlan:
         self._metrics.enter("train", reset=False)
         self._look_ahead(self._progress)
 
-    def run_at_epoch_end(self, stopping: bool) -> None:
+    def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:
         """Validate after an epoch's data, or as the run stops early, if it is due then."""
         assert self._progress is not None
+        if data_over and self._tells_short and self._due:
+            self._tell_short(self._progress)
         due = self._due and (self._interval is None or stopping or self._is_missed())
         # A stop that this very validation asked for is no reason for another one.
         if due and self._ran_at != self._progress.micro_batches:
             self.run()
+
+    def _tell_short(self, progress: Progress) -> None:
+        """Say once that an epoch, whose length nobody knew before, was too short for its interval."""
+        if self._every_n_epochs is None or self._interval is None or self.next_at != self._interval:
+            return
+        self._tells_short = False
+        logger.warning(
+            "Epoch %d ended after %d micro-batches without a validation: val_check_interval=%d counts them anew "
+            "in each epoch, and nothing told before how many there are. Lower it, or set check_val_every_n_epoch=None "
+            "to count on over epochs; val_check_interval=1.0 validates at the end of each. Said once.",
+            progress.epoch,
+            progress.batch_idx,
+            self._interval,
+        )
 
     def _look_ahead(self, progress: Progress) -> None:
         if self._interval is not None:

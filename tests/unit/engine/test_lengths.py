@@ -285,3 +285,30 @@ def test_max_steps_where_the_data_should_end_leaves_the_rest_to_a_resumed_run(tm
     run.fit(module, Listed(20, 6), ckpt_path=str(tmp_path / "0"))
     assert list(itertools.chain(*module.seen)) == list(range(12, 20))
     assert (run.global_step, run.current_epoch) == (10, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "at", "spoken"),
+    [
+        ({"val_check_interval": 7}, [], True),
+        ({"val_check_interval": 7, "check_val_every_n_epoch": 2}, [], True),
+        ({"val_check_interval": 6}, [(0, 6), (1, 12)], False),
+        ({"val_check_interval": 4}, [(0, 4), (1, 10)], False),
+        ({"val_check_interval": 7, "check_val_every_n_epoch": None}, [(1, 7)], False),
+        ({"val_check_interval": 7, "max_steps": 5}, [], False),  # the data did not end
+    ],
+)
+def test_an_epoch_that_proves_shorter_than_its_interval_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], at: list[tuple[int, int]], spoken: bool
+) -> None:
+    # I-04: nothing tells an iterable's length before its end, and validation never ran, in silence
+    validations = Validations()
+    fit(tmp_path, max_epochs=3 if spoken else 2, callbacks=validations, num_sanity_val_steps=0, **options).fit(
+        Tiny(), stream(12), loader(4)
+    )
+    assert validations.at == at
+    found = [one.getMessage() for one in caplog.records if "without a validation" in one.getMessage()]
+    assert len(found) == spoken
+    if spoken:
+        assert "after 6 micro-batches without a validation: val_check_interval=7" in found[0]
+        assert "check_val_every_n_epoch=None" in found[0]
