@@ -204,6 +204,7 @@ class ManualStep:
         self._after_backward = hooks.on_after_backward
         self._weights_changed = changed_weights_of(strategy) or _nothing
         self._contexts = contexts_of(strategy)
+        self._scales_loss = strategy.precision.scales_loss
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
 
@@ -293,6 +294,8 @@ class ManualStep:
 
     def close_window(self, micro: MicroBatch) -> bool:
         if any(handle.stepped is not None for handle in self._handles):
+            if self._scales_loss:
+                self._strategy.precision.gradients_wait([handle.optimizer for handle in self._handles])
             self._strategy.finish_step()
         return True
 

@@ -5,7 +5,7 @@ The one place that reads what `torch.amp.GradScaler` keeps to itself (``_scale``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,7 +36,7 @@ class LossScaler:
         scaler: the scaler that holds the scale.
     """
 
-    __slots__ = ("_asked", "_found", "_overflowed", "_skipped", "_undecided", "scaler", "unscaled")
+    __slots__ = ("_asked", "_found", "_overflowed", "_skipped", "_undecided", "_waiting", "scaler", "unscaled")
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
@@ -52,6 +52,8 @@ class LossScaler:
         """Those of them by which no step was decided yet."""
         self._skipped = False
         """Whether a step was left out since the last update."""
+        self._waiting: list[Optimizer] = []
+        """Optimizers whose gradients are scaled and follow the next update."""
 
     def scale_again(self) -> None:
         """Before a backward: give gradients that are unscaled the magnitude of those that it adds to them.
@@ -133,6 +135,10 @@ class LossScaler:
         optimizer.step()
         return True
 
+    def wait(self, optimizers: Iterable[Optimizer]) -> None:
+        """Before an update: of ``optimizers``, those that were not unscaled since their last backward follow it."""
+        self._waiting = [optimizer for optimizer in optimizers if id(optimizer) not in self.unscaled]
+
     def update(self, at_floor: Callable[[float], None] | None = None) -> None:
         """Adapt the scale to what was found since the last update, and forget it.
 
@@ -144,6 +150,9 @@ class LossScaler:
         """
         states = self.scaler._per_optimizer_states
         states.clear()
+        waiting, self._waiting = self._waiting, []
+        scale = self.scaler._scale
+        before = scale.clone() if waiting and scale is not None else None
         if self._found:  # GradScaler.update would refuse to adapt it to nothing
             states[0] = {"found_inf_per_device": dict(enumerate(self._found))}
             self.scaler.update()
@@ -160,6 +169,8 @@ class LossScaler:
             self.scaler.update(FLOOR)
             if at_floor is not None:
                 at_floor(FLOOR)
+        if before is not None and scale is not None:
+            multiply(waiting, scale / before)  # by a power of two, unless the user says else
 
     def _decide(self, reducer: Callable[[Tensor], None] | None) -> bool:
         found, self._undecided = self._undecided, []

@@ -156,6 +156,11 @@ class MixedPrecision(Precision):
             )
         return (self._scaler or self._build()).step(optimizer, self.found_inf_reducer)
 
+    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let gradients that are still scaled at the coming `update` be multiplied by what it does to the scale."""
+        if self.scales_loss:
+            (self._scaler or self._build()).wait(optimizers)
+
     def update(self) -> None:
         """Halve the scale after an overflow, down to 2^-24; raise it after a long stretch without one."""
         if self.scales_loss:

@@ -101,7 +101,8 @@ class Precision:
         """Forget, within `forward_context`, what a forward derived from weights that are others now.
 
         Called in manual optimization, where one context is around the whole ``training_step``: after each backward and
-        step, and before each evaluation of a closure.
+        step, and before each evaluation of a closure. Who changes weights between two forwards without any of these
+        calls it, or ``torch.clear_autocast_cache()``.
         """
 
     def backward(self, loss: Tensor) -> None:
@@ -134,6 +135,12 @@ class Precision:
         """Step ``optimizer``; False where an overflow in the gradients skipped it."""
         optimizer.step(closure)
         return True
+
+    def gradients_wait(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take note of ``optimizers`` whose scaled gradients may outlive the coming `update`, and have to follow it.
+
+        Called in manual optimization, where an optimizer may step in a later ``training_step`` than the backward.
+        """
 
     def update(self) -> None:
         """Adapt the loss scale, once a step after all optimizers."""

@@ -136,6 +136,44 @@ def test_what_is_clipped_now_may_step_in_a_later_training_step(tmp_path: Path) -
     torch.testing.assert_close(found[1], found[0], atol=5e-4, rtol=1e-2)
 
 
+def _backward_now_and_steps_later(module: Any, batch: Any) -> None:
+    often, seldom = module.optimizers()
+    if module.turn % 2 == 0:
+        with module.toggled_optimizer(seldom):
+            seldom.zero_grad()
+            module.manual_backward(module.loss(batch))
+    else:
+        seldom.step()
+    with module.toggled_optimizer(often):
+        often.zero_grad()
+        module.manual_backward(module.loss(batch))
+        often.step()
+    module.turn += 1
+
+
+def _steps_and_goes_backward(module: Any, batch: Any) -> None:
+    """Each step is on the gradients of the training_step before."""
+    optimizer = module.optimizers()
+    optimizer.step()
+    optimizer.zero_grad()
+    module.manual_backward(module.loss(batch))
+
+
+@pytest.mark.parametrize(("kind", "step"), [(_Two, _backward_now_and_steps_later), (ByHand, _steps_and_goes_backward)])
+def test_gradients_that_wait_for_their_step_follow_the_scale(tmp_path: Path, kind: Any, step: Any) -> None:
+    # I-02: it doubles after every training_step, and so did they
+    found = []
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=1)
+    for precision in ("32-true", MixedPrecision("16-mixed", "cpu", scaler)):
+        module = kind(step)
+        before = module.layer.weight.detach().clone()
+        fit(tmp_path, precision=precision).fit(module, regression())
+        found.append(module.layer.weight.detach() - before)
+    assert scaler.get_scale() > 1024
+    assert float(found[0].norm()) > 0.02
+    torch.testing.assert_close(found[1], found[0], atol=5e-4, rtol=1e-2)
+
+
 def test_an_overflow_skips_the_step_that_it_is_for(tmp_path: Path) -> None:
     # I-02, B-15: the next backward of the same training_step is decided by itself; the scale is halved once.
     stepped: list[bool | None] = []
@@ -183,10 +221,14 @@ def test_a_forward_sees_what_changed_the_weights_by_any_way(tmp_path: Path, prec
         with torch.no_grad():
             module.layer.weight.mul_(1.5)
         look()
+        with torch.no_grad():
+            module.layer.weight.mul_(1.5)
+        torch.clear_autocast_cache()  # what nothing of ours was called after, the user says
+        look()
 
     scaler = GradScaler("cpu", init_scale=1024.0) if precision == "16-mixed" else None
     fit(tmp_path, precision=MixedPrecision(precision, "cpu", scaler)).fit(ByHand(step), regression(4))
-    assert len({first for first, _ in seen}) == 4  # it did change
+    assert len({first for first, _ in seen}) == 5  # it did change
     assert [first for first, _ in seen] == pytest.approx([second for _, second in seen], rel=2e-2, abs=2e-2)
 
 
