@@ -211,6 +211,7 @@ def _on_a_rank(folder: str) -> dict[str, Any]:
     return {**seen, "ends": ends}
 
 
+@pytest.mark.slow
 def test_ranks_go_back_together_and_go_on_bit_for_bit(tmp_path: Path) -> None:
     for result in on_ranks(_on_a_rank, 2, str(tmp_path)):
         for action in ("rollback", "skip"):

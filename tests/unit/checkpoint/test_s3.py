@@ -20,7 +20,7 @@ from drivetrain.shards import Box, Shard, Span
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
-pytestmark = [requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
+pytestmark = [pytest.mark.slow, requires_package("s3fs"), requires_package("moto"), requires_package("flask")]
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,8 @@ class TestNothingElseIsKept:
                 return wide.mean()
 
             def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+                if batch_idx not in (1, 19):
+                    return
                 gc.collect()
                 storages = {
                     thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()
@@ -147,8 +149,8 @@ class TestNothingElseIsKept:
                 held.append(sum(nbytes for nbytes in storages.values() if nbytes >= 2**20))
 
         fit(tmp_path).fit(Wide(), loader(40))
-        assert len(held) == 20
-        assert held[-1] <= held[1]
+        second, last = held
+        assert last <= second
 
     def test_a_metric_s_value_does_not_keep_the_graph(self, tmp_path: Path) -> None:
         class Measuring(Tiny):

@@ -196,6 +196,7 @@ def run(path: Path, kind: str, callbacks: list[Callback], ckpt_path: Path | None
     return module, state, rates, [average.value for average in averages], dict(trainer.callback_metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_every_place_a_run_goes_on_as_if_nothing_had_happened(kind: str, tmp_path: Path) -> None:
     # F-02, F-12, F-16, B-10
