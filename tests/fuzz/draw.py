@@ -295,8 +295,6 @@ class Drawn:
         manual: bool,
         optimizers: tuple[Optimizer, ...],
     ) -> Resume | None:
-        if net.buffer != "none" and strategy.startswith("fsdp") and ranks > 1:
-            return None
         hooks = ["on_train_epoch_end", "on_train_batch_end", "on_train_batch_end", "on_train_batch_start"]
         hooks += ["on_validation_end"] if validation is not None else []
         hook = self.one_of(*hooks)

@@ -251,4 +251,15 @@ EXAMPLES = (
             resume=Resume(ranks=2, strategy="ddp_static_graph"),
         ),
     ),
+    Example(
+        "buffers that ranks have apart, and the run goes on",
+        "F-02: all ranks went on with rank 0's, weights 0.0017 off",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            net=Net(buffer="in_place"),
+            broadcast=False,
+            resume=Resume("on_train_batch_end", 0, 2, "ddp"),
+        ),
+    ),
 )

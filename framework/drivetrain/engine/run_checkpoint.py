@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from drivetrain.callback import Callback
 from drivetrain.checkpoint.ties import tied_names
 from drivetrain.checkpoint_format import Checkpoint, Contents, Facts, agreed
 from drivetrain.engine.fitting import check_optimizers_fit, check_weights_fit
+from drivetrain.engine.own_buffers import own_buffers, take_own_buffers
 from drivetrain.engine.seeding import seed_rank
 from drivetrain.loops.validation import renumbered
 from drivetrain.optimizer_state import named_optimizer_state, regrouped
@@ -59,7 +60,7 @@ class RunCheckpoint:
         )
         if not weights_only:
             contents.state = self._state()
-            contents.rank_state = self._rank_state()
+            contents.rank_state = self._rank_state(contents.weights)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(session.optimizers)
@@ -104,7 +105,7 @@ class RunCheckpoint:
             return self._session.trainables.frozen()
         return [name for name, one in self._module.named_parameters() if not one.requires_grad]
 
-    def _rank_state(self) -> dict[str, Any]:
+    def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """What is this rank's own."""
         session = self._session
         source = None if session.data is None else session.data.train
@@ -112,6 +113,7 @@ class RunCheckpoint:
             "draws": session.draws.state(session.progress.batch_idx),
             "metrics": session.metrics.state_dict(),
             "source": None if source is None else source.state_dict(),
+            "buffers": own_buffers(self._module, weights, self._strategy.control) if self._running else {},
         }
 
     # Loading
@@ -203,6 +205,7 @@ class RunCheckpoint:
         if alike:
             (own,) = ranks
             session.draws.resume(own["draws"])
+            take_own_buffers(self._module, own.get("buffers", {}))
             if progress.batch_idx:
                 source.load_state_dict(own["source"])
         else:
