@@ -149,14 +149,16 @@ def make_optimizer(net: Model, program: Program, number: int) -> torch.optim.Opt
     """Build an optimizer over its part: all of it where what is frozen is trained later without a group of its own."""
     plan = program.optimizers[number]
     later = any(change.what == "unfreeze" for change in program.changes)
-    return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan)
+    exact = program.precision in ("32-true", "64-true")
+    return optimizer_over([one for one in part_of(net, plan.of) if later or one.requires_grad], plan, exact)
 
 
-def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer) -> torch.optim.Optimizer:
-    """Build an optimizer over ``parameters``."""
+def optimizer_over(parameters: list[nn.Parameter], plan: Optimizer, exact: bool) -> torch.optim.Optimizer:
+    """Build an optimizer over ``parameters``; ``exact``: gradients are rounded to no less than float32."""
     if plan.kind == "adamw":
-        # The default eps amplifies rounding in gradients that are nearly zero.
-        return AdamW(parameters, lr=0.1 * plan.lr, eps=1e-4, weight_decay=0.1)
+        # The default eps amplifies rounding in gradients that are nearly zero. That of the key's bias in attention is
+        # nothing else: softmax cancels it.
+        return AdamW(parameters, lr=0.1 * plan.lr, eps=1e-4 if exact else 1e-2, weight_decay=0.1)
     if plan.kind == "lbfgs":
         return torch.optim.LBFGS(parameters, lr=plan.lr, max_iter=2, history_size=3)
     if plan.kind == "sam":
