@@ -25,6 +25,8 @@ from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed.checks import check_module
 from drivetrain_strategies.deepspeed.library import import_library
+from fuzz.check import check
+from fuzz.program import Net, Program
 from told import told
 from worlds import on_ranks
 
@@ -713,6 +715,11 @@ def test_what_configure_model_builds() -> None:
             whole, part = numels
             assert whole == 0
             assert part <= numel / 2 + len(list(module.parameters()))
+
+
+def test_recurrent_layers_that_configure_model_builds() -> None:
+    # E-05: torch refers to their weights weakly, and does not swap what is referred to
+    check(Program(strategy="deepspeed_stage_3", net=Net(family="gru"), late=True))
 
 
 # One process; evaluation of its own

@@ -93,6 +93,11 @@ def materialize(
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
         cut(tensor)
 
+    recurrent = [one for one in module.modules() if isinstance(one, nn.RNNBase)]
+    for one in recurrent:
+        one._flat_weight_refs = []  # nothing that is weakly referred to is swapped; torch's own `_apply` does so too
     replay(recording, list({id(tensor): tensor for _, tensor in built}.values()), hand_over)
+    for one in recurrent:
+        one._init_flat_weights()
     if not torch.equal(state, recording.generator) or not torch.equal(before, recording.generator):
         torch.set_rng_state(before)  # only rank 0 has drawn from its own; and others may have been seeded since
