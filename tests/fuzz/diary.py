@@ -36,7 +36,7 @@ class Diary:
         self.last: dict[str, dict[int, float]] = {}
         self.fresh: dict[str, set[int]] = {}
         self.results: dict[str, float] = {}
-        self.seen: dict[str, list[Parts]] = {}
+        self.seen: dict[str, list[tuple[int, Parts]]] = {}
         self.samples: list[Any] = []
         self.began = False
 
@@ -72,7 +72,7 @@ class Diary:
             if log.what in ("metric", "pearson"):
                 self.calls.setdefault(key, [])
                 if parts is not None:
-                    self.seen.setdefault(key, []).append(parts)
+                    self.seen.setdefault(key, []).append((rank, parts))
                 continue
             value = value_of(log, net, loss, at)
             value = value.detach().double().item() if isinstance(value, Tensor) else float(value)
@@ -161,10 +161,12 @@ def combined(log: Log, values: list[float], weights: list[float]) -> float:
     return {"sum": math.fsum, "max": max, "min": min}[log.reduce_fx](values)
 
 
-def metric(log: Log, seen: list[Parts]) -> float:
+def metric(log: Log, seen: list[tuple[int, Parts]]) -> float:
     """The metric over all samples of the epoch."""
     if log.what == "metric":
-        return float(torch.cat([parts[2] for parts in seen]).double().mean())
-    x = torch.cat([parts[0][:, 0] for parts in seen]).double()
-    y = torch.cat([parts[1][:, 0] for parts in seen]).double()
+        return float(torch.cat([parts[2] for _, parts in seen]).double().mean())
+    if all(len(parts[0]) == 1 for _, parts in seen) and len({rank for rank, _ in seen}) == len(seen):
+        return math.nan  # torchmetrics holds a variance for nothing where no rank has two samples
+    x = torch.cat([parts[0][:, 0] for _, parts in seen]).double()
+    y = torch.cat([parts[1][:, 0] for _, parts in seen]).double()
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])

@@ -38,7 +38,10 @@ class Part(IntEnum):
     NONE = 0
     """It had no data, and knows no key."""
     SOME = 1
-    """It had no data, or none of one of several loaders, and may know fewer keys: those that hooks logged, say."""
+    """It had no data, or none of one of several loaders, or was not there from the epoch's beginning.
+
+    So it may know fewer keys: those that hooks logged, say.
+    """
     WHOLE = 2
     """Its keys are those of the others."""
 

@@ -50,6 +50,7 @@ class MetricStore:
         self.had_data = False
         """Whether this rank had a sample of its own in the stage's epoch; of every loader, where there are several."""
         self._had_data: dict[str | None, bool] = {}
+        self._came_late = False  # it was not there as the epoch began, and need not know what was logged until then
         self._values: dict[str, Tensor | float] = {}
 
     # What a step calls
@@ -175,6 +176,7 @@ class MetricStore:
         self.had_data = self._had_data.get(stage, False)
         if stage is not None and reset:
             self.had_data = False
+            self._came_late = self._came_late and stage != "train"
             for entry in self.entries.values():
                 entry.reset()
 
@@ -289,7 +291,7 @@ class MetricStore:
                 entry.fresh = True
 
     def _part(self, keys: Sequence[str]) -> Part:
-        if self.had_data:
+        if self.had_data and not self._came_late:
             return Part.WHOLE
         return Part.SOME if keys else Part.NONE
 
@@ -347,7 +349,7 @@ class MetricStore:
         A stage has to be entered after it. Whatever else was logged is forgotten.
         """
         self._stages, self.entries, self._values, self._had_data = {}, {}, {}, {}
-        self.stage, self.had_data = None, False
+        self.stage, self.had_data, self._came_late = None, False, not states
         for name, saved in self.objects.merged([state["objects"] for state in states]).items():
             set_metric_state(self.objects.at(name), move_to(saved, device))
         for state in states:
