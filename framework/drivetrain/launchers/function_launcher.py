@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -85,8 +87,13 @@ class FunctionLauncher:
         """Do as `launch`, and return what every rank of this node returned, by rank."""
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False) if placement.rank == 0 else None
-        port = port if store is None else store.port
+        hosts, forks = placement.rank == 0, self.start_method == "fork"
+        listener = _listen(port) if hosts and forks else None
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False) if hosts and not forks else None
+        if listener is not None:
+            port = listener.getsockname()[1]
+        elif store is not None:
+            port = store.port
         jobs = [
             _Job(
                 self.start_method,
@@ -96,15 +103,22 @@ class FunctionLauncher:
                 dict(os.environ),
                 os.getcwd(),
                 multiprocessing.get_start_method(allow_none=True),
+                listener,
             )
             for local_rank in range(placement.local_world_size)
         ]
         if self.start_method == "forkserver":
             multiprocessing.set_forkserver_preload(list(PRELOAD))
         processes = Processes.of_function(placement.rank, _run, [(job, work) for job in jobs], self.start_method)
-        processes.store = store
         passing = PassingOn(processes, pass_on)
         try:
+            if listener is not None:
+                # Not before: a thread of the store's that resolves a peer's address holds a lock, and a process that is
+                # forked meanwhile would find it locked for ever. Who connects early waits.
+                store = TCPStore(
+                    address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+                )
+            processes.store = store
             with passing:
                 values = self._wait(processes)
         except KeyboardInterrupt:
@@ -178,6 +192,8 @@ class _Job:
     variables: dict[str, str]
     folder: str
     workers_method: str | None
+    listener: socket.socket | None
+    """Where the caller's store will listen, if it forks."""
 
 
 def _run(job: _Job, work: _Call | bytes) -> bytes:
@@ -186,7 +202,9 @@ def _run(job: _Job, work: _Call | bytes) -> bytes:
     forked = job.start_method == "fork"
     torch.set_num_threads(1 if forked else suggested_threads(job.placement.local_world_size))
     _restore_surroundings(job)
-    world = World("function", job.placement, job.address, job.port)
+    if job.listener is not None:
+        job.listener.close()
+    world = World("function", job.placement, job.address, job.port, early=forked)
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work
@@ -225,6 +243,16 @@ def _load(work: bytes) -> _Call:
 
 
 # The caller's side
+
+
+def _listen(port: int) -> socket.socket:
+    """Listen as a store does: on all interfaces, for both versions of IP where there are two."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be compiled in, and switched off
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True
+            )
+    return socket.create_server(("", port), backlog=socket.SOMAXCONN)
 
 
 def _check_nesting() -> None:

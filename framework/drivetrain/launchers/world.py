@@ -50,6 +50,7 @@ class World:
         *,
         store: Store | None = None,
         processes: Processes | None = None,
+        early: bool = False,
     ) -> None:
         self.kind = kind
         self.placement = placement
@@ -57,6 +58,7 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
+        self._early = early  # this process was there before the store
         self._refused: RuntimeError | None = None
         self._pid = os.getpid()
         self._meetings = 0
@@ -76,8 +78,9 @@ class World:
         if self._refused is not None:
             raise self._refused  # who ends because of it asks again, for what others may have left
         if self._store is None:
-            # On one node the store was there before this process was.
-            limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
+            # Else the store was there before this process was.
+            waits = self.placement.num_nodes > 1 or self._early
+            limit = _CONNECT_LIMIT if waits else _CONNECT_LIMIT_HERE
             try:
                 self._store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
             except RuntimeError as error:

@@ -96,6 +96,22 @@ def test_one_process_and_later_nodes() -> None:
     assert FunctionLauncher("fork").launch_all(_ONE, _rank) == ["0"]
 
 
+def test_no_thread_of_the_store_is_there_as_processes_are_forked() -> None:
+    # one that resolved a peer's address then left glibc's lock on it locked in the copy, which waited for ever
+    watched, seen = [True], []
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    os.register_at_fork(before=lambda: seen.append(threads()) if watched else None)
+    FunctionLauncher("fork").launch(_TWO, _rank)  # torch's own threads have started
+    before = threads()
+    seen.clear()
+    assert FunctionLauncher("fork").launch(_TWO, _rank) == "0"
+    watched.clear()
+    assert seen == [before, before]
+
+
 def _use_all_threads() -> float:
     return float((torch.ones(600, 600) @ torch.ones(600, 600)).sum())
 
