@@ -262,4 +262,13 @@ EXAMPLES = (
             resume=Resume("on_train_batch_end", 0, 2, "ddp"),
         ),
     ),
+    Example(
+        "an epoch's start is logged, and the run goes on within it on more ranks",
+        "H-03: the new rank was said to log other keys",
+        Program(
+            data=Data(samples=4, batch=1),
+            logs=(Log(where="on_train_epoch_start", what="number", on_step=False, on_epoch=True),),
+            resume=Resume("on_train_batch_end", ranks=2, strategy="ddp"),
+        ),
+    ),
 )
