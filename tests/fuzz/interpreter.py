@@ -325,6 +325,10 @@ class Loop:
         """Step on what the window has gathered; False where its gradients overflowed."""
         program = self.program
         self.average_gradients()
+        if self.strategy.startswith("deepspeed"):  # as it says: its partitions are flat, and what is missing is zero
+            for parameter in self.parameters:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         finite = self.unscale(self.parameters)
         for optimizer in self.optimizers:
             self.outcome.rates.append([float(group["lr"]) for group in optimizer.param_groups])
