@@ -80,12 +80,32 @@ class Loop:
         for parameter, gradient in zip(self.parameters, this.gradients, strict=True):
             parameter.grad = gradient
         try:
-            yield this
+            with self.in_half():
+                yield this
         finally:
             this.buffers = dict(self.net.named_buffers())
             this.gradients = [parameter.grad for parameter in self.parameters]
             this.generator = torch.get_rng_state()
             torch.set_rng_state(outside)
+
+    @contextlib.contextmanager
+    def in_half(self) -> Iterator[None]:
+        """Let ZeRO compute with parameters in half precision, as it says; what is stepped on stays exact."""
+        dtype = AUTOCAST.get(self.program.precision)
+        if dtype is None or not self.strategy.startswith("deepspeed"):
+            yield
+            return
+        exact = [(parameter, parameter.data, parameter.grad) for parameter in self.parameters]
+        for parameter, data, _ in exact:
+            parameter.grad = None
+            parameter.data = data.to(dtype)
+        try:
+            yield
+        finally:
+            for parameter, data, before in exact:
+                fresh, parameter.grad, parameter.data = parameter.grad, None, data
+                fresh = None if fresh is None else fresh.to(data.dtype)
+                parameter.grad = before if fresh is None else fresh if before is None else before + fresh
 
     def average_gradients(self) -> None:
         """What is in `Rank.gradients` becomes the mean over ranks, everywhere."""
