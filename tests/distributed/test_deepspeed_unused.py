@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from fsdp_nets import Block, DeepRegression, Experts
 from small_runs import FEATURES, data, each, failing, loader, quiet, seeded, weights
 from torch import nn
@@ -165,6 +167,57 @@ def test_ranks_that_part_later_and_may() -> None:
     cases = {"stage": 2, "find_unused_parameters": True}, {"stage": 3, "leaf_modules": [Block2], **SPREAD}
     for caught in chain.from_iterable(on_ranks(each, 2, _late, *((options,) for options in cases))):
         assert caught["type"] == "nothing was raised", caught["text"]
+
+
+# The same parameters, in another order
+
+
+class Turning(nn.Module):
+    """Rank 1 adds before it multiplies, from some call on: its gradients arise the other way round."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__()
+        self.since, self.calls = since, 0
+        self.stem = nn.Linear(FEATURES, 8)
+        self.factor, self.bias = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.stem(x)
+        turns = dist.is_initialized() and dist.get_rank() == 1 and self.calls >= self.since
+        return self.head((hidden + self.bias) * self.factor if turns else hidden * self.factor + self.bias)
+
+
+def _train_turning(since: int, options: dict[str, Any]) -> Any:
+    module = DeepRegression(seeded(lambda: Turning(since)))
+    quiet(strategy=DeepSpeedStrategy(**options), accumulate_grad_batches=2).fit(module, loader(32, 4))
+    return weights(module)
+
+
+def _turning_fails(since: int) -> str:
+    with failing() as caught:
+        _train_turning(since, {"stage": 2})
+    return caught["text"]
+
+
+def test_gradients_that_arise_in_another_order_are_not_added_up() -> None:
+    """D-11: stage 2 added the one's weight to the other's bias, without a word."""
+    for text in chain(*on_ranks(each, 2, _turning_fails, (1,), (2,))):
+        assert "Gradients arose in two orders" in text
+        assert "'net.factor' came where 'net.bias' did" in text
+        assert "find_unused_parameters=True" in text
+    with pytest.raises(RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients arose in two orders"):
+        on_ranks(_train_turning, 2, 4, {"stage": 2})
+
+
+def test_gradients_that_arise_in_another_order_and_may() -> None:
+    # D-11
+    cases = [(1, {"stage": 1}), (1, {"stage": 2, "find_unused_parameters": True}), (1, {"stage": 3, **SPREAD})]
+    first, second = on_ranks(each, 2, _train_turning, *cases)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+        assert (one - first[0]).abs().max() < 1e-6
 
 
 # A parameter that is used now and then, by all ranks alike

@@ -21,6 +21,7 @@ from drivetrain.module import TrainModule, hold, release
 from drivetrain.shards import Shard
 from drivetrain_strategies.collectives import broadcast_together
 from drivetrain_strategies.deepspeed.faults import explained, start_explained
+from drivetrain_strategies.deepspeed.gradient_order import GradientOrder
 from drivetrain_strategies.deepspeed.leaving import leave_parts, take_up_parts
 from drivetrain_strategies.deepspeed.library import prints_hidden
 from drivetrain_strategies.deepspeed.optimizers import TakenOptimizer
@@ -85,6 +86,7 @@ class DeepSpeedRun:
         self._taken: TakenOptimizer | None = None
         self._unused: UnusedParameters | None = None
         self._order: UnitOrder | None = None
+        self._arrivals: GradientOrder | None = None
         self._idle: list[nn.Parameter] = []
         self._inside = self._collecting = self._told_skipped = self._restored = False
         self.optimizers: list[Optimizer] = []
@@ -190,7 +192,10 @@ class DeepSpeedRun:
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # stepped once a step, by the loop
-        self._unused = UnusedParameters(names, self._zero, self._setting.control, self._setting.find_unused_parameters)
+        control, asked = self._setting.control, self._setting.find_unused_parameters
+        self._unused = UnusedParameters(names, self._zero, control, asked)
+        if asked is None and self._zero.stage == 2 and control.world_size > 1:
+            self._arrivals = GradientOrder(self._zero.optimizer, names, control)
         self._restore_masters()
 
     @torch.no_grad()
@@ -229,9 +234,13 @@ class DeepSpeedRun:
         assert self._unused is not None
         self._collecting = True
         self._unused.before_backward(loss)
+        if self._unused.in_order:
+            self._forget_arrivals()
         with explained(self):
             self._zero.backward(loss, self._unused.in_order, within_forward=self._inside)
         self._unused.after_backward(loss)
+        if self._arrivals is not None:
+            self._arrivals.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
         self._collecting = False
@@ -239,10 +248,17 @@ class DeepSpeedRun:
             stepped = self.zero.step(max_norm)
         assert self._unused is not None
         self._unused.after_step()
+        if self._arrivals is not None:
+            self._arrivals.after_step()
         if not stepped and self._setting.precision.name != "16-mixed" and not self._told_skipped:
             self._told_skipped = True
             logger.warning("A gradient was infinite or NaN: DeepSpeed skipped the step on every rank. Said once.")
         return stepped
+
+    def _forget_arrivals(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
 
     @property
     def missed_gradients(self) -> bool:
@@ -364,6 +380,7 @@ class DeepSpeedRun:
         """Take everything off the module."""
         if self._unused is not None:
             self._unused.close()
+        self._forget_arrivals()
         if self._engine is not None:
             with prints_hidden():
                 self._engine.destroy()
