@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ import torch
 from small_runs import FEATURES, Regression, loader, quiet, seeded, weights
 from torch import nn
 
+from drivetrain import Callback
+from drivetrain.strategy import Strategy
+from drivetrain_strategies.ddp.strategy import DDPStrategy
 from worlds import on_ranks
 
 
@@ -49,3 +54,130 @@ def test_weights_are_the_same_with_it_without_it_and_more_often(strategy: str) -
     for without, once, often in on_ranks(_trained, 2, strategy):
         assert torch.equal(without, once)
         assert torch.equal(without, often)
+
+
+class Centring(Regression):
+    """Takes a running mean off its inputs, which each rank has of its own data."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.zeros(FEATURES))
+        self.register_buffer("seen", torch.tensor(float("nan")))
+
+    def on_fit_start(self) -> None:
+        if self.global_step == 0:
+            self.mean += self.global_rank  # apart before a sanity check
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        if self.replaces:
+            self.mean = mean
+        else:
+            self.mean.copy_(mean)
+        return self.loss((x - self.mean, y))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+
+class Grown(Centring):
+    """Has a buffer whose length is another one on each rank, and one on its last rank alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            self.kept = nn.Buffer(torch.ones(1 + self.global_rank))
+            if self.global_rank:
+                self.late = nn.Buffer(torch.ones(()))
+        return super().training_step(batch, batch_idx) * self.kept.sum() * getattr(self, "late", 1)
+
+
+class Swapping(Callback):
+    """Validates with other buffers, as one that averages does, or resets one for good."""
+
+    def __init__(self, for_good: bool = False) -> None:
+        self.for_good = for_good
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.before = module.mean.clone()
+        module.mean.fill_(3.0)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if not self.for_good:
+            module.mean.copy_(self.before)
+
+
+def _centred(module: Regression, strategy: Any, validation: Any, **options: Any) -> list[torch.Tensor]:
+    """Train; return what this rank had at the end of the epoch, before rank 0's buffers are everybody's."""
+    ends: list[torch.Tensor] = []
+
+    class Ends(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            ends.extend(buffer.detach().clone() for buffer in module.buffers())
+
+    options = {"accumulate_grad_batches": 3, **options}
+    given = options.pop("callbacks", [])
+    ckpt_path = options.pop("ckpt_path", None)
+    run = quiet(strategy=strategy, callbacks=[Ends(), *given], **options)
+    run.fit(module, loader(28, 2), validation, ckpt_path=ckpt_path)
+    return [weights(module), *ends]
+
+
+def _kinds() -> list[tuple[str, Callable[[], Strategy | str]]]:
+    return [
+        ("ddp", DDPStrategy),
+        ("ddp, buffers apart", lambda: DDPStrategy(broadcast_buffers=False)),
+        ("fsdp", lambda: "fsdp"),
+    ]
+
+
+def _alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(one, other, strict=True))
+
+
+def _with_and_without() -> dict[str, bool]:
+    """Return by case whether validation left training alone, on this rank."""
+    often = {"val_check_interval": 2}
+    found = {}
+    for name, strategy in _kinds():
+        for case, build, options in (
+            ("written to", lambda: Centring(False), {}),
+            ("replaced", lambda: Centring(True), {}),
+            ("a sanity check", lambda: Centring(False), {"num_sanity_val_steps": 1}),
+            ("swapped meanwhile", lambda: Centring(False), {"callbacks": [Swapping()]}),
+            *([("other forms", lambda: Grown(False), {})] if name == "ddp, buffers apart" else []),
+        ):
+            without = _centred(build(), strategy(), None)
+            # Of five samples one rank has two and joins once.
+            found[f"{name}, {case}"] = _alike(_centred(build(), strategy(), loader(5, 1), **often, **options), without)
+    return found
+
+
+def test_buffers_that_ranks_have_apart_are_as_without_it() -> None:
+    # I-13
+    for found in on_ranks(_with_and_without, 2):
+        assert len(found) == 13
+        assert all(found.values()), found
+
+
+def _changed_by_validation(folder: str) -> tuple[list[torch.Tensor], bool]:
+    options = {"strategy": DDPStrategy(broadcast_buffers=False), "val_check_interval": 7, "accumulate_grad_batches": 1}
+    changed = _centred(Centring(False), validation=loader(4, 1), callbacks=[Swapping(for_good=True)], **options)
+
+    class Saving(Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(f"{folder}/saved")
+
+    options["val_check_interval"] = 3
+    whole = _centred(Centring(False), validation=loader(4, 1), callbacks=[Saving()], **options)
+    resumed = _centred(Centring(False), validation=loader(4, 1), ckpt_path=f"{folder}/saved", **options)
+    return changed, _alike(whole, resumed)
+
+
+def test_what_validation_changes_stays_and_a_save_within_it_has_what_training_goes_on_with(tmp_path: Path) -> None:
+    # I-13, F-02
+    for (_, mean, _), goes_on in on_ranks(_changed_by_validation, 2, str(tmp_path)):
+        assert torch.equal(mean, torch.full((FEATURES,), 3.0))
+        assert goes_on

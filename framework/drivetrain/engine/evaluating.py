@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.engine.batches import Move
@@ -28,28 +29,32 @@ def build_evaluation(
         limits: micro-batches of each loader, for a trial whose values nobody logs; None for what the run reads.
     """
     assert session.data is not None
+    strategy = session.strategy
+    within_training = session.stage == "fit"
+    give_out_buffers = session.buffers.give_out if within_training else partial(strategy.sync_buffers, session.module)
     return EvaluateLoop(
         stage,
         module=session.module,
         runner=runner,
-        strategy=session.strategy,
+        strategy=strategy,
         hooks=session.hooks,
         metrics=session.metrics,
         sources=session.data.sources[stage],
         limits=session.data.limits[stage] if limits is None else limits,
         lengths=session.lengths,
         move=move,
+        give_out_buffers=give_out_buffers,
         inference_mode=_inference_mode(session),
         log=None if limits is not None else session.logger_call(),
     ).run
 
 
 def build_validation(session: Session, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
-    """Return what validates ``session``'s module within fit, and leaves training's random draws alone."""
+    """Return what validates ``session``'s module within fit, and leaves training's random draws and buffers alone."""
     run = build_evaluation(session, "validate", runner, move)
 
     def validate() -> list[dict[str, float]]:
-        with _draws_apart(session):
+        with _draws_apart(session), session.buffers.aside():
             return run()
 
     return validate
@@ -80,7 +85,7 @@ def try_validation(session: Session, runner: StepRunner, move: Move | None) -> N
     if steps != -1:
         limits = [steps if limit is None else min(steps, limit) for limit in limits]
     session.sanity_checking = True
-    with _draws_apart(session):
+    with _draws_apart(session), session.buffers.aside():
         for hook in hooks.on_sanity_check_start:
             hook()
         build_evaluation(session, "validate", runner, move, limits)()

@@ -11,18 +11,21 @@ from drivetrain.checkpoint_format.checksums import crc32
 from drivetrain.control import ControlPlane
 
 
-def own_buffers(module: nn.Module, saved: Collection[str], control: ControlPlane) -> dict[str, torch.Tensor]:
+def own_buffers(
+    module: nn.Module, saved: Collection[str], aside: Mapping[str, torch.Tensor], control: ControlPlane
+) -> dict[str, torch.Tensor]:
     """Return this rank's values of the buffers that ranks have apart. Collective.
 
     Args:
         module: the user's.
         saved: names of what the checkpoint's weights hold, of some rank: other buffers are not persistent.
+        aside: values that this rank goes on with, and does not have at the moment.
         control: the way to the other ranks.
     """
     if control.world_size == 1:
         return {}
     held = {
-        name: buffer
+        name: aside.get(name, buffer)
         for name, buffer in module.named_buffers()
         if name in saved and not buffer.is_meta and not hasattr(buffer, "full_tensor")
     }

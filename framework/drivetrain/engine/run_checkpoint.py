@@ -113,8 +113,12 @@ class RunCheckpoint:
             "draws": session.draws.state(session.progress.batch_idx),
             "metrics": session.metrics.state_dict(),
             "source": None if source is None else source.state_dict(),
-            "buffers": own_buffers(self._module, weights, self._strategy.control) if self._running else {},
+            "buffers": self._own_buffers(weights) if self._running else {},
         }
+
+    def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        aside = self._session.buffers.values()
+        return own_buffers(self._module, weights, aside, self._strategy.control)
 
     # Loading
 

@@ -16,6 +16,7 @@ from drivetrain.callback import Callback
 from drivetrain.data import ReadAhead
 from drivetrain.engine.advice import left_on_the_table
 from drivetrain.engine.batches import Move, batch_mover
+from drivetrain.engine.buffers_aside import BuffersAside
 from drivetrain.engine.checkpoints import RunCheckpoints
 from drivetrain.engine.compiling import CompiledSteps
 from drivetrain.engine.console import heard
@@ -91,6 +92,7 @@ class Session:
         self.progress = Progress()
         self.cursor = Cursor()
         self.draws = ReadAhead(strategy.device)
+        self.buffers = BuffersAside(module, strategy)
         self.saves = SaveRequests()
         self.seed = 0
         """Of the order of samples, the same on every rank."""

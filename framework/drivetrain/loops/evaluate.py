@@ -65,6 +65,7 @@ class EvaluateLoop:
         limits: micro-batches of each loader at most; None for all.
         lengths: says which loader's length proved wrong.
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
+        give_out_buffers: gives every rank rank 0's buffers.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
         log: sends reduced values to the loggers; None where there is none.
     """
@@ -82,6 +83,7 @@ class EvaluateLoop:
         limits: Sequence[int | None],
         lengths: Lengths,
         move: Callable[[Any, int], Any] | None,
+        give_out_buffers: Callable[[], object],
         inference_mode: bool,
         log: Callable[[dict[str, float]], None] | None,
     ) -> None:
@@ -96,6 +98,7 @@ class EvaluateLoop:
         self._limits = limits
         self._lengths = lengths
         self._move = move
+        self._give_out_buffers = give_out_buffers
         self._inference_mode = inference_mode
         self._log = log
         self._step = getattr(module, f"{name}_step")
@@ -107,7 +110,7 @@ class EvaluateLoop:
     def run(self) -> list[dict[str, float]]:
         """Evaluate all loaders; returns each loader's reduced values."""
         metrics, hooks, name = self._metrics, self._hooks, self._name
-        self._strategy.sync_buffers(self._module)
+        self._give_out_buffers()
         gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
         with evaluating(self._module, gradient):
             metrics.enter(self._stage)
