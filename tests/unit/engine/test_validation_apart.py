@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from drivetrain import Callback
+from drivetrain.data.own_generators import own_generators
 
 
 def draw() -> float:
@@ -148,6 +149,79 @@ def test_a_generator_that_both_loaders_have(tmp_path: Path) -> None:
     train, validation = loaders()
     found = trained(tmp_path, train, validation, val_check_interval=0.5, **options)
     assert torch.equal(found, trained(tmp_path, loaders()[0], **options))
+
+
+class Noise:
+    """A transform, or a ``collate_fn``, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.numpy = np.random.default_rng(5)
+        self.torch = torch.Generator().manual_seed(6)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * float(self.numpy.normal())
+
+    def collate(self, samples: list[Any]) -> Any:
+        x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
+        return x + 0.1 * torch.randn(x.shape, generator=self.torch), y
+
+
+class Composed:
+    """Transforms, one after the other."""
+
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+        self.owner = self  # a cycle
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for transform in self.transforms:
+            x = transform(x)
+        return x
+
+
+class Transformed(Dataset[Any]):
+    """Hands its inputs through a transform."""
+
+    def __init__(self, transform: Any) -> None:
+        self.x, self.y = regression(12).dataset.tensors
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.x[index]), self.y[index]
+
+
+@pytest.mark.parametrize("kind", ["transform", "composed", "collate_fn"])
+def test_an_object_with_a_generator_that_both_loaders_have(tmp_path: Path, kind: str) -> None:
+    # I-13
+    def loaders() -> tuple[Any, Any]:
+        noise = Noise()
+        if kind == "collate_fn":
+            return tuple(DataLoader(regression(12).dataset, 4, collate_fn=noise.collate) for _ in range(2))
+        transform = Composed(noise) if kind == "composed" else noise
+        return tuple(DataLoader(Transformed(transform), 4) for _ in range(2))
+
+    train, validation = loaders()
+    found = trained(tmp_path, train, validation, val_check_interval=1)
+    assert torch.equal(found, trained(tmp_path, loaders()[0]))
+
+
+def test_own_generators_are_looked_for_among_few_objects() -> None:
+    # I-13: a data set may hold a million samples, and objects each other.
+    class Sample:
+        looked_at = 0
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__":
+                Sample.looked_at += 1
+            return super().__getattribute__(name)
+
+    data = Transformed(Composed(Noise()))
+    data.samples = [Sample() for _ in range(10_000)]
+    assert len(own_generators(DataLoader(data, 4))) == 2
+    assert Sample.looked_at == 0
 
 
 def test_a_val_dataloader_that_draws(tmp_path: Path) -> None:
