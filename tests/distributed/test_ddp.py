@@ -522,3 +522,26 @@ def test_a_batch_norm_used_twice_is_swapped_and_comes_back() -> None:  # C-05, C
 
 def test_a_timeout_is_taken() -> None:
     assert DDPStrategy(timeout=timedelta(seconds=5))._group.timeout == timedelta(seconds=5)
+
+
+class NoneNow(Regression):
+    """A step without a loss in some micro-batches, where `none_at` says so."""
+
+    none_at: tuple[int, ...] = ()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.none_at else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:A window made no step")
+@pytest.mark.parametrize("none_at", [(1,), (0, 1), (3,)])
+def test_a_step_without_a_loss_on_one_process_that_looks_for_unused_parameters(none_at: tuple[int, ...]) -> None:
+    # C-01: on one rank a step may return None.
+    found = []
+    for strategy in (DDPStrategy(find_unused_parameters=True), "single_device"):
+        module = NoneNow()
+        module.none_at = none_at
+        run = quiet(strategy=strategy, devices=1, accumulate_grad_batches=2)
+        run.fit(module, loader(16, 4))
+        found.append(weights(module))
+    assert torch.equal(*found)

@@ -128,6 +128,10 @@ class DDPStrategy(DistributedStrategy):
             self._give_out([*module.parameters(), *module.buffers()])  # as DDP does where anything trains
         if self._manual:
             return self._manual_runner()  # each backward is announced by itself, in `backward`
+        if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
+            # There is nothing to exchange. DDP's forward would announce a backward, which a None loss has not, and take
+            # all parameters for unused ones whose gradients are to be there.
+            return operator.call
 
         static = self.static_graph
 
