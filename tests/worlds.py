@@ -15,7 +15,6 @@ PRELOAD = (
     "drivetrain.engine.session",
     "drivetrain_strategies.ddp.strategy",
     "drivetrain_strategies.fsdp.strategy",
-    "torch._dynamo.config",  # a step under FSDP imports it; see tests/interpreters
 )
 
 # It decorates a function with torch.compile, which imports all of that: three seconds on each rank that trains by ZeRO.

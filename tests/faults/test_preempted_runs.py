@@ -109,7 +109,8 @@ if __name__ == "__main__":
     try:
         fit.fit(Net(), loader, ckpt_path="auto")
     finally:
-        print(fit.state, fit.global_step, flush=True)
+        sys.stdout.write(f"{fit.state} {fit.global_step}\\n")  # in one piece, or it mixes with the other rank's
+        sys.stdout.flush()
 """
 
 

@@ -616,12 +616,12 @@ class Loop:
         return min(steps, stop.at) if stop is not None and stop.how == "max_steps" else steps
 
     def validate(self) -> None:
-        """Validate on all ranks; training's generators and modes are as before."""
+        """Validate on all ranks, with rank 0's buffers; training's own, its generators and modes are as before."""
         validation = self.program.validation
         assert validation is not None
         self.validated_at = self.micro_batches
+        own = [(rank.buffers, rank.generator) for rank in self.ranks]
         self.give_out_buffers()
-        generators = [rank.generator for rank in self.ranks]
         self.net.eval()
         self.diary.begin("validate")
         self.hook("on_validation_start")
@@ -647,8 +647,8 @@ class Loop:
         self.diary.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
         self.hook("on_validation_end")
         self.net.train()
-        for rank, generator in zip(self.ranks, generators, strict=True):
-            rank.generator = generator
+        for rank, (buffers, generator) in zip(self.ranks, own, strict=True):
+            rank.buffers, rank.generator = buffers, generator
         self.diary.enter("train")
 
 

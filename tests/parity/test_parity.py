@@ -193,7 +193,8 @@ def test_master_weights_are_in_fp32(candidate: Candidate, results: Run) -> None:
     for job, records in results(candidate, candidate.ranks).records.items():
         if job[1] in ("bf16-mixed", "16-mixed") and candidate.refusal(job) is None:
             trace = records[0].trace
-            assert {value.dtype for value in trace.weights.values()} == {torch.float32}
+            dtypes = {value.dtype for value in trace.weights.values() if value.is_floating_point()}
+            assert dtypes == {torch.float32}
             moments = [
                 state["exp_avg"].dtype for states in trace.states for state in states.values() if "exp_avg" in state
             ]

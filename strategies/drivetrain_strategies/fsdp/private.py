@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from drivetrain.trainable import TRAINS
 
@@ -287,9 +288,7 @@ def forget_meshes() -> None:
     Meshes are equal by their sizes and names: a result computed in a later run would be given the mesh of an earlier
     one, whose process groups are gone ("Could not resolve the process group registered under the name ...").
     """
-    # As torch.distributed.tensor.debug does, which imports torch's compiler: a second, also where nothing is sharded.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[no-untyped-call]
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
 
