@@ -223,6 +223,7 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_without_the_package() -> None:
     # E-07
     done = _run(
@@ -235,6 +236,7 @@ def test_without_the_package() -> None:
     assert "pip install 'drivetrain[deepspeed]'" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_old_one(tmp_path: Path) -> None:
     # E-07: what another installation would say of itself
     (tmp_path / "deepspeed").mkdir()
@@ -250,6 +252,7 @@ def test_an_old_one(tmp_path: Path) -> None:
     assert "deepspeed 0.16.4 is installed, and 0.19 or newer is needed" in done.stderr
 
 
+@pytest.mark.slow
 def test_settings_import_nothing() -> None:
     # H-02, A-01
     done = _run(

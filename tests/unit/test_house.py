@@ -263,6 +263,7 @@ def heavy(names: list[str]) -> list[str]:
     return [name for name in names if any(name == each or name.startswith(f"{each}.") for each in HEAVY)]
 
 
+@pytest.mark.slow
 def test_import_brings_torch_and_next_to_nothing() -> None:
     # H-02
     names, seconds = imported_after("import drivetrain")
@@ -271,6 +272,7 @@ def test_import_brings_torch_and_next_to_nothing() -> None:
     assert seconds < 0.1
 
 
+@pytest.mark.slow
 def test_the_public_classes_bring_nothing_heavy() -> None:
     # H-02, for what a script really writes.
     names, _ = imported_after("from drivetrain import Callback, DataModule, Fit, Strategy, TrainModule")
@@ -286,6 +288,7 @@ def test_every_public_name_is_there(name: str) -> None:
     assert name in dir(drivetrain)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_tools_are_imported_one_by_one() -> None:
     # H-02
     names, _ = imported_after("from drivetrain.checkpoint import load")

@@ -50,6 +50,7 @@ def test_derived_seeds_differ_by_value_order_and_number() -> None:
     assert len(many) == 10_000
 
 
+@pytest.mark.slow
 def test_derived_seeds_are_the_same_in_another_process() -> None:
     code = "from drivetrain.seed import derive_seed; print(derive_seed(5, 6))"
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}

@@ -227,6 +227,7 @@ def test_a_billion_samples_start_at_once_anywhere() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
+@pytest.mark.slow
 def test_a_custom_sampler_keeps_its_order_and_draws_alike_on_every_rank(training: bool) -> None:
     # B-04
     for length, world_size, batch_size in CASES:

@@ -140,6 +140,7 @@ def open_files(worker_id: int) -> None:
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.slow
 def test_worker_init_fn_gets_the_user_s_own_data_set(context: str) -> None:
     loader = DataLoader(Opening(), 3, num_workers=1, worker_init_fn=open_files, multiprocessing_context=context)
     source = prepare_loader(loader, training=True)

@@ -104,6 +104,7 @@ def test_without_the_package_the_default_is_csv_and_asking_for_it_says_what_to_i
         TensorBoardLogger(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_package_loads_nothing_before_a_name_is_used() -> None:
     # H-02
     code = """

@@ -135,6 +135,7 @@ def test_the_line_tells_the_truth(name: str) -> None:
     assert precision.has_forward_context is (type(precision.forward_context()).__name__ != "nullcontext")
 
 
+@pytest.mark.slow
 def test_importing_and_building_touches_no_device_and_loads_little() -> None:
     # H-02
     code = (
