@@ -37,7 +37,7 @@ demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about t
 test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it, WORKERS=0 keeps it in one process)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in under a minute (lint and types apart)
+quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in about a minute (lint and types apart)
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
 faults: $(VENV)/.stamp-dev ## Kill saves and runs at random instants, and let seeded faults strike, 200 times each (FAULTS=20 make faults)
