@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from drivetrain.engine.own_buffers import is_held_here
 from drivetrain.strategy import Strategy
 
 
@@ -69,7 +70,7 @@ class BuffersAside:
             self._strategy.sync_buffers(self._module)
             return
         before = [(layer, dict(layer._buffers)) for layer in self._module.modules()]
-        own = {id(one): one.detach().clone() for _, buffers in before for one in buffers.values() if _is_plain(one)}
+        own = {id(one): one.detach().clone() for _, buffers in before for one in buffers.values() if is_held_here(one)}
         self._strategy.sync_buffers(self._module)
         self._places = [place for layer, buffers in before for place in _changed(layer, buffers, own)]
 
@@ -108,14 +109,9 @@ def _changed(layer: nn.Module, buffers: dict[str, Tensor | None], own: dict[int,
         before, given = buffers.get(name), layer._buffers.get(name)
         had = name in buffers
         if before is not given or not had:
-            yield _Place(layer, name, had, before, None, given, given.detach().clone() if _is_plain(given) else None)
+            yield _Place(layer, name, had, before, None, given, given.detach().clone() if is_held_here(given) else None)
         elif before is not None and id(before) in own and not _same(before, own[id(before)]):
             yield _Place(layer, name, had, before, own[id(before)], given, before.detach().clone())
-
-
-def _is_plain(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether its values are here: not on the meta device, and no part of a DTensor."""
-    return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain.data.keeping import own_containers, own_memory
+from drivetrain.loops.joining import Muted
 from drivetrain.loops.optimizers import is_torchs
 from drivetrain.loops.step import AutomaticStep
 from drivetrain.loops.windows import MicroBatch
@@ -107,15 +108,14 @@ class ClosureStep(AutomaticStep):
         (optimizer,) = self.optimizers
         zero_grad(optimizer)
         window, self._window_loss = self._window, None
-        metrics = self._metrics
-        # Whether this rank joins differs between the window's micro-batches: each says so for itself.
-        before, metrics.muted, metrics.joining = (metrics.muted, metrics.joining), True, False
+        muted = Muted(self._metrics)
+        self._metrics.joining = False  # it differs between the window's micro-batches: each says so for itself
         try:
             with torch.enable_grad():
                 for micro, batch_idx in window:
                     super().micro_batch(replace(micro, opens=False, batch=own_containers(micro.batch)), batch_idx)
         finally:
-            metrics.muted, metrics.joining = before
+            muted.end()
 
 
 class Standing:

@@ -12,29 +12,39 @@ from drivetrain.metrics.objects import metric_state, set_metric_state
 from drivetrain.metrics.store import MetricStore
 
 
-class Joining:
-    """A micro-batch for which this rank has no data, its hooks included, from here until `end`.
-
-    Meanwhile ``trainer.joining`` is true and nothing is logged; afterwards metric objects are as before.
+class Muted:
+    """From here until `end` nothing is logged; afterwards metric objects are as before.
 
     Args:
         metrics: where steps and hooks log.
     """
 
-    __slots__ = ("_metrics", "_muted", "_states")
+    __slots__ = ("_joining", "_metrics", "_muted", "_states")
 
     def __init__(self, metrics: MetricStore) -> None:
         self._metrics = metrics
-        self._muted = metrics.muted
+        self._muted, self._joining = metrics.muted, metrics.joining
         self._states = [(metric, metric_state(metric)) for metric in metrics.objects.all().values()]
-        metrics.muted = metrics.joining = True
+        metrics.muted = True
 
     def end(self) -> None:
-        """This rank has data again, or the others are done."""
-        self._metrics.joining = False
-        self._metrics.muted = self._muted
+        """Log again what is logged."""
+        self._metrics.muted, self._metrics.joining = self._muted, self._joining
         for metric, state in self._states:
             set_metric_state(metric, state)
+
+
+class Joining(Muted):
+    """A micro-batch for which this rank has no data, its hooks included, from here until `end`.
+
+    Meanwhile ``trainer.joining`` is true, and the micro-batch is `Muted`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, metrics: MetricStore) -> None:
+        super().__init__(metrics)
+        metrics.joining = True
 
 
 @contextmanager

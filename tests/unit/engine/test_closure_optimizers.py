@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from engine_case import Regression, fit, regression
 from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
@@ -110,6 +111,24 @@ def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
     fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24, 4))
     fit(tmp_path).fit(whole, regression(24, 12))
     torch.testing.assert_close(module.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("kind", [LBFGS, Required])
+def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:
+    # B-16: with each evaluation more, a sample counted once more in the epoch's value
+    class Counting(Sharp):
+        def __init__(self) -> None:
+            super().__init__(kind)
+            self.seen = torchmetrics.SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.update(len(batch[0]))
+            self.log("seen", self.seen, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    runner = fit(tmp_path, accumulate_grad_batches=2)
+    runner.fit(Counting(), regression(12))
+    assert float(runner.callback_metrics["seen"]) == 12
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
