@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from drivetrain.engine.own_buffers import is_held_here
 from drivetrain.strategy import Strategy
 
 
@@ -112,6 +111,11 @@ def _changed(layer: nn.Module, buffers: dict[str, Tensor | None], own: dict[int,
             yield _Place(layer, name, had, before, None, given, given.detach().clone() if is_held_here(given) else None)
         elif before is not None and id(before) in own and not _same(before, own[id(before)]):
             yield _Place(layer, name, had, before, own[id(before)], given, before.detach().clone())
+
+
+def is_held_here(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether there is a buffer whose values are here: not on the meta device, and no part of a DTensor."""
+    return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

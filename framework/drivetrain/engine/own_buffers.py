@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeGuard
 
 import torch
 from torch import nn
 
 from drivetrain.checkpoint_format.checksums import crc32
 from drivetrain.control import ControlPlane
+from drivetrain.engine.buffers_aside import is_held_here
 
 
 def own_buffers(
@@ -32,11 +32,6 @@ def own_buffers(
     }
     sums = control.gather_objects({name: _sum_of(buffer) for name, buffer in held.items()})
     return {name: buffer for name, buffer in held.items() if any(one.get(name) != sums[0].get(name) for one in sums)}
-
-
-def is_held_here(buffer: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Whether there is a buffer whose values are here: not on the meta device, and no part of a DTensor."""
-    return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
 def _sum_of(buffer: torch.Tensor) -> int:
