@@ -516,6 +516,29 @@ def test_a_step_that_deepspeed_skips_is_told() -> None:
             assert len([text for text in heard if "DeepSpeed skipped the step" in text]) == 1, case
 
 
+class Hopeless(DeepRegression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * torch.nan
+
+
+def _hopeless(options: dict[str, Any]) -> Any:
+    fit = quiet(strategy=DeepSpeedStrategy(**options), precision="16-mixed", max_epochs=1)
+    with told() as heard:
+        fit.fit(Hopeless(), loader(45 * 8, 4))
+    return fit.global_step, heard
+
+
+@pytest.mark.skipif(not FP16, reason="ZeRO refuses fp16 on a processor without it")
+def test_a_loss_scale_at_its_floor_is_said_and_does_not_end_the_run() -> None:
+    # I-05, E-06: 2^16 halved at each of 45 overflows, until it is 2^-24, as under every other strategy
+    cases = {"stage": 1}, {"stage": 3}
+    for rank, found in enumerate(on_ranks(each, 2, _hopeless, *((options,) for options in cases))):
+        for options, (steps, heard) in zip(cases, found, strict=True):
+            assert steps == 0, options
+            said = [text for text in heard if "has fallen to its floor, 2^-24" in text]
+            assert len(said) == (rank == 0), (options, heard)
+
+
 # Manual optimization with one optimizer
 
 

@@ -95,16 +95,19 @@ class Loop:
         if dtype is None or not self.strategy.startswith("deepspeed"):
             yield
             return
+        norms = [layer for layer in self.net.modules() if isinstance(layer, torch.nn.BatchNorm1d)]
+        cast_again = {id(one) for layer in norms for one in layer.parameters()}  # rounded, they compute in float32
         exact = [(parameter, parameter.data, parameter.grad) for parameter in self.parameters]
         for parameter, data, _ in exact:
             parameter.grad = None
-            parameter.data = data.to(dtype)
+            rounded = data.to(dtype)
+            parameter.data = rounded.to(data.dtype) if id(parameter) in cast_again else rounded
         try:
             yield
         finally:
             for parameter, data, before in exact:
                 fresh, parameter.grad, parameter.data = parameter.grad, None, data
-                fresh = None if fresh is None else fresh.to(data.dtype)
+                fresh = None if fresh is None else fresh.to(dtype).to(data.dtype)
                 parameter.grad = before if fresh is None else fresh if before is None else before + fresh
 
     def average_gradients(self) -> None:

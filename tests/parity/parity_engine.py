@@ -119,9 +119,9 @@ class Recorder(Callback):
         record.trace.steps.append(trainer.global_step)
         if trainer.gradient_norm is not None and self.case.clip is not None:
             self.record.clipped_norms.append(float(trainer.gradient_norm))
-        scaler = getattr(trainer.strategy.precision, "scaler", None)
-        if scaler is not None:
-            record.trace.scales.append(scaler.get_scale())
+        precision = trainer.strategy.precision
+        if precision.name == "16-mixed":
+            record.trace.scales.append(precision.state_dict()["scale"])
 
     def on_train_end(self, trainer: Fit, module: Trained) -> None:
         for index in range(len(trainer.optimizers)):

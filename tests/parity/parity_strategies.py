@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cpu_kernels import FP16
 from drivetrain import Strategy
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
 
@@ -65,9 +66,10 @@ BY_ZERO = {
 }
 PRECISIONS_BY_ZERO = {
     "64-true": "its optimizers keep float32 masters",
-    "16-mixed": "for which this device has no kernels",
     "bf16-true": "without float32 masters",
 }
+if not FP16:
+    PRECISIONS_BY_ZERO["16-mixed"] = "for which this device has no kernels"
 
 
 def everything_spread() -> Strategy:

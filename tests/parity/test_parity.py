@@ -18,7 +18,6 @@ from parity_pools import Results, case_of, jobs_of
 from parity_reference import Trace
 from parity_strategies import STRATEGIES, Candidate, Job
 
-from cpu_kernels import FP16
 from drivetrain.testing import assert_close_states, assert_close_traces, assert_equal_ranks
 
 Run = Callable[[Candidate, int], Results]
@@ -116,8 +115,6 @@ def test_training(cell: Cell, results: Run, references: Reference) -> None:
 @pytest.mark.parametrize("cell", REFUSED, ids=str, indirect=True)
 def test_refused_by_name(cell: Cell, results: Run) -> None:
     # C-01, B-13, G-07: on every rank; all that the same processes train after it is equal again
-    if cell.candidate.zero and cell.job[1] == "16-mixed" and FP16:
-        pytest.skip("this processor computes in fp16, so ZeRO trains in it")
     for record in results(cell.candidate, cell.ranks).records[cell.job]:
         assert "ConfigurationError" in record.error
         assert str(cell.candidate.refusal(cell.job)) in record.error

@@ -47,7 +47,11 @@ def test_what_is_missing_comes_from_fit() -> None:
         "loss_scale": 0,
         "initial_scale_power": 8,
         "enabled": True,
+        # as torch's GradScaler: B-06
+        "hysteresis": 1,
+        "loss_scale_window": 2000,
     }
+    assert _resolved({"fp16": {"hysteresis": 2}}, precision="16-mixed")["fp16"]["hysteresis"] == 2
 
 
 def test_what_agrees_is_replaced_by_ours() -> None:

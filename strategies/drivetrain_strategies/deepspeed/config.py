@@ -34,6 +34,12 @@ TOP_LEVEL_KEYS = {
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 """DeepSpeed's section for a precision."""
 
+LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
+"""The loss scale is halved at each overflow and doubled after 2,000 steps without one, as by torch's ``GradScaler``.
+
+By DeepSpeed's defaults the first overflow leaves it as it is, and it is doubled after 1,000 steps.
+"""
+
 SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
 """Those that are looked into here."""
 
@@ -266,7 +272,8 @@ def _set_precision(config: dict[str, Any], precision: str) -> None:
         if given != "auto" and bool(given) != (section == half):
             raise _contradiction(f"{section}.enabled", given, f"Fit(precision={precision!r})")
         if section == half:
-            config[section] = {**config.get(section, {}), "enabled": True}
+            defaults = LOSS_SCALE if section == "fp16" else {}
+            config[section] = {**defaults, **config.get(section, {}), "enabled": True}
         elif section in config:
             config[section] = {**config[section], "enabled": False}
     if half is not None:

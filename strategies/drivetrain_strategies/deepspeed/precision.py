@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
+from drivetrain.precision.loss_scaler import FLOOR
 
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -59,6 +60,25 @@ class DeepSpeedPrecision(Precision):
 
     def outside_forward(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self._device_type, enabled=False)
+
+    def take_scaler(self, loss_scaler: Any, keeps_floor: bool) -> None:
+        """Take DeepSpeed's loss scaler for the run.
+
+        Args:
+            loss_scaler: the scaler, of a fixed or a dynamic scale.
+            keeps_floor: the user's config names the smallest scale, at which DeepSpeed raises. Otherwise it is the one
+                that every other strategy has, at which a run goes on.
+        """
+        self.loss_scaler = loss_scaler
+        if loss_scaler.dynamic and not keeps_floor:
+            loss_scaler.min_scale = FLOOR
+            loss_scaler.raise_error_at_min_scale = False
+
+    def note_skipped_step(self) -> None:
+        """Say so where an overflow has brought the scale to its floor."""
+        scaler = self.loss_scaler
+        if scaler is not None and scaler.dynamic and scaler.cur_scale <= scaler.min_scale and self.at_floor is not None:
+            self.at_floor(float(scaler.cur_scale))
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, by the names that torch's `GradScaler` uses."""

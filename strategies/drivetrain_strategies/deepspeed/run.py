@@ -184,7 +184,8 @@ class DeepSpeedRun:
             return
         self._zero = Zero(engine)
         if self._setting.precision.name == "16-mixed":
-            self._setting.precision.loss_scaler = engine.optimizer.loss_scaler
+            keeps_floor = "min_loss_scale" in self._config["fp16"]
+            self._setting.precision.take_scaler(engine.optimizer.loss_scaler, keeps_floor)
         optimizer = self._zero.base_optimizer
         # Its own would take from offloaded state the gradients that DeepSpeed keeps there.
         optimizer.__dict__["zero_grad"] = self._forget_if_any
@@ -250,7 +251,9 @@ class DeepSpeedRun:
         self._unused.after_step()
         if self._arrivals is not None:
             self._arrivals.after_step()
-        if not stepped and self._setting.precision.name != "16-mixed" and not self._told_skipped:
+        if not stepped and self._setting.precision.name == "16-mixed":
+            self._setting.precision.note_skipped_step()
+        elif not stepped and not self._told_skipped:
             self._told_skipped = True
             logger.warning("A gradient was infinite or NaN: DeepSpeed skipped the step on every rank. Said once.")
         return stepped
