@@ -516,6 +516,43 @@ def test_a_step_that_deepspeed_skips_is_told() -> None:
             assert len([text for text in heard if "DeepSpeed skipped the step" in text]) == 1, case
 
 
+# Norms in half precision
+
+
+class Normed(DeepRegression):
+    """One whose first layer, a norm, gets its input as it is read: in float32."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, *rest = batch
+        return super().training_step((self.norm(x), *rest), batch_idx)
+
+
+def _normed(stage: int, precision: str) -> Any:
+    size = data(1)[0][0].numel()
+    norms = nn.LayerNorm(size), nn.GroupNorm(1, size), nn.BatchNorm1d(size)
+    found = []
+    for norm in norms:
+        module = seeded(lambda norm=norm: Normed(norm))
+        quiet(strategy=DeepSpeedStrategy(stage=stage), precision=precision).fit(module, loader(32, 4))
+        found.append((module.norm.weight.detach().clone(), weights(module)))
+    return found
+
+
+def test_a_norm_in_half_precision_takes_an_input_in_float32() -> None:
+    # E-06: torch's kernels on a CPU refuse weights in half precision beside it, where plain autocast has them in float32
+    cases = [(stage, precision) for stage in (2, 3) for precision in ("32-true", "bf16-mixed")]
+    for found in on_ranks(each, 2, _normed, *cases):
+        for exact, half in (found[:2], found[2:]):
+            for (norm, all_exact), (norm_in_half, all_in_half) in zip(exact, half, strict=True):
+                assert not torch.equal(norm, torch.ones_like(norm))
+                torch.testing.assert_close(norm_in_half, norm, atol=5e-3, rtol=0)
+                torch.testing.assert_close(all_in_half, all_exact, atol=2e-2, rtol=0)
+
+
 class Hopeless(DeepRegression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * torch.nan

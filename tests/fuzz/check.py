@@ -45,7 +45,7 @@ def found_in(program: Program, plant: str = "") -> list[str]:
             outcomes = on(program.resume.ranks, program, path, True, plant)
             return [f"resumed: {what}" for what in differences(program, expected, outcomes, resumed=True)]
         except DrivetrainError as error:
-            return [f"ranks failed: {str(error)[-600:]}"]
+            return [f"ranks failed: {error}"]
 
 
 def on(ranks: int, program: Program, path: str, resumed: bool, plant: str) -> list[Outcome]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from cpu_kernels import FP16
 from fuzz.program import (
     OWN_PARTS,
     Change,
@@ -33,6 +34,7 @@ STRATEGIES = (
 ZERO = ("deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3")
 
 PRECISIONS = ("32-true", "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true")
+ZERO_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed") if FP16 else ("32-true", "bf16-mixed")
 
 
 class Drawn:
@@ -60,7 +62,7 @@ class Drawn:
         ranks = 1 if strategy == "single_device" else self.one_of(2, 2, 2, 1, 3)
         precision = self.one_of(*PRECISIONS)
         if strategy.startswith("deepspeed"):
-            precision = self.one_of("32-true", "bf16-mixed")
+            precision = self.one_of(*ZERO_PRECISIONS)
         manual = not strategy.startswith(("ddp_static", "deepspeed")) and self.chance(30)
         epochs = self.one_of(1, 2, 2, 3)
         single = ranks == 1 and strategy == "single_device"

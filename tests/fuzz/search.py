@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import Flaky
 
 from fuzz.check import Difference, check
 from fuzz.draw import STRATEGIES, programs
@@ -49,4 +50,7 @@ def search(
     except Difference:
         program, text = failed[-1]
         return program, text, first
+    except Flaky:
+        program, text = failed[-1]
+        return program, f"{text}\n\nIt came out right when it was run again.", first
     return None

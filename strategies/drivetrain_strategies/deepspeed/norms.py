@@ -10,9 +10,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 
 def norms_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers in ``module`` whose kernels take weights in half precision for a mistake."""
+    """The layers in ``module`` whose kernels take weights in half precision for a mistake.
+
+    Those of BatchNorm and InstanceNorm do so wherever statistics are kept; those of LayerNorm and GroupNorm on a CPU,
+    where the input is in float32.
+    """
     for child in module.modules():
-        if isinstance(child, _NormBase) and child.affine:
+        if isinstance(child, (_NormBase, nn.LayerNorm, nn.GroupNorm)) and child.weight is not None:
             yield child
 
 
