@@ -543,7 +543,7 @@ def _normed(stage: int, precision: str) -> Any:
 
 
 def test_a_norm_in_half_precision_takes_an_input_in_float32() -> None:
-    # E-06: torch's kernels on a CPU refuse weights in half precision beside it, where plain autocast has them in float32
+    # E-06: torch's kernels on a CPU refuse weights in half precision beside it; plain autocast has them in float32
     cases = [(stage, precision) for stage in (2, 3) for precision in ("32-true", "bf16-mixed")]
     for found in on_ranks(each, 2, _normed, *cases):
         for exact, half in (found[:2], found[2:]):
