@@ -218,6 +218,35 @@ EXAMPLES = (
         ),
     ),
     Example(
+        "an overflow at a loss scale of one",
+        "the loop took a scale of one for none, and stepped on NaN",
+        Program(
+            strategy="ddp",
+            ranks=2,
+            precision="16-mixed",
+            net=Net(buffer="in_place"),
+            data=Data(kind="reused", samples=15, batch=1),
+            optimizers=(Optimizer(of="body"), Optimizer(of="head")),
+            manual=(Turn(repeats=2, clips=1), Turn(optimizer=1, repeats=2)),
+            epochs=2,
+        ),
+    ),
+    Example(
+        "weights that run away in bfloat16",
+        "three ranks' gradients are rounded in another order, and a rounding grows to a tenth in six steps",
+        Program(
+            strategy="ddp",
+            ranks=3,
+            precision="bf16-true",
+            net=Net(buffer="in_place"),
+            data=Data(kind="sampler", batch=1),
+            optimizers=(Optimizer(of="body"), Optimizer(of="head")),
+            manual=(Turn(), Turn(optimizer=1), Turn(repeats=2), Turn(optimizer=1)),
+            epochs=2,
+            broadcast=True,
+        ),
+    ),
+    Example(
         "SAM beside a buffer that changes",
         "what DDP gives out before an evaluation",
         Program(

@@ -55,7 +55,8 @@ class Loop:
             (make_scheduler(self.optimizers[0], plan, self.estimate()), plan) for plan in program.schedulers
         ]
         self.ranks = [self.fresh_rank(rank, 1000) for rank in range(self.world)]
-        self.scale = 65536.0 if program.precision == "16-mixed" else 1.0
+        self.scales = program.precision == "16-mixed"
+        self.scale = 65536.0 if self.scales else 1.0
         self.outcome = Outcome()
         self.diary = Diary(program, self.outcome)
         self.calls: dict[str, int] = {}
@@ -372,7 +373,7 @@ class Loop:
         if finite:
             for optimizer in self.optimizers:
                 optimizer.step()
-        elif self.scale != 1.0:
+        elif self.scales:
             self.scale *= 0.5
         self.share_gradients()
         return finite
@@ -395,7 +396,7 @@ class Loop:
         gradients = [one.grad for one in parameters if one.grad is not None]
         for gradient in gradients:
             gradient.div_(self.scale)
-        return self.scale == 1.0 or all(bool(gradient.isfinite().all()) for gradient in gradients)
+        return not self.scales or all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def clip(self) -> None:
         held = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
@@ -662,6 +663,13 @@ def put_buffers(net: Model, buffers: dict[str, Tensor]) -> None:
         net.get_submodule(path)._buffers[last] = value
 
 
-def interpret(program: Program) -> Outcome:
-    """What must come out of ``program``."""
-    return Loop(program).run()
+def interpret(program: Program, nudged: int | None = None) -> Outcome:
+    """What must come out of ``program``. ``nudged``, a seed, begins a rounding away from the weights that it has."""
+    loop = Loop(program)
+    if nudged is not None:
+        signs = torch.Generator().manual_seed(nudged)
+        with torch.no_grad():
+            for parameter in loop.parameters:
+                up = torch.rand(parameter.shape, generator=signs) < 0.5
+                parameter.mul_(1 + torch.where(up, 1, -1) * torch.finfo(parameter.dtype).eps)
+    return loop.run()
