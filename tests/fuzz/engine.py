@@ -16,7 +16,7 @@ from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from fuzz.feeding import taken, training_loader, validation_loader
-from fuzz.nets import Model, make_optimizer, make_scheduler, part_of, seeded_model
+from fuzz.nets import Model, add_group, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
 from fuzz.plants import planted
 from fuzz.program import Change, Program
@@ -292,7 +292,7 @@ def changed(net: Model, change: Change, optimizers: Any, program: Program) -> No
     for one in part_of(net, change.part):
         one.requires_grad_(change.what != "freeze")
     if change.what == "group":
-        optimizers[0].add_param_group({"params": part_of(net, change.part)})
+        add_group(optimizers[0], part_of(net, change.part))
 
 
 def whole(value: Any) -> Tensor:

@@ -232,6 +232,18 @@ EXAMPLES = (
         ),
     ),
     Example(
+        "a group added by a hook that is called again",
+        "the program added it twice, which torch refuses",
+        Program(
+            net=Net(frozen="body"),
+            data=Data(samples=4, batch=1),
+            optimizers=(Optimizer(lr=0.1),),
+            epochs=2,
+            validation=Validation(samples=1, batch=1, interval=1),
+            changes=(Change("group", "body", "on_validation_end", 0),),
+        ),
+    ),
+    Example(
         "weights that run away in bfloat16",
         "three ranks' gradients are rounded in another order, and a rounding grows to a tenth in six steps",
         Program(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fuzz.dealing import Micro, dealt, epoch_of, evaluated, said, streamed
 from fuzz.diary import Diary
 from fuzz.feeding import numbers
-from fuzz.nets import Model, Parts, make_optimizer, make_scheduler, part_of, seeded_model
+from fuzz.nets import Model, Parts, add_group, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, scheduler_state, tensors_of
 from fuzz.program import OWN_PARTS, Program, Turn
 
@@ -538,7 +538,7 @@ class Loop:
                 for one in part_of(self.net, change.part):
                     one.requires_grad_(change.what != "freeze")
                 if change.what == "group":
-                    self.optimizers[0].add_param_group({"params": part_of(self.net, change.part)})
+                    add_group(self.optimizers[0], part_of(self.net, change.part))
         stop, resume = program.stop, program.resume
         if stop is not None and stop.how == "should_stop" and stop.hook == name and stop.at == count:
             self.should_stop = True

@@ -122,6 +122,13 @@ def part_of(net: Model, name: str) -> list[nn.Parameter]:
     return [one for one in net.head.parameters() if id(one) not in body]
 
 
+def add_group(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Have ``optimizer`` train these as well, unless a hook that is called again has seen to it."""
+    known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    if not any(id(one) in known for one in parameters):
+        optimizer.add_param_group({"params": parameters})
+
+
 class Sam(torch.optim.Optimizer):
     """Sharpness-aware minimisation as it is commonly written: its step cannot do without a closure."""
 

@@ -21,10 +21,17 @@ def norms_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` running with the weights of ``layer`` cast to float32, as they are under plain autocast."""
+    """Return ``forward`` running with the weights of ``layer`` cast to float32, as they are under plain autocast.
+
+    Where no statistics are kept an input in half precision goes with weights in half precision, and nothing is cast.
+    """
+    keeps_statistics = isinstance(layer, _NormBase)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         held: dict[str, Any] = layer._parameters
+        inputs = args or tuple(kwargs.values())
+        if not keeps_statistics and inputs[0].dtype == held["weight"].dtype:
+            return forward(*args, **kwargs)
         halves = {name: one for name, one in held.items() if one is not None}
         held.update({name: one.float() for name, one in halves.items()})
         try:
