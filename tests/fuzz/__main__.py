@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="programs to run")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="of what is drawn")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of these, or 'zero'")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="of these, 'hsdp' or 'zero'")
     parser.add_argument("--seeds", type=int, default=len(PRESET_SEEDS), help="preset seeds that plants are tried with")
     parser.add_argument("--findings", type=int, default=1, help="end after so many")
     parser.add_argument("--plant", default="", help=f"count what finding it takes: all, or of {', '.join(PLANTS)}")

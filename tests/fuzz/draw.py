@@ -59,7 +59,7 @@ class Drawn:
         if "ddp" in self.strategies and self.chance(7):
             return self.launched()
         strategy = self.one_of(*self.strategies)
-        ranks = 1 if strategy == "single_device" else self.one_of(2, 2, 2, 1, 3)
+        ranks = {"single_device": 1, "hsdp": 4}.get(strategy) or self.one_of(2, 2, 2, 1, 3)
         precision = self.one_of(*PRECISIONS)
         if strategy.startswith("deepspeed"):
             precision = self.one_of(*ZERO_PRECISIONS)
@@ -244,7 +244,7 @@ class Drawn:
             kinds = ["loss", "loss", "loss", *kinds, "metric"]
             if net.family == "mlp":
                 kinds.append("pearson")
-        if net.scale and not strategy.startswith(("fsdp", "deepspeed")):
+        if net.scale and not strategy.startswith(("fsdp", "hsdp", "deepspeed")):
             kinds += ["parameter", "parameter"]
         if net.buffer != "none" and where.startswith("on_train_batch"):
             kinds.append("buffer")
