@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from cpu_kernels import FP16
 from fuzz.program import (
     Change,
     Data,
@@ -311,5 +312,23 @@ EXAMPLES = (
             logs=(Log(where="on_train_epoch_start", what="number", on_step=False, on_epoch=True),),
             resume=Resume("on_train_batch_end", ranks=2, strategy="ddp"),
         ),
+    ),
+    *(
+        [
+            Example(
+                "a run in fp16 that goes on without ZeRO",
+                "F-12: torch's scaler missed its growth factor in what DeepSpeed's had left",
+                Program(
+                    strategy="deepspeed_stage_1",
+                    ranks=2,
+                    precision="16-mixed",
+                    data=Data(samples=4, batch=1),
+                    validation=Validation(samples=1, batch=1),
+                    resume=Resume(),
+                ),
+            )
+        ]
+        if FP16
+        else []
     ),
 )

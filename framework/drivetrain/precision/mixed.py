@@ -173,7 +173,9 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back the scale; without one (a checkpoint of another precision) it starts afresh."""
         if self.scales_loss and state_dict:
-            (self._scaler or self._build()).scaler.load_state_dict(dict(state_dict))
+            scaler = (self._scaler or self._build()).scaler
+            # One that DeepSpeed's scaler has written holds the scale, and not by what it grows.
+            scaler.load_state_dict({**scaler.state_dict(), **state_dict})
 
     def _build(self) -> LossScaler:
         # Built at first use: a scaler for cuda asks the driver, and building settings must not (A-01).

@@ -378,6 +378,9 @@ def test_a_checkpoint_of_another_precision_is_taken() -> None:
     fresh = MixedPrecision("16-mixed", "cpu")
     fresh.load_state_dict({})
     assert fresh.state_dict()["scale"] == 65536.0
+    fresh.load_state_dict({"scale": 1024.0, "_growth_tracker": 7})  # as a run under ZeRO leaves it
+    state = fresh.state_dict()
+    assert (state["scale"], state["_growth_tracker"], state["growth_interval"]) == (1024.0, 7, 2000)
     bf16 = MixedPrecision("bf16-mixed", "cpu")
     bf16.load_state_dict(fresh.state_dict())
     assert bf16.state_dict() == {}
