@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -13,6 +13,9 @@ from drivetrain.data.feeds import sized
 from drivetrain.data.sharding import START, Origin, Share
 from drivetrain.data.source import BatchSource
 from drivetrain.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.data.first_sight import FirstSight
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 
@@ -111,6 +114,15 @@ class CombinedSource:
         self.stateful = any(source.stateful for source in sources)
         self.stride = sources[0].stride if loader.mode != "sequential" else None
         self.lasting = all(source.lasting for source in sources)
+        subsets = [source.subset for source in sources]
+        self.subset = None if all(subset is None for subset in subsets) else subsets
+
+    @property
+    def to_compare(self) -> bool:
+        return any(source.to_compare for source in self._sources)
+
+    def seen_first(self) -> list[FirstSight]:
+        return [sight for source in self._sources if source.to_compare for sight in source.seen_first()]
 
     def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> None:
         """Which loader a share comes from shows as they are read."""

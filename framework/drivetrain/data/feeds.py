@@ -158,6 +158,8 @@ class StreamFeed(Feed):
         self._alone = alone
         self._began: dict[str, Any] | None = None  # where the process's generators stood before the sampler drew
         self._shares: deque[Share] = deque()
+        self.first: list[Group] | None = None
+        """The first groups that were drawn."""
 
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
         self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
@@ -174,6 +176,8 @@ class StreamFeed(Feed):
     def _blocks_from(self, epoch: int, start: int, origin: Origin, shares: deque[Share]) -> Iterator[list[Any]]:
         position, number = origin
         for groups in self._read(epoch, origin.samples):
+            if self.first is None:
+                self.first = groups
             first = number
             number += len(groups)
             requests = []

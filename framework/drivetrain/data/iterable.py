@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
@@ -17,6 +17,9 @@ from drivetrain.data.workers import SeededIterable, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.generators import generator_states, set_generators
 from drivetrain.transfer import first_tensor
+
+if TYPE_CHECKING:
+    from drivetrain.data.first_sight import FirstSight
 
 logger = logging.getLogger("drivetrain")
 
@@ -42,6 +45,11 @@ class IterableSource:
         self._seeded: SeededIterable | None = None
         self._single = world_size == 1
         self.static = self._single
+        self.subset = None
+        self.to_compare = not self._single and not getattr(
+            getattr(loader, "dataset", loader), "is_split_by_rank", False
+        )
+        self._first: str | None = None
         self.samples = None
         self.stride = None
         self.in_process = getattr(loader, "num_workers", 0) == 0
@@ -56,7 +64,7 @@ class IterableSource:
             attributes: dict[str, Any] = {"_IterableDataset_len_called": None}
             # A DataPipe is seeded and sharded by torch, which has to see its type.
             if loader.num_workers > 0 and not isinstance(loader.dataset, IterDataPipe):
-                self._seeded = SeededIterable(loader.dataset, seed, rank)
+                self._seeded = SeededIterable(loader.dataset, seed, rank, world_size)
                 attributes |= {"dataset": self._seeded, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
             self._clone = LoaderClone(loader, **attributes)
         # A list runs no code when it is read; of any other iterable nothing is known.
@@ -91,6 +99,12 @@ class IterableSource:
 
     def count(self, epoch: int) -> int | None:
         return self.length if self.certain else None
+
+    def seen_first(self) -> list[FirstSight]:
+        from drivetrain.data.first_sight import FirstSight
+
+        self.to_compare = False
+        return [FirstSight(type(getattr(self._loader, "dataset", self._loader)).__name__, self._first, common=False)]
 
     def state_dict(self) -> dict[str, Any]:
         return {"began": self._began, "state": None if self._stateful is None else self._stateful.state_dict()}
@@ -131,6 +145,10 @@ class IterableSource:
     def _shares(self, batches: Iterator[Any], position: int, start: int) -> Iterator[tuple[Any, Share]]:
         came = False
         for batch in batches:
+            if not came and self.to_compare:
+                from drivetrain.data.first_sight import digest_of_batch
+
+                self._first = digest_of_batch(batch)  # before a step takes it apart
             came = True
             samples = count_samples(batch)
             yield batch, Share(samples, samples if self._single else None, False, position)

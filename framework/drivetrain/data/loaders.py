@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import (
@@ -29,6 +29,9 @@ from drivetrain.data.streams import Group, SamplerDraws, groups_of_batches, grou
 from drivetrain.data.workers import SeededDataset, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.seed import derive_seed
+
+if TYPE_CHECKING:
+    from drivetrain.data.first_sight import FirstSight
 
 logger = logging.getLogger("drivetrain")
 
@@ -112,6 +115,9 @@ class MapSource:
         begins: called with the epoch as it begins.
         in_process: see `BatchSource`.
         stride: see `BatchSource`.
+        subset: see `BatchSource`.
+        sampler: the user's own, whose order every rank goes through: what they draw is compared; None where the order
+            is ours, or each rank's own.
     """
 
     def __init__(
@@ -126,6 +132,8 @@ class MapSource:
         begins: Callable[[int], None],
         in_process: bool,
         stride: int | None,
+        subset: list[Any] | None,
+        sampler: str | None,
     ) -> None:
         self._clone = clone
         self._feed = feed
@@ -138,6 +146,9 @@ class MapSource:
         self.in_process = in_process
         self.stateful = False
         self.stride = stride
+        self.subset = subset
+        self._sampler = sampler
+        self.to_compare = sampler is not None
         self.lasting = gives_new_memory(clone.loader)
 
     @property
@@ -172,6 +183,14 @@ class MapSource:
         # Nothing of this is a Python call for each batch, but where batches have to be measured.
         pairs = zip(self._clone.iterate(), shares, strict=False)
         return chain(self._measured(pairs) if self._items else pairs, complete(shares))
+
+    def seen_first(self) -> list[FirstSight]:
+        from drivetrain.data.first_sight import FirstSight, digest_of_indices
+
+        self.to_compare = False
+        drawn = getattr(self._feed, "first", None)
+        digest = None if drawn is None else digest_of_indices([group.indices for group in drawn])
+        return [FirstSight(self._sampler or "", digest, common=True)]
 
     def state_dict(self) -> dict[str, Any]:
         return self._feed.state_dict()
@@ -242,11 +261,12 @@ class _Plan:
             from drivetrain.data.own_way import has_own_way  # for whoever has such a loader
 
             own_way = has_own_way(loader)
-        unknown = self._world_size > 1 and (alone or items)
+        several = self._world_size > 1
+        unknown = several and (alone or items)
         return MapSource(
             LoaderClone(loader, **attributes),
             feed,
-            not unknown and not (own_way and self._world_size > 1),
+            not unknown and not (own_way and several),
             None if unknown else sized(loader.dataset),  # type: ignore[arg-type]
             items,
             own_way,
@@ -254,6 +274,8 @@ class _Plan:
             lambda epoch: set_epoch(epoch, *seen),
             not keyed,
             None if alone else _stride(loader, items, self._world_size),
+            _subset(loader.dataset) if several and not alone else None,
+            _own_name(seen) if several and not alone and seen else None,
         )
 
     def _dealt(self, sampler: Any, items: bool, keyed: bool) -> Feed | None:
@@ -334,6 +356,18 @@ def _samplers(sampler: Any) -> tuple[Any, ...]:
         parts.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
     return tuple(parts)
+
+
+def _subset(dataset: Any) -> list[Any] | None:
+    from drivetrain.data.first_sight import subset_of  # for runs on several ranks
+
+    return subset_of(dataset)
+
+
+def _own_name(samplers: tuple[Any, ...]) -> str:
+    """Return the class of the user's own sampler, which may stand around one of torch's or within one."""
+    own = [part for part in samplers if not type(part).__module__.startswith("torch.")]
+    return type(own[0] if own else samplers[-1]).__name__
 
 
 def _stride(loader: DataLoader[Any], items: bool, world_size: int) -> int | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.data.sharding import START, Origin, Share
+
+if TYPE_CHECKING:
+    from drivetrain.data.first_sight import FirstSight
 
 
 class BatchSource(Protocol):
@@ -20,6 +23,10 @@ class BatchSource(Protocol):
         stateful: where reading stands is in an object that a checkpoint keeps: nothing may be read ahead of training.
         stride: samples in a whole global micro-batch; None where that is not known.
         lasting: a batch stays as it is while later ones are read: none of them can come in the same memory.
+        subset: which samples of a larger data set it reads, in JSON-able values that must be alike on every rank; None
+            where it reads all, or each rank its own.
+        to_compare: ranks might go through different orders, or read the same where each should read its own: what
+            they have read first is to be compared. `seen_first` ends it.
     """
 
     @property
@@ -46,6 +53,12 @@ class BatchSource(Protocol):
     @property
     def lasting(self) -> bool: ...
 
+    @property
+    def subset(self) -> list[Any] | None: ...
+
+    @property
+    def to_compare(self) -> bool: ...
+
     def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
         """Return the shares that `epoch` gives with its batches, without reading any; None where only reading tells."""
         ...
@@ -66,6 +79,10 @@ class BatchSource(Protocol):
 
     def count(self, epoch: int) -> int | None:
         """Return how many micro-batches an epoch has, where that can be told for sure without reading them."""
+        ...
+
+    def seen_first(self) -> list[FirstSight]:
+        """Return what was read first, once a batch has come; where ``to_compare``, as many entries on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

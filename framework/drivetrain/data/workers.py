@@ -96,10 +96,17 @@ class SeededIterable(_Seeded):
 
     An iterable data set decides by itself what a worker reads, so its draws go on from batch to batch. They differ
     between epochs (also with persistent workers, which torch seeds once), ranks and workers.
+
+    Args:
+        dataset: the user's data set.
+        seed: the seed of the run.
+        rank: this rank.
+        world_size: among how many ranks `split_by_rank` splits.
     """
 
-    def __init__(self, dataset: Any, seed: int, rank: int) -> None:
+    def __init__(self, dataset: Any, seed: int, rank: int, world_size: int) -> None:
         super().__init__(dataset, seed, rank)
+        self._world_size = world_size
         self._epoch = 0
 
     def begin(self, epoch: int) -> None:
@@ -109,6 +116,9 @@ class SeededIterable(_Seeded):
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number = worker.id if worker is not None else 0
+        from drivetrain.data.splitting import read_in_worker
+
+        read_in_worker(self._rank, self._world_size)
         seed_generators(derive_seed(_WORKER_DRAWS, self._seed, self._epoch, self._rank, number, 0))
         # A persistent worker keeps this object and asks it for one iterator an epoch.
         self._epoch += 1

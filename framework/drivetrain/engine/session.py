@@ -136,7 +136,10 @@ class Session:
         flags = [(child, child.training) for child in self.module.modules()]
         listen = self.strategy.rank == 0 and not self.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        with self._signals, state, heard(listen), self._log:
+        from drivetrain.data.splitting import read_from
+
+        place = lambda: (self.strategy.data_rank, self.strategy.data_world_size)  # noqa: E731
+        with self._signals, state, heard(listen), self._log, read_from(place):
             try:
                 result = self._run()
             except BaseException as error:

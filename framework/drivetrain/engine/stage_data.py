@@ -100,9 +100,11 @@ class StageData:
         if self.train is not None:
             facts["training micro-batches"] = self.train.length if self.train.static else None
             facts["training samples"] = self.train.samples
+            facts["training subset"] = self.train.subset
         for stage, sources in self.sources.items():
             facts[f"{stage} micro-batches"] = [source.length if source.static else None for source in sources]
             facts[f"{stage} samples"] = [source.samples for source in sources]
+            facts[f"{stage} subset"] = [source.subset for source in sources]
         return facts
 
     def _find_training(self) -> None:

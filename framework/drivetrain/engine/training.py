@@ -246,6 +246,10 @@ def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callabl
         if not origin.samples:
             pairs = tally.follow(pairs, first)
         pairs = session.draws.follow(pairs, first, trained)
+        if source.to_compare:
+            from drivetrain.loops.same_data import compared  # for whoever has such data
+
+            pairs = compared(pairs, source, "training loader", strategy)
         shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
         lasting = source.lasting
         if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):

@@ -41,9 +41,13 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
                     child._buffers[name] = buffer.clone()
 
 
-def evaluation_pairs(source: BatchSource, strategy: Strategy) -> Iterator[tuple[Any, Share]]:
+def evaluation_pairs(source: BatchSource, strategy: Strategy, name: str) -> Iterator[tuple[Any, Share]]:
     """Return what this rank evaluates; where it could leave the others waiting, it goes on until all are through."""
     pairs = source.epoch(0)
+    if source.to_compare:
+        from drivetrain.loops.same_data import compared  # for whoever has such data
+
+        pairs = compared(pairs, source, name, strategy)
     if source.static or not strategy.collective_forward or strategy.world_size == 1:
         return pairs
     from drivetrain.loops.company import until_all_are_through  # for whoever has such data
@@ -143,7 +147,8 @@ class EvaluateLoop:
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
         several, came = len(self._sources) > 1, 0
-        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy), limit)):
+        name = f"{self._name} loader {index}" if several else f"{self._name} loader"
+        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
             if share.joins:
                 came += share.start >= 0  # nobody else's batch counts
                 self._join(given, batch_idx, index)
@@ -160,7 +165,6 @@ class EvaluateLoop:
             for hook in self._batch_end:
                 hook(outputs, *where)
         metrics.batch = None
-        name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
 
     def _join(self, given: Any, batch_idx: int, index: int) -> None:

@@ -87,7 +87,8 @@ class PredictLoop:
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
         several = len(self._sources) > 1
         kept, came = [], 0
-        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy), limit)):
+        name = f"prediction loader {index}" if several else "prediction loader"
+        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
             came += not share.joins or share.start >= 0  # nobody else's batch counts
             if share.joins and not self._strategy.collective_forward:
                 continue
@@ -104,7 +105,6 @@ class PredictLoop:
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *where)
             kept.append((share.start if source.static else batch_idx, batch_idx, output))
-        name = f"prediction loader {index}" if len(self._sources) > 1 else "prediction loader"
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return kept if self._strategy.speaks_for_data else []
 

@@ -1,0 +1,117 @@
+"""What a rank reads first of a source, in a form that ranks can compare before they train on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+# Of a tensor, a text or a list of indices; enough to tell two orders, or two batches, apart.
+_LOOKED_AT = 4096
+_SHOWN = 6
+
+
+class FirstSight(NamedTuple):
+    """What a rank has read first.
+
+    Attributes:
+        name: of the sampler, or of what was iterated.
+        digest: of the first indices or of the first batch; None where nothing can be told.
+        common: every rank goes through the same order and takes its part of it; else each has data of its own.
+    """
+
+    name: str
+    digest: str | None
+    common: bool
+
+
+def digest_of_indices(indices: Any) -> str:
+    """Return a digest of a nested list of sampler's indices, the same wherever they are the same."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for value in _plain(indices):
+        hashed.update(f"{value!r},".encode())
+    return hashed.hexdigest()
+
+
+def digest_of_batch(batch: Any) -> str | None:
+    """Return a digest of a batch's tensors, arrays, texts and numbers; None where it holds nothing of the kind."""
+    hashed, came = hashlib.blake2b(digest_size=8), False
+    for value in _leaves(batch):
+        came = True
+        hashed.update(_bytes_of(value))
+    return hashed.hexdigest() if came else None
+
+
+def subset_of(dataset: Any) -> list[Any] | None:
+    """Return which samples of a data set were chosen, in a few JSON-able values; None where all of it is read."""
+    if isinstance(dataset, Subset):
+        indices = dataset.indices
+        step = -(-len(indices) // _LOOKED_AT) or 1
+        seen = [_index(indices[position]) for position in range(0, len(indices), step)]
+        more = ["..."] if len(indices) > _SHOWN else []
+        return [*seen[:_SHOWN], *more, digest_of_indices(seen), *(subset_of(dataset.dataset) or [])]
+    if isinstance(dataset, ConcatDataset):
+        parts = [subset_of(part) for part in dataset.datasets[:_LOOKED_AT]]
+        return None if all(part is None for part in parts) else parts
+    return None
+
+
+def _index(value: Any) -> Any:
+    try:
+        return operator.index(value)
+    except TypeError:
+        return str(value)
+
+
+def _plain(value: Any) -> Iterator[Any]:
+    """Yield what tells indices apart, in a form that does not depend on the process."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        yield "["
+        for one in value:
+            yield from _plain(one)
+        yield "]"
+    elif isinstance(value, str | bytes | float):
+        yield value
+    else:
+        try:
+            yield operator.index(value)
+        except TypeError:
+            yield type(value).__name__  # nothing else is known of it that would be the same elsewhere
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    numpy = sys.modules.get("numpy")
+    known = (Tensor, str, bytes, int, float)
+    if isinstance(value, known if numpy is None else (*known, numpy.ndarray, numpy.generic)):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _leaves(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name, None))
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        try:
+            first = value.detach().flatten()[:_LOOKED_AT].cpu().tolist()
+        except (RuntimeError, NotImplementedError):  # of a layout or a dtype that has no numbers to show
+            first = None
+        return repr((tuple(value.shape), str(value.dtype), first)).encode()
+    if isinstance(value, str | bytes):
+        return repr(value[:_LOOKED_AT]).encode()
+    if isinstance(value, int | float):
+        return repr(value).encode()
+    return repr((value.shape, value.reshape(-1)[:_LOOKED_AT].tolist())).encode()

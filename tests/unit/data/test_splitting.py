@@ -1,0 +1,146 @@
+"""Splitting an iterable by rank and worker, and what tells ranks that they read the same. Row I-08."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
+
+from drivetrain.data import CombinedLoader, prepare_loader, split_by_rank
+from drivetrain.data.first_sight import digest_of_batch, digest_of_indices, subset_of
+from drivetrain.data.splitting import read_from
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+class Files(IterableDataset[int]):
+    """Splits what it would open, within its own ``__iter__``."""
+
+    def __iter__(self) -> Iterator[int]:
+        for first in split_by_rank(range(0, 70, 10)):
+            yield from range(first, first + 3)
+
+
+class Reversed(Sampler[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length)[::-1])
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _read(loader: DataLoader[Any], rank: int, world_size: int) -> list[int]:
+    with read_from(lambda: (rank, world_size)):
+        source = prepare_loader(loader, training=True, rank=rank, world_size=world_size)
+        samples = [int(sample) for batch, _ in source.epoch(0) for sample in batch]
+        source.close()
+    return samples
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (3, 0), (1, 2), (2, 2)])
+def test_every_sample_is_read_once(ranks: int, workers: int) -> None:  # I-08
+    for dataset, expected in (
+        (split_by_rank(Stream(23)), list(range(23))),
+        (Files(), [first + offset for first in range(0, 70, 10) for offset in range(3)]),
+    ):
+        parts = [_read(DataLoader(dataset, batch_size=4, num_workers=workers), rank, ranks) for rank in range(ranks)]
+        assert sorted(sample for part in parts for sample in part) == expected
+        assert all(parts)
+
+
+def test_workers_that_start_afresh_know_their_rank_too() -> None:  # I-08
+    # What a fork inherits, a worker that is spawned has to be told.
+    loader = DataLoader(split_by_rank(range(8)), batch_size=2, num_workers=2, multiprocessing_context="spawn")
+    assert sorted(_read(loader, 1, 2)) == [1, 3, 5, 7]
+
+
+def test_an_iterable_that_splits_by_worker_itself_is_split_by_rank_alone() -> None:  # I-08
+    dataset = split_by_rank(range(6), by_worker=False)
+    assert _read(DataLoader(dataset, batch_size=3, num_workers=2), 1, 2) == [1, 3, 5] * 2  # each worker reads all
+
+
+def test_outside_of_a_run_and_of_a_process_group_it_is_whole() -> None:  # I-08
+    stream = Stream(5)
+    split = split_by_rank(stream)
+    assert list(split) == [0, 1, 2, 3, 4] == list(split)
+    with read_from(lambda: (1, 3)):
+        assert list(split) == [1, 4]
+    assert list(split) == [0, 1, 2, 3, 4]
+    split.set_epoch(7)
+    assert stream.epochs == [7]
+    split_by_rank([1]).set_epoch(3)
+
+
+def test_digests_tell_orders_and_batches_apart_and_nothing_else() -> None:  # I-08
+    @dataclass(frozen=True)
+    class Batch:
+        x: torch.Tensor
+        name: str
+
+    class Opaque:
+        pass
+
+    assert digest_of_indices([[1, 2], [3]]) == digest_of_indices([(1, torch.tensor(2)), [3]])
+    assert digest_of_indices([[1, 2], [3]]) != digest_of_indices([[1], [2, 3]])
+    assert digest_of_indices([("a", 1)]) != digest_of_indices([("b", 1)])
+    assert digest_of_indices([Opaque()]) == digest_of_indices([Opaque()])  # an address is no index
+    batch = {"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "a")], "y": None}
+    assert digest_of_batch(batch) == digest_of_batch({"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "a")]})
+    assert digest_of_batch(batch) != digest_of_batch({"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "b")]})
+    assert digest_of_batch(batch) != digest_of_batch({"x": [Batch(torch.ones(2), "a")]})
+    assert digest_of_batch([Opaque(), None]) is None
+    assert digest_of_batch(torch.ones(2).to_sparse()) != digest_of_batch(torch.zeros(3, device="meta"))
+
+
+def test_what_was_chosen_of_a_data_set_is_told_in_a_few_values() -> None:  # I-08
+    data = TensorDataset(torch.zeros(100_000))
+    assert subset_of(data) is None
+    assert subset_of(ConcatDataset([data, data])) is None
+    first, second = (subset_of(Subset(data, list(range(start, 90_000)))) for start in (0, 1))
+    assert first is not None
+    assert second is not None
+    assert first[:3] == [0, 22, 44]
+    assert len(first) < 10
+    assert first != second
+    assert subset_of(Subset(Subset(data, [5, 3]), [1])) != subset_of(Subset(Subset(data, [5, 4]), [1]))
+    assert subset_of(Subset(data, torch.tensor([2, 1]))) == subset_of(Subset(data, [2, 1]))
+    assert subset_of(Subset(data, [])) == subset_of(Subset(data, []))
+
+
+def _names(loader: Any, **options: Any) -> list[str]:
+    source = prepare_loader(loader, training=True, world_size=2, **options)
+    if not source.to_compare:
+        return []
+    next(iter(source.epoch(0)))
+    return [sight.name for sight in source.seen_first()]
+
+
+def test_what_is_compared_is_known_by_the_name_of_who_draws_it() -> None:  # I-08
+    data = TensorDataset(torch.zeros(8))
+    own = DataLoader(data, batch_size=2, sampler=Reversed(8))
+    assert _names(own) == ["Reversed"]
+    assert _names(DataLoader(data, batch_sampler=BatchSampler(Reversed(8), 2, False))) == ["Reversed"]
+    assert _names(DataLoader(data, sampler=torch.utils.data.SubsetRandomSampler(range(8)))) == ["SubsetRandomSampler"]
+    assert _names(DataLoader(data, batch_size=2, shuffle=True)) == []  # the order is ours
+    assert _names(own, replace_sampler=False) == []  # and here each rank's own
+    stream = DataLoader(Stream(8), batch_size=2)
+    assert _names(stream) == ["Stream"]
+    assert _names(DataLoader(split_by_rank(Stream(8)), batch_size=2)) == []
+    assert _names(CombinedLoader([own, stream])) == ["Reversed", "Stream"]
