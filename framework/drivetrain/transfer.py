@@ -1,15 +1,16 @@
-"""Batches on their way to the device: moving nested collections and counting samples."""
+"""Batches on their way to the device: moving and casting nested collections, and counting samples."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from drivetrain.errors import ConfigurationError
 
@@ -40,6 +41,30 @@ def move_to(batch: Any, device: torch.device, non_blocking: bool = False) -> Any
     return map_tensors(batch, moved)
 
 
+def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in ``batch`` to ``dtype``; integers and complex numbers stay.
+
+    Goes where `move_to` goes, and into what moves itself as well: a Hugging Face ``BatchEncoding``, a dataclass with a
+    ``to`` of its own, a ``TensorDict``, a ``PackedSequence``. Of other classes nothing is known, and they stay.
+
+    Returns:
+        The batch with new tensors; those that have the dtype already are the same objects.
+    """
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, PackedSequence):
+            return value.to(dtype) if value.data.is_floating_point() else value
+        if isinstance(value, nn.Module):
+            return value
+        if _batch_size(value) is not None and callable(getattr(value, "apply", None)):
+            return value.apply(cast)  # a TensorDict, whose `to` would cast integers as well
+        return _rebuilt(value, cast)
+
+    return map_tensors(batch, cast)
+
+
 def map_tensors(batch: Any, function: Callable[[Any], Any]) -> Any:
     """Apply ``function`` to every tensor in ``batch``, and to whatever else has a ``to`` method.
 
@@ -67,6 +92,16 @@ def map_tensors(batch: Any, function: Callable[[Any], Any]) -> Any:
 def _map_other(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Tensor) or (callable(getattr(batch, "to", None)) and not isinstance(batch, type)):
         return function(batch)
+    return _rebuilt(batch, function)
+
+
+def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, UserDict) or (isinstance(batch, MutableMapping) and dataclasses.is_dataclass(batch)):
+        # A copy, with what else the object holds. One of Hugging Face's outputs keeps its fields and its entries alike.
+        result: Any = copy.copy(batch)
+        for key, value in batch.items():
+            result[key] = map_tensors(value, function)
+        return result
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         result = copy.copy(batch)
         for field in dataclasses.fields(batch):
@@ -89,28 +124,41 @@ def _map_other(batch: Any, function: Callable[[Any], Any]) -> Any:
 def first_dimension(batch: Any) -> int:
     """Return the first dimension of the first tensor in ``batch``, depth first; 1 for a tensor without dimensions.
 
+    A ``PackedSequence`` counts its sequences, a ``TensorDict`` the first number of its batch size.
+
     Raises:
         ConfigurationError: there is no tensor in it.
     """
-    tensor = first_tensor(batch)
-    if tensor is None:
+    samples = samples_in(batch)
+    if samples is None:
         raise ConfigurationError(
             f"a batch of type {type(batch).__name__} holds no tensor, so its samples cannot be counted",
             "the size of a batch is the first dimension of the first tensor found in it",
             "override `batch_weight(batch)` in the module, and pass `batch_size=` to `self.log`",
         )
-    return tensor.shape[0] if tensor.dim() else 1
+    return samples
 
 
-def first_tensor(batch: Any) -> Tensor | None:
-    """Return the first tensor in ``batch``, depth first."""
+def samples_in(batch: Any) -> int | None:
+    """Return what `first_dimension` returns; None where there is no tensor in ``batch``."""
     if isinstance(batch, Tensor):
-        return batch
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, PackedSequence):  # whose first tensor holds the steps of all sequences
+        return int(batch.batch_sizes[0])
+    size = _batch_size(batch)
+    if size:
+        return size[0]
     for value in _parts(batch):
-        found = first_tensor(value)
+        found = samples_in(value)
         if found is not None:
             return found
     return None
+
+
+def _batch_size(value: Any) -> torch.Size | None:
+    """Return the batch size of a ``TensorDict`` or a tensor class; None for everything else."""
+    size = getattr(value, "batch_size", None)
+    return size if isinstance(size, torch.Size) else None
 
 
 def _parts(batch: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
 # A unit (a package of drivetrain's, or a file beside them) imports itself and units on lower floors, nothing else.
 FLOORS: list[set[str]] = [
     {"errors", "lazy_names", "setting_types", "sizes"},
-    {"failure"},
+    {"failure", "transfer"},
     {
         *{"accelerators", "arguments", "config", "control", "environments"},
         *{
@@ -33,7 +33,7 @@ FLOORS: list[set[str]] = [
             "run_handle",
             "seed",
         },
-        *{"run_settings", "shards", "trainable", "transfer", "weights_fit"},
+        *{"run_settings", "shards", "trainable", "weights_fit"},
     },
     {"checkpoint_format"},
     {"callback", "handshake", "module", "strategy"},

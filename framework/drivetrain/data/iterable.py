@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, IterDataPipe
 from drivetrain.data.clone import LoaderClone, gives_new_memory
 from drivetrain.data.feeds import sized
 from drivetrain.data.sharding import START, Origin, Share
+from drivetrain.data.source import NO_BATCH
 from drivetrain.data.workers import SeededIterable, WorkerStart
 from drivetrain.errors import ConfigurationError
 from drivetrain.generators import generator_states, set_generators
-from drivetrain.transfer import first_tensor
+from drivetrain.transfer import samples_in
 
 if TYPE_CHECKING:
     from drivetrain.data.first_sight import FirstSight
@@ -55,7 +56,7 @@ class IterableSource:
         self.in_process = getattr(loader, "num_workers", 0) == 0
         self.length = sized(loader)
         self.certain = isinstance(loader, list | tuple)
-        self.last: Any = None
+        self.last: Any = NO_BATCH
         """The last batch that was skipped: it may be the last of this rank's part."""
         if self.length == 0:
             raise empty(f"{type(loader).__name__} has length 0")
@@ -159,16 +160,16 @@ class IterableSource:
 
 
 def count_samples(batch: Any) -> int:
-    """Return the first dimension of a batch's first tensor."""
-    tensor = first_tensor(batch)
-    if tensor is None:
+    """Return how many samples a batch holds, as its first tensor has it."""
+    samples = samples_in(batch)
+    if samples is None:
         warnings.warn(
             f"a batch of type {type(batch).__name__} holds no tensor: it counts as one sample. Override "
             "`batch_weight(batch)` in the module to say what it weighs.",
             stacklevel=2,
         )
         return 1
-    return tensor.shape[0] if tensor.dim() else 1
+    return samples
 
 
 def set_epoch(epoch: int, *parts: Any) -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain.data.sharding import Share
 from drivetrain.errors import ConfigurationError
-from drivetrain.transfer import first_tensor
+from drivetrain.transfer import samples_in
 
 # Their loaders give a batch for each request.
 _TRUSTED = ("torch", "torchdata")
@@ -37,7 +37,7 @@ def in_its_own_way(batches: Iterator[Any], shares: Iterator[Share], alone: bool)
     """
     position, measurable = 0, None
     for batch in batches:
-        share, size = _next(shares), _size(batch)
+        share, size = _next(shares), samples_in(batch)
         if measurable is None:
             measurable = share is None or size == _asked(share)
         if share is None or (measurable and size is not None and size != _asked(share)):
@@ -56,8 +56,3 @@ def _next(shares: Iterator[Share]) -> Share | None:
         return next(shares, None)
     except ConfigurationError:  # more came than was asked for
         return None
-
-
-def _size(batch: Any) -> int | None:
-    tensor = first_tensor(batch)
-    return None if tensor is None else tensor.shape[0] if tensor.dim() else 1

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from drivetrain.data.first_sight import FirstSight
 
 
+NO_BATCH: Any = object()
+"""Stands where no batch has come yet; None may be one."""
+
+
 class BatchSource(Protocol):
     """What the loops read batches from.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from drivetrain.arguments import duration
 from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data.keeping import own_memory
+from drivetrain.data.source import NO_BATCH
 from drivetrain.engine.batches import Move, moved
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
@@ -268,7 +269,7 @@ def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callabl
                 room,
                 ranks,
                 strategy.speaks_for_data,
-                last=getattr(source, "last", None),
+                last=getattr(source, "last", NO_BATCH),
                 ahead=not source.stateful,
             )
         elif ranks == 1 and size == 1 and weigh is None:

@@ -9,6 +9,7 @@ import torch
 
 from drivetrain.data import Share
 from drivetrain.data.keeping import own_containers
+from drivetrain.data.source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategy import Strategy
 
@@ -17,7 +18,7 @@ Pairs = Iterator[tuple[Any, Share]]
 
 def until_all_are_through(pairs: Pairs, strategy: Strategy) -> Pairs:
     """Go on, joining with the last batch, while any rank has data: one small exchange for each micro-batch."""
-    control, last = strategy.control, None
+    control, last = strategy.control, NO_BATCH
     while True:
         pair = next(pairs, None)
         (having,) = control.all_reduce_async(torch.tensor([float(pair is not None)])).wait().tolist()
@@ -26,7 +27,7 @@ def until_all_are_through(pairs: Pairs, strategy: Strategy) -> Pairs:
         if pair is not None:
             last = own_containers(pair[0])  # before the step takes it apart
             yield pair
-        elif last is not None:
+        elif last is not NO_BATCH:
             yield own_containers(last), Share(0, None, True, start=-1)  # nothing of its own
         else:
             raise ConfigurationError(

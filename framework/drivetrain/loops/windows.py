@@ -13,6 +13,7 @@ import torch
 from drivetrain.control import ControlPlane, Pending
 from drivetrain.data import Share
 from drivetrain.data.keeping import own_containers
+from drivetrain.data.source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 
 Weigh = Callable[[Any], int | float | torch.Tensor]
@@ -134,7 +135,7 @@ def exchanged_windows(
     limit: int | None,
     dealt_to: int | None = None,
     speaks: bool = True,
-    last: Any = None,
+    last: Any = NO_BATCH,
     ahead: bool = True,
 ) -> Iterator[MicroBatch]:
     """Windows whose weights, or whose end, only each rank knows of its own: exchanged in one small all-reduce.
@@ -150,7 +151,7 @@ def exchanged_windows(
         limit: micro-batches after which no rank goes on; None where only the data ends the epoch.
         dealt_to: among how many ranks the data is dealt; None for all.
         speaks: whether this rank counts; of several that read the same data, one does.
-        last: the batch before the first of ``pairs``, if there was one.
+        last: the batch before the first of ``pairs``; `NO_BATCH` where there was none.
         ahead: read the next window before the current one is trained on.
     """
     world_size = dealt_to or control.world_size
@@ -166,7 +167,7 @@ def exchanged_windows(
             if weigh is not None and not share.joins:
                 weight = checked_weight(weigh(batch), control.rank, number + len(taken))
             taken.append((batch, share, weight))
-        if last is not None and (len(taken) < room or not ahead):
+        if last is not NO_BATCH and (len(taken) < room or not ahead):
             # Before a step takes it apart: this rank may go on with it as a joiner. What is not read ahead shows only
             # later that it has come to its end.
             last = own_containers(last)
@@ -187,7 +188,7 @@ def exchanged_windows(
         reach = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
         if reach == 0:
             return
-        if last is None:
+        if last is NO_BATCH:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch at all from its training loader.",
                 "an iterable data set is each rank's own part, and a rank without any cannot even join the others.",

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from drivetrain.precision.default_dtype import DefaultDtype
 from drivetrain.precision.precision import Precision
+from drivetrain.transfer import cast_floating
 
 T = TypeVar("T")
 
@@ -38,14 +38,9 @@ class SingleDtypePrecision(Precision):
 
     def convert_batch(self, batch: T) -> T:
         """Cast the floating-point tensors of a nested ``batch``; everything else stays."""
-        from lightning_utilities.core.apply_func import apply_to_collection
-
-        converted: T = apply_to_collection(batch, Tensor, self._cast)
+        converted: T = cast_floating(batch, self.compute_dtype)
         return converted
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Tensors that the forward creates get this dtype too."""
         return DefaultDtype(self.compute_dtype)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor

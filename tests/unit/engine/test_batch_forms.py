@@ -1,0 +1,210 @@
+"""Every form in which a batch comes, under every precision. Row I-11."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import fit
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from drivetrain import TrainModule
+from drivetrain.control import LocalControl
+from drivetrain.data import Share
+from drivetrain.loops.windows import exchanged_windows
+from drivetrain.transfer import cast_floating, move_to, samples_in
+
+PRECISIONS = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "bf16-mixed": torch.float32,
+    "16-mixed": torch.float32,
+}
+"""Each with the dtype in which a batch's numbers come."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    ids: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Moving(Frozen):
+    """Moves itself."""
+
+    def to(self, device: torch.device) -> Moving:
+        return dataclasses.replace(self, x=self.x.to(device), ids=self.ids.to(device))
+
+
+class Encoding(UserDict[str, Any]):
+    """Like a Hugging Face ``BatchEncoding``: keeps more than its entries, is built its own way, and moves in place."""
+
+    def __init__(self, *, rows: int) -> None:
+        super().__init__(x=torch.ones(rows, 2), ids=torch.arange(rows), name="text")
+        self.encodings = ["how it came about"]
+
+    def to(self, device: torch.device) -> Encoding:
+        if not isinstance(device, str | torch.device | int):
+            raise TypeError(f"not a device: {device}")
+        self.data = {key: value.to(device) if hasattr(value, "to") else value for key, value in self.data.items()}
+        return self
+
+
+@dataclasses.dataclass
+class Output(OrderedDict[str, Any]):
+    """Like a Hugging Face ``ModelOutput``: each field is an entry, too."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            super().__setitem__(field.name, getattr(self, field.name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.x, self.ids)
+
+
+def _tensordict() -> Any:
+    tensordict = pytest.importorskip("tensordict")
+    return tensordict.TensorDict({"x": torch.ones(3, 2), "ids": torch.arange(3)}, batch_size=[3])
+
+
+def _packed() -> PackedSequence:
+    return pack_sequence([torch.ones(length, 2) for length in (4, 2, 1)])
+
+
+FORMS: dict[str, Callable[[], Any]] = {
+    "frozen dataclass": lambda: Frozen(torch.ones(3, 2), torch.arange(3), "text"),
+    "dataclass that moves itself": lambda: Moving(torch.ones(3, 2), torch.arange(3), "text"),
+    "encoding": lambda: Encoding(rows=3),
+    "model output": lambda: Output(torch.ones(3, 2), torch.arange(3)),
+    "tensordict": _tensordict,
+    "packed sequence": _packed,
+    "among what is no tensor": lambda: [None, "text", Path("a/b"), {"x": torch.ones(3, 2), "ids": torch.arange(3)}],
+}
+
+
+def _part(batch: Any, name: str) -> Any:
+    if isinstance(batch, list):
+        return batch[-1][name]
+    return getattr(batch, name) if isinstance(batch, Frozen) else batch[name]
+
+
+class Taking(TrainModule):
+    """Computes on ``x`` and keeps the batches that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.came: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.came.append(batch)
+        return self.layer(batch.data if isinstance(batch, PackedSequence) else _part(batch, "x")).mean()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Batches:
+    def __init__(self, *batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_keeps_its_form_and_takes_the_precision_s_dtype(tmp_path: Path, form: str, precision: str) -> None:
+    # I-11
+    given, module = FORMS[form](), Taking()
+    trainer = fit(tmp_path, precision=precision)
+    trainer.fit(module, Batches(given))
+    assert trainer.samples_seen == 3  # of a packed sequence its sequences, and not the steps of all of them
+    (came,) = module.came
+    assert type(came) is type(given)
+    if isinstance(came, PackedSequence):
+        assert came.data.dtype == PRECISIONS[precision]
+        assert torch.equal(came.batch_sizes, given.batch_sizes)
+        return
+    assert _part(came, "x").dtype == PRECISIONS[precision]
+    assert _part(came, "ids").dtype == torch.int64
+    assert _part(given, "x").dtype == torch.float32  # the user's own is as it was
+    if isinstance(came, Encoding):
+        assert came.encodings == given.encodings
+        assert came["name"] == "text"
+    if isinstance(came, Output):
+        assert came.x is came["x"]
+    if isinstance(came, list):
+        assert came[:3] == [None, "text", Path("a/b")]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("batch", [None, "text", Path("a/b"), ["text", None, Path("a/b")]])
+def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any, precision: str) -> None:  # I-11
+    class Blind(Taking):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.came.append(batch)
+            return self.layer(torch.ones(1, 2)).mean()
+
+        def batch_weight(self, batch: Any) -> int:
+            return 1
+
+    module = Blind()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it counts as one sample, which is said
+        fit(tmp_path, precision=precision, accumulate_grad_batches=2).fit(module, Batches(batch, batch, batch))
+        assert fit(tmp_path, precision=precision).predict(module, Batches(batch)) == [batch]
+    assert module.came == [batch] * 3
+
+
+def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
+    # What a rank joins with, once its data have ended, was told from nothing at all by being None.
+    share = Share(1, None, False, 0)
+    micro_batches = exchanged_windows(iter([(None, share)] * 3), 2, LocalControl(), None, None)
+    assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3
+
+
+def test_what_knows_better_is_asked_for_its_samples() -> None:  # I-11
+    assert samples_in(_packed()) == 3
+    assert samples_in({"text": "a", "x": [(_packed(), torch.zeros(7))]}) == 3
+    assert samples_in([None, "text", Path("a")]) is None
+    assert samples_in(torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(2, 5, 1), [5, 3], batch_first=True)) == 2
+
+
+def test_what_is_no_batch_is_left_alone_by_a_cast() -> None:  # I-11
+    class Opaque:
+        def to(self, *args: Any) -> None:
+            raise AssertionError("nobody knows what it would do with a dtype")
+
+    layer, opaque = torch.nn.Linear(2, 1), Opaque()
+    numbers = torch.tensor([1j])
+    cast = cast_floating([layer, opaque, numbers, torch.float32], torch.float16)
+    assert cast[0] is layer
+    assert layer.weight.dtype == torch.float32
+    assert cast[1:] == [opaque, numbers, torch.float32]
+
+
+def test_an_output_moves_as_a_whole() -> None:  # I-11
+    meta = torch.device("meta")
+    moved = move_to(Output(torch.ones(3, 2), torch.arange(3)), meta)
+    assert {moved.x.device, moved.ids.device, moved["x"].device, moved["ids"].device} == {meta}
