@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.shards import Span
@@ -38,7 +39,10 @@ left: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Part]]] =
 
 def exceeds(module: nn.Module, limit: int) -> bool:
     """Whether the module's parameters take more than ``limit`` bytes."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters()) > limit
+    # Of lazy layers nobody knows yet, before `configure_model` may have given them a shape.
+    every: list[Any] = [*module.parameters()]
+    known = [parameter for parameter in every if not is_lazy(parameter)]
+    return bool(sum(parameter.numel() * parameter.element_size() for parameter in known) > limit)
 
 
 def are_gathered(nbytes: int, limit: int, strategy: str, tell: bool) -> bool:

@@ -261,3 +261,32 @@ def test_what_nobody_can_initialise_is_refused_by_name() -> None:
     for caught in on_ranks(_own_meta, 2):
         assert caught["type"] == "ConfigurationError"
         assert "net.weight, net.bias" in caught["text"]
+
+
+class LateLazy(Regression):
+    """Builds lazy layers and gives them their shapes in one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
+            with torch.no_grad():
+                self.net(torch.zeros(2, 4))
+
+
+def _lazily() -> Any:
+    module = LateLazy()
+    quiet(strategy="fsdp").fit(module, loader(16, 4))
+    return weights(module)
+
+
+def test_lazy_layers_that_get_their_shapes_in_configure_model_have_their_values() -> None:  # I-12
+    reference = LateLazy()
+    reference.configure_model()
+    train_by_hand(reference, global_batches(16, 8))
+    for trained in on_ranks(_lazily, 2):
+        torch.testing.assert_close(trained, weights(reference))

@@ -10,7 +10,6 @@ from drivetrain.data.sharding import START, Origin, Share
 if TYPE_CHECKING:
     from drivetrain.data.first_sight import FirstSight
 
-
 NO_BATCH: Any = object()
 """Stands where no batch has come yet; None may be one."""
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from drivetrain.callback import Callback
@@ -284,6 +285,10 @@ class Session:
         strategy.take_settings(self._settings(data))
         with strategy.module_init_context():
             module.configure_model()
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            from drivetrain.engine.uninitialised import refuse_lazy
+
+            refuse_lazy(module)
         if self.stage == "fit":
             self.checkpoints.restore_trainables()  # a strategy wraps what trains
         strategy.check(module)

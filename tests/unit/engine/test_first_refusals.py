@@ -75,3 +75,47 @@ def test_a_long_list_of_batches_is_not_walked_through(tmp_path: Path) -> None:
     trainer.fit(First(), batches)
     assert trainer.global_step == 1
     assert Counted.looks < 100
+
+
+class Lazy(Line):
+    """Has layers that ask the first input for their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+
+    def predict_step(self, batch: Any) -> torch.Tensor:
+        return self.net(batch)
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "ddp"}, {"strategy": "fsdp", "devices": 2, "launcher": "fork"}])
+def test_lazy_layers_without_a_shape_are_named(tmp_path: Path, settings: dict[str, Any]) -> None:  # I-12
+    with pytest.raises(ConfigurationError, match=r"net\.0 \(LazyLinear\), net\.1 \(LazyBatchNorm1d\)\.") as caught:
+        quiet(tmp_path, **settings).fit(Lazy(), [torch.ones(4, 2)])
+    assert "one forward" in caught.value.fix
+    assert "configure_model" in caught.value.fix
+
+
+def test_lazy_layers_are_named_where_nothing_trains_too(tmp_path: Path) -> None:  # I-12
+    with pytest.raises(ConfigurationError, match=r"net\.0 \(LazyLinear\)"):
+        quiet(tmp_path).predict(Lazy(), [torch.ones(4, 2)])
+
+
+def test_lazy_layers_train_after_one_forward(tmp_path: Path) -> None:  # I-12
+    class Shaped(Lazy):
+        def configure_model(self) -> None:
+            with torch.no_grad():
+                self.net(torch.ones(2, 2))
+
+    before = Lazy()
+    with torch.no_grad():
+        before.net(torch.ones(2, 2))
+    for module in (before, Shaped()):
+        trainer = quiet(tmp_path)
+        trainer.fit(module, [torch.randn(4, 2)])
+        assert trainer.global_step == 1
+        assert module.net[0].weight.shape == (4, 2)
+    shaped = Shaped()
+    quiet(tmp_path, strategy="ddp", devices=2, launcher="fork").fit(shaped, [torch.randn(4, 2)])
+    assert type(shaped.net[0]) is nn.Linear  # in the caller, too
+    assert shaped.net[0].weight.shape == (4, 2)
