@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -258,17 +258,52 @@ class Fit(RunReads):
         """Run ``test_step`` over the test loaders; returns each loader's reduced values."""
         return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
 
+    @overload
     def predict(
         self,
         module: TrainModule,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
-    ) -> list[Any]:
-        """Run ``predict_step``; returns each micro-batch's output in data-set order, on every rank."""
+        return_predictions: Literal[True] = True,
+    ) -> list[Any]: ...
+
+    @overload
+    def predict(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        *,
+        return_predictions: bool,
+    ) -> list[Any] | None: ...
+
+    def predict(
+        self,
+        module: TrainModule,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        return_predictions: bool = True,
+    ) -> list[Any] | None:
+        """Run ``predict_step``; returns each micro-batch's output in data-set order, on every rank.
+
+        Args:
+            module: what predicts.
+            dataloaders: one or several loaders; with several, a list for each is returned.
+            datamodule: where the loaders come from instead.
+            ckpt_path: a checkpoint whose weights are loaded first.
+            return_predictions: False keeps no output, exchanges none between ranks and returns None: for more than
+                memory holds, which ``on_predict_batch_end`` writes as it comes.
+
+        Returns:
+            The outputs, whose tensors are on the CPU, or None.
+        """
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
-        outputs: list[Any] = self._launch("predict", module, Given(None, dataloaders, datamodule), ckpt_path)
+        given = Given(None, dataloaders, datamodule)
+        outputs: list[Any] | None = self._launch("predict", module, given, ckpt_path, return_predictions)
         return outputs
 
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
@@ -329,7 +364,7 @@ class Fit(RunReads):
                 print(f"{head}: " + ", ".join(f"{name} {value:.6g}" for name, value in result.items()))
         return results
 
-    def _launch(self, stage: str, module: Any, given: Given, ckpt_path: Any) -> Any:
+    def _launch(self, stage: str, module: Any, given: Given, ckpt_path: Any, return_predictions: bool = True) -> Any:
         if not isinstance(module, TrainModule):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",
@@ -342,7 +377,8 @@ class Fit(RunReads):
                 "it would take the module, its metrics and the processes away from that run.",
                 "call it after the run, on every rank; validation within fit is val_check_interval's.",
             )
-        return launch(Request(self, stage, module, given, None if ckpt_path is None else os.fspath(ckpt_path)))
+        path = None if ckpt_path is None else os.fspath(ckpt_path)
+        return launch(Request(self, stage, module, given, path, return_predictions))
 
     # What modules and callbacks call
 

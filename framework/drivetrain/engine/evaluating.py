@@ -60,7 +60,7 @@ def build_validation(session: Session, runner: StepRunner, move: Move | None) ->
     return validate
 
 
-def build_prediction(session: Session, runner: StepRunner, move: Move | None) -> Callable[[], list[Any]]:
+def build_prediction(session: Session, runner: StepRunner, move: Move | None) -> Callable[[], list[Any] | None]:
     """Return what predicts with ``session``'s module."""
     assert session.data is not None
     return PredictLoop(
@@ -74,6 +74,7 @@ def build_prediction(session: Session, runner: StepRunner, move: Move | None) ->
         lengths=session.lengths,
         move=move,
         inference_mode=_inference_mode(session),
+        keeps=session.return_predictions,
     ).run
 
 

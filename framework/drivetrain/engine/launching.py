@@ -48,6 +48,7 @@ class Request(NamedTuple):
         module: what is run.
         given: the loaders or the data module.
         ckpt_path: what to start from, or None.
+        return_predictions: keep what ``predict_step`` returns.
     """
 
     trainer: Fit
@@ -55,6 +56,7 @@ class Request(NamedTuple):
     module: TrainModule
     given: Given
     ckpt_path: str | None
+    return_predictions: bool = True
 
 
 def launch(request: Request) -> Any:
@@ -227,12 +229,14 @@ def _stand_in(trainer: Fit, place: Place) -> Strategy:
     return trainer.chosen_strategy
 
 
-def _worker(trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None) -> Outcome:
+def _worker(
+    trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, return_predictions: bool
+) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
     from drivetrain.engine.layers import Before  # for runs in other processes alone
     from drivetrain.engine.outcome import Outcome
 
     before = Before.of(module)
-    result = launch(Request(trainer, stage, module, given, ckpt_path))
+    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions))
     _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
     return Outcome.of(trainer, module, result, before)

@@ -70,6 +70,7 @@ class Session:
         module: what is run.
         given: the loaders or the data module.
         ckpt_path: what to start from, or None.
+        return_predictions: keep what ``predict_step`` returns.
         strategy: where.
         place: this process among all.
     """
@@ -81,6 +82,7 @@ class Session:
         module: TrainModule,
         given: Given,
         ckpt_path: str | None,
+        return_predictions: bool,
         strategy: Strategy,
         place: Place,
     ) -> None:
@@ -88,6 +90,7 @@ class Session:
         self.stage = stage
         self.module = module
         self.given = given
+        self.return_predictions = return_predictions
         self.strategy = strategy
         self.place = place
         self.progress = Progress()

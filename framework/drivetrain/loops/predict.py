@@ -33,6 +33,7 @@ class PredictLoop:
         lengths: says which loader's length proved wrong.
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
+        keeps: keep what the steps return, for `run` to return it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class PredictLoop:
         lengths: Lengths,
         move: Callable[[Any, int], Any] | None,
         inference_mode: bool,
+        keeps: bool,
     ) -> None:
         self._module = module
         self._run = runner
@@ -59,12 +61,16 @@ class PredictLoop:
         self._lengths = lengths
         self._move = move
         self._inference_mode = inference_mode
+        self._keeps = keeps
         # The plain one predicts alike on every loader.
         several = len(sources) > 1 and is_overridden("predict_step", module, TrainModule)
         self._arguments = StepArguments(module.predict_step, several)
 
-    def run(self) -> list[Any]:
-        """Predict; returns each micro-batch's output in data-set order, on every rank; a list for each loader."""
+    def run(self) -> list[Any] | None:
+        """Predict; returns each micro-batch's output in data-set order, on every rank; a list for each loader.
+
+        None where nothing is kept.
+        """
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
         gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
@@ -81,10 +87,16 @@ class PredictLoop:
         self._metrics.enter(None)
         (noticed,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
         self._lengths.settle(noticed)
-        outputs = [_merged(self._strategy.control.gather_objects(part)) for part in own]
+        if not self._keeps:
+            return None
+        from drivetrain.loops.outputs import exchange
+
+        outputs = [_merged(exchange(part, self._strategy.control)) for part in own]
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
+        from drivetrain.loops.outputs import on_host  # by whoever predicts
+
         several = len(self._sources) > 1
         kept, came = [], 0
         name = f"prediction loader {index}" if several else "prediction loader"
@@ -104,7 +116,10 @@ class PredictLoop:
             output = self._run(self._module.predict_step, *arguments)
             for hook in self._hooks.on_predict_batch_end:
                 hook(output, *where)
-            kept.append((share.start if source.static else batch_idx, batch_idx, output))
+            if self._keeps:
+                start = share.start if source.static else batch_idx
+                kept.append((start, batch_idx, on_host(output, source.lasting)))
+            del output  # not held while the next step computes
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return kept if self._strategy.speaks_for_data else []
 

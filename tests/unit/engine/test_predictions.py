@@ -1,0 +1,110 @@
+"""What `predict` keeps of its outputs, and what it returns. Row I-14."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import fit, loader
+
+from drivetrain import Callback, TrainModule
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class Returning(TrainModule):
+    """Returns what ``make`` makes of a batch."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.register_buffer("scratch", torch.zeros(2))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.make(batch)
+
+
+class Found:
+    """A user's own, without a ``to``."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Odd(Found):
+    """Its ``to`` means something else."""
+
+    def to(self, unit: str) -> Any:
+        raise TypeError(f"no unit: {unit}")
+
+
+class Reusing:
+    """Hands out one buffer again and again."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        buffer = torch.zeros(2)
+        for value in range(3):
+            yield buffer.fill_(value)
+
+
+def test_an_output_is_what_it_was_as_the_step_returned_it(tmp_path: Path) -> None:  # I-14
+    module = Returning(lambda batch: module.scratch.add_(1))  # type: ignore[operator]
+    assert [output.tolist() for output in fit(tmp_path).predict(module, loader(6))] == [[1, 1], [2, 2], [3, 3]]
+    for make in (lambda batch: batch, lambda batch: {"x": [batch.numpy()]}):
+        outputs = fit(tmp_path).predict(Returning(make), Reusing())
+        values = [output["x"][0] if isinstance(output, dict) else output for output in outputs]
+        assert [value.tolist() for value in values] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_of_a_view_nothing_more_is_kept(tmp_path: Path) -> None:  # I-14
+    module = Returning(lambda batch: torch.ones(1000, 1000)[:, 0])
+    (output,) = fit(tmp_path).predict(module, loader(2))
+    assert output.untyped_storage().nbytes() == 4000
+
+
+def test_a_user_s_own_objects_come_back(tmp_path: Path) -> None:  # I-14
+    layer = torch.nn.Linear(2, 1)
+    module = Returning(lambda batch: (Found(batch), Odd(batch), layer, None, "text"))
+    ((found, odd, kept, nothing, text),) = fit(tmp_path).predict(module, loader(2))
+    assert (type(found), type(odd), nothing, text) == (Found, Odd, None, "text")
+    assert kept is layer
+
+
+def test_nothing_is_kept_where_nothing_is_to_be_returned(tmp_path: Path) -> None:  # I-14
+    came: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Writing(Callback):
+        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            came.append(weakref.ref(outputs))
+            alive.append(sum(one() is not None for one in came))
+
+    runner = fit(tmp_path, callbacks=[Writing()])
+    assert runner.predict(Returning(lambda batch: batch * 2), loader(8), return_predictions=False) is None
+    assert alive == [1, 1, 1, 1]  # the one at hand
+
+
+def test_started_functions_return_nothing_either(tmp_path: Path) -> None:  # I-14
+    # What a step returns could not travel: it does not.
+    module = Returning(lambda batch: lambda: batch)
+    runner = fit(tmp_path, strategy="ddp", devices=2, accelerator="cpu", launcher="fork")
+    assert runner.predict(module, loader(8), return_predictions=False) is None
+
+
+@CUDA
+def test_predictions_leave_the_device_as_they_come(tmp_path: Path) -> None:  # I-14
+    taken: list[int] = []
+
+    class Watching(Callback):
+        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            assert outputs["x"].is_cuda
+            taken.append(torch.cuda.memory_allocated())
+
+    module = Returning(lambda batch: {"x": batch.new_ones(1 << 20)})
+    outputs = fit(tmp_path, accelerator="gpu", devices=1, callbacks=[Watching()]).predict(module, loader(16))
+    assert {output["x"].device.type for output in outputs} == {"cpu"}
+    assert max(taken) - taken[0] < 2 * (4 << 20)  # eight of them have 32 MiB
