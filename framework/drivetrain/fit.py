@@ -20,6 +20,7 @@ from drivetrain.engine.defaults import default_callbacks, default_loggers
 from drivetrain.engine.launching import Request, launch
 from drivetrain.engine.loaders import Given
 from drivetrain.engine.reads import RunReads
+from drivetrain.engine.seeding import built_unseeded
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, check_launcher
@@ -211,6 +212,8 @@ class Fit(RunReads):
         )
         self.state = "idle"
         self.session = None
+        self.built_unseeded = False
+        """Whether the module of this run was initialised in a process that nobody had seeded."""
         self._collective_calls = CollectiveCalls()
 
     # The four verbs
@@ -377,6 +380,7 @@ class Fit(RunReads):
                 "it would take the module, its metrics and the processes away from that run.",
                 "call it after the run, on every rank; validation within fit is val_check_interval's.",
             )
+        self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         return launch(Request(self, stage, module, given, path, return_predictions))
 

@@ -12,6 +12,7 @@ import torch
 from drivetrain.errors import ConfigurationError
 
 _last_seed: int | None = None
+_seed_at_import: int = torch.initial_seed()
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -48,6 +49,16 @@ def seed_generators(seed: int) -> None:
 def last_seed() -> int | None:
     """Return the seed of the latest `seed_everything` in this process, or None."""
     return _last_seed
+
+
+def never_seeded() -> bool:
+    """Tell whether nobody has seeded torch in this process, as far as the seed of its generator tells.
+
+    Unseeded, it has a random one of up to 64 bits. People choose smaller ones, and what they choose after this module
+    was imported is another one than that.
+    """
+    seed = torch.initial_seed()
+    return _last_seed is None and seed == _seed_at_import and seed >= 2**32
 
 
 def checked_seed(seed: object) -> int:

@@ -52,7 +52,11 @@ def test_derived_seeds_differ_by_value_order_and_number() -> None:
 
 @pytest.mark.slow
 def test_derived_seeds_are_the_same_in_another_process() -> None:
-    code = "from drivetrain.seed import derive_seed; print(derive_seed(5, 6))"
+    # I-18: and that process knows that nobody has seeded it, until somebody does.
+    code = (
+        "from drivetrain.seed import derive_seed, never_seeded; import torch; assert never_seeded();"
+        "torch.manual_seed(2); assert not never_seeded(); print(derive_seed(5, 6))"
+    )
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert int(run.stdout) == derive_seed(5, 6)

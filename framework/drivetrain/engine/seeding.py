@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
+from torch import nn
 
 from drivetrain.control import ControlPlane
-from drivetrain.seed import derive_seed, last_seed, seed_generators
+from drivetrain.seed import derive_seed, last_seed, never_seeded, seed_generators
+
+logger = logging.getLogger("drivetrain")
+
+_found_unseeded = False
 
 
 def order_seed(seed: int | None, control: ControlPlane) -> int:
@@ -26,3 +33,26 @@ def seed_rank(seed: int, data_rank: int) -> None:
     With equal seeds all ranks would draw the same dropout mask, which is one mask and not W.
     """
     seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))
+
+
+def built_unseeded(module: nn.Module) -> bool:
+    """Tell whether ``module`` has parameters that were initialised before anything was seeded; once in a process.
+
+    Asked in the process that built it, before others are started.
+    """
+    global _found_unseeded
+    found = not _found_unseeded and never_seeded() and next(module.parameters(), None) is not None
+    _found_unseeded |= found
+    return found
+
+
+def tell_of_unseeded(module: nn.Module, seed: int) -> None:
+    """Say that the run's seed comes too late for what ``module`` was initialised with."""
+    logger.warning(
+        "Fit(seed=%d) seeds the run, and %s was built before it, in a process that nobody had seeded: what is random "
+        "in its weights is different in the next run. Call drivetrain.seed_everything(%d) before it is built, or build "
+        "its layers in configure_model. Said once.",
+        seed,
+        type(module).__name__,
+        seed,
+    )

@@ -31,7 +31,7 @@ from drivetrain.engine.out_of_memory import explain_out_of_memory
 from drivetrain.engine.place import Place
 from drivetrain.engine.rank_log import RankLog
 from drivetrain.engine.run_loggers import log_hyper_parameters, share_versions
-from drivetrain.engine.seeding import seed_rank
+from drivetrain.engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.signals import Signals, awaited_signals, interruption
 from drivetrain.engine.stage_data import StageData
@@ -190,6 +190,13 @@ class Session:
         self._prepare_data()
         self._set_up()
         self.seed = self.checkpoints.open()
+        if (
+            trainer.built_unseeded
+            and trainer.seed is not None
+            and self.checkpoints.opened is None
+            and strategy.rank == 0
+        ):
+            tell_of_unseeded(self.module, trainer.seed)
         self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
         self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)

@@ -1,0 +1,120 @@
+"""A run's seed comes too late for a module that was built before it in a process that nobody had seeded. Row I-18."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import fit, loader
+
+from drivetrain import TrainModule, seed
+from drivetrain.engine import seeding
+from drivetrain.process_state import ProcessState
+from drivetrain.seed import never_seeded, seed_everything
+from told import told
+
+
+class Line(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Late(Line):
+    def __init__(self) -> None:
+        TrainModule.__init__(self)
+        self.net = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = torch.nn.Linear(2, 1)
+
+
+@pytest.fixture(autouse=True)
+def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be as a process is that has seeded nothing."""
+    with ProcessState(generators=True):
+        random = torch.seed() >> 11 | 2**40
+        torch.manual_seed(random)
+        monkeypatch.setattr(seed, "_seed_at_import", random)
+        monkeypatch.setattr(seed, "_last_seed", None)
+        monkeypatch.setattr(seeding, "_found_unseeded", False)
+        yield
+
+
+def test_a_process_is_unseeded_until_somebody_seeds_it() -> None:  # I-18
+    assert never_seeded()
+    torch.rand(3)
+    assert never_seeded()
+    for number in (0, 3, 2**40 + 1, 2**63):
+        torch.manual_seed(number)
+        assert not never_seeded(), number
+
+
+def test_what_seed_everything_was_given_counts_whatever_came_after(tmp_path: Path) -> None:  # I-18
+    state = torch.get_rng_state()
+    seed_everything(5)
+    torch.set_rng_state(state)  # as `fork_rng` does
+    assert not never_seeded()
+
+
+def test_it_is_told_once(tmp_path: Path) -> None:  # I-18
+    with told() as lines:
+        fit(tmp_path, seed=7).fit(Line(), loader(4))
+        fit(tmp_path, seed=7).fit(Line(), loader(4))
+    (line,) = lines
+    assert line.startswith("Fit(seed=7) seeds the run, and Line was built before it")
+    assert "seed_everything(7)" in line
+    assert "configure_model" in line
+
+
+def test_nothing_is_told_where_the_seed_is_in_time_or_there_is_none(tmp_path: Path) -> None:  # I-18
+    with told() as lines:
+        fit(tmp_path, seed=None).fit(Line(), loader(4))
+        fit(tmp_path, seed=7).fit(Late(), loader(4))
+        fit(tmp_path, seed=7).validate(Validated(), loader(4))
+        torch.manual_seed(1)
+        fit(tmp_path, seed=7).fit(Line(), loader(4))
+    assert lines == []
+
+
+class Validated(Line):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  # I-18
+    path = tmp_path / "checkpoint"
+    with told() as lines:
+        trainer = fit(tmp_path, seed=7)
+        trainer.fit(Late(), loader(4))
+
+        class Saving(Late):
+            def on_train_end(self) -> None:
+                self.trainer.save_checkpoint(path)
+
+        fit(tmp_path, seed=7).fit(Saving(), loader(4))
+        fit(tmp_path, seed=7, max_epochs=2).fit(Line(), loader(4), ckpt_path=path)
+    assert lines == []
+
+
+def test_started_functions_know_how_their_caller_built_the_module(tmp_path: Path) -> None:  # I-18
+    # They cannot tell by their own generators: those of a fork server are as nobody has seeded them.
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork", "seed": 7}
+    trainer = fit(tmp_path, **options)
+    trainer.fit(Line(), loader(4))
+    assert sum(log.read_text().count("Fit(seed=7) seeds the run") for log in tmp_path.rglob("rank-*.log")) == 1
+    seeding._found_unseeded = False
+    torch.manual_seed(1)
+    trainer = fit(tmp_path / "again", **options)
+    trainer.fit(Line(), loader(4))
+    assert not [log for log in (tmp_path / "again").rglob("rank-*.log") if "seeds the run" in log.read_text()]
