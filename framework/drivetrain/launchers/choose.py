@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ LAUNCHERS = ("auto", "subprocess", "spawn", "forkserver", "fork", "ray")
 def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
     """Return the launcher for the setting ``Fit(launcher=...)``.
 
-    "auto" runs a script again, and starts a function where there is no script: from a notebook or a REPL, forked
-    where that is safe, because only then do functions and classes defined there exist in the started processes.
+    "auto" runs a script again, and starts a function where there is no script, from a notebook or a REPL, or where more
+    than a script would run again, under pytest: forked where that is safe, because only then do functions and classes
+    that are defined there, within a test say, exist in the started processes.
 
     Args:
         setting: one of `LAUNCHERS`, or a launcher, which is returned.
@@ -89,6 +91,19 @@ def why_not_fork() -> str | None:
         return "this process has used CUDA, which does not work in a forked copy"
     if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
         return "this process has used an XPU, which does not work in a forked copy"
+    if _has_threads_of("pt_autograd"):
+        return "a backward has started threads of autograd's for the accelerators, which a forked copy lacks"
     if dist.is_available() and dist.is_initialized():
         return "this process has a process group, whose threads and connections a forked copy lacks"
     return None
+
+
+def _has_threads_of(name: str) -> bool:
+    """Whether this process has a thread whose name begins so, where the operating system tells."""
+    for file in Path("/proc/self/task").glob("*/comm"):
+        try:
+            if file.read_text().startswith(name):
+                return True
+        except OSError:  # it has ended meanwhile
+            continue
+    return False

@@ -10,6 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -78,7 +79,9 @@ class Processes:
         folder = tempfile.mkdtemp(prefix="drivetrain-")
         try:
             # Starting them replaces this process's handlers of four signals, for good.
-            with ProcessState(), _quiet():
+            with ProcessState(), _quiet(), warnings.catch_warnings():
+                # From Python 3.12 on; whether it is safe to fork was looked at before.
+                warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
                 context = start_processes(
                     name="drivetrain",
                     entrypoint=entrypoint,

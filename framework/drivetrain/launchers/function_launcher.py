@@ -232,10 +232,11 @@ def _restore_surroundings(job: _Job) -> None:
 def _load(work: bytes) -> _Call:
     try:
         call = pickle.loads(work)
-    except AttributeError as error:
+    except (AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"the function or one of its arguments does not exist in the process started for it: {error}",
-            "what was typed into a notebook or a REPL exists in that process alone",
+            "what was typed into a notebook or a REPL, or stands in a module that cannot be imported, exists in the "
+            "process alone that defined it",
             'use launcher="fork", or move the definitions into a module and import it',
         ) from error
     assert isinstance(call, _Call)
@@ -275,10 +276,18 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
     try:
         return pickle.dumps(_Call(fn, args))
     except Exception as error:
+        from drivetrain.launchers.runners import runner
+
+        fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
+        if runner() is not None:
+            fix += (
+                ". Or build all of it in a function at the top level of the test's module, and call that on the ranks: "
+                "drivetrain.testing.run_distributed(function, 2)"
+            )
         raise ConfigurationError(
             f"launcher={method!r} cannot send {_culprit(fn, args)} to other processes: {error}",
             "started processes get the function and its arguments pickled",
-            "define functions and classes at the top level of a module; leave out open files, locks and lambdas",
+            fix,
         ) from error
 
 

@@ -39,7 +39,7 @@ def rerun_command() -> list[str]:
 
 
 def why_not_rerun() -> str | None:
-    """Return why this process's script cannot be run again, or None where it can."""
+    """Return why this process's script cannot or should not be run again, or None where it can."""
     if multiprocessing.parent_process() is not None:
         return "this process was started by multiprocessing to run a function, which its script alone does not repeat"
     if not sys.executable:
@@ -49,4 +49,9 @@ def why_not_rerun() -> str | None:
     if file is None or not os.path.exists(file):
         how = "python -c" if sys.argv[:1] == ["-c"] else "standard input, a REPL or a notebook"
         return f"it has no file: it comes from {how}"
+    from drivetrain.launchers.runners import runner  # for whoever starts processes
+
+    running = runner()
+    if running is not None:
+        return f"{running} runs this code, and would run all else again that it has to run"
     return None

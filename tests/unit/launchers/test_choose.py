@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import ctypes
+import doctest
 import importlib.machinery
 import sys
+import threading
 import types
+import unittest
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +18,7 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
 from drivetrain.launchers.rerun import rerun_command
+from drivetrain.launchers.runners import runner
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, file: str | None, spec: str | None = None) -> None:
@@ -19,6 +27,12 @@ def _main(monkeypatch: pytest.MonkeyPatch, file: str | None, spec: str | None = 
         main.__file__ = file
     main.__spec__ = None if spec is None else importlib.machinery.ModuleSpec(spec, None)
     monkeypatch.setitem(sys.modules, "__main__", main)
+
+
+def _away(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function where pytest's own calls are not on the stack, as in a script."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args).result()
 
 
 def test_settings_name_launchers() -> None:
@@ -36,7 +50,83 @@ def test_unknown_names_are_refused() -> None:  # G-06
 
 def test_auto_runs_scripts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     _main(monkeypatch, __file__)
-    assert isinstance(choose_launcher("auto", 2), SubprocessLauncher)
+    assert isinstance(_away(choose_launcher, "auto", 2), SubprocessLauncher)
+
+
+@pytest.mark.parametrize(
+    ("file", "spec"),
+    [
+        (__file__, None),  # the calls of this very session are on the stack
+        ("bin/pytest", None),
+        ("pytest/__main__.py", "pytest.__main__"),
+        ("unittest/__main__.py", "unittest.__main__"),
+        ("bin/gunicorn", None),
+    ],
+)
+def test_auto_starts_a_function_where_more_than_the_script_would_run_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, spec: str | None
+) -> None:  # I-19
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    _main(monkeypatch, str(path), spec)
+    asked = (lambda function, *args: function(*args)) if file == __file__ else _away
+    launcher = asked(choose_launcher, "auto", 2)
+    assert isinstance(launcher, FunctionLauncher)
+    assert launcher.start_method == "fork"
+    with pytest.raises(ConfigurationError, match=r"runs this code, and would run all else again"):
+        asked(rerun_command)
+
+
+def test_a_script_of_such_a_name_is_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # I-19
+    script = tmp_path / "celery.py"
+    script.touch()
+    _main(monkeypatch, str(script))
+    assert isinstance(_away(choose_launcher, "auto", 2), SubprocessLauncher)
+
+
+def test_other_runners_of_tests_are_known_by_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
+    found: list[str | None] = []
+
+    class Test(unittest.TestCase):
+        def test(self) -> None:
+            found.append(runner())
+
+    def by_doctest() -> None:
+        example = doctest.DocTestParser().get_doctest(">>> found.append(runner())", globs, "example", None, 0)
+        doctest.DocTestRunner(verbose=False).run(example)
+
+    globs = {"found": found, "runner": runner}
+    _main(monkeypatch, __file__)
+    _away(Test("test").debug)
+    _away(by_doctest)
+    assert found == ["unittest", "doctest"]
+    assert _away(runner) is None
+    assert runner() == "pytest"
+
+
+def test_autograd_s_threads_forbid_forking(monkeypatch: pytest.MonkeyPatch) -> None:  # I-19
+    # A backward starts them where there are accelerators, whatever it computes on: a copy's backward would raise.
+    _main(monkeypatch, None)
+    begun, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)  # PR_SET_NAME
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        assert begun.wait(10)
+        launcher = choose_launcher("auto", 2)
+        assert isinstance(launcher, FunctionLauncher)
+        assert launcher.start_method == "forkserver"
+        with pytest.raises(ConfigurationError, match="threads of autograd's"):
+            choose_launcher("fork", 2)
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_auto_starts_a_function_where_somebody_types(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +157,7 @@ def test_forking_after_cuda_was_used_is_refused_and_never_chosen(monkeypatch: py
 def test_the_command_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     _main(monkeypatch, __file__)
     monkeypatch.setattr(sys, "argv", ["relative/name.py", "--lr", "0.1"])
-    command = rerun_command()
+    command = _away(rerun_command)
     assert command[0] == sys.executable
     assert command[-3:] == [__file__, "--lr", "0.1"]
 
@@ -76,14 +166,14 @@ def test_the_command_of_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_of_a_module(monkeypatch: pytest.MonkeyPatch, spec: str, module: str) -> None:
     _main(monkeypatch, __file__, spec)
     monkeypatch.setattr(sys, "argv", [__file__, "x"])
-    assert rerun_command()[-3:] == ["-m", module, "x"]
+    assert _away(rerun_command)[-3:] == ["-m", module, "x"]
 
 
 def test_the_command_of_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "__main__.py").touch()
     _main(monkeypatch, str(tmp_path / "__main__.py"), "__main__")
     monkeypatch.setattr(sys, "argv", [str(tmp_path)])
-    assert rerun_command()[-1] == str(tmp_path)
+    assert _away(rerun_command)[-1] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
