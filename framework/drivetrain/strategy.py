@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -27,6 +27,26 @@ StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` the way the strategy needs it called (through DDP's forward, say)."""
 
 ENTRY_POINT_GROUP = "drivetrain.strategies"
+
+StrategyName = Literal[
+    "auto",
+    "single_device",
+    "ddp",
+    "ddp_static_graph",
+    "ddp_find_unused_parameters_true",
+    "fsdp",
+    "fsdp_grad_op",
+    "hsdp",
+    "deepspeed",
+    "deepspeed_offload",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "deepspeed_stage_1_offload",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3_offload",
+]
+"""The names that come with drivetrain, for editors to complete; those of other packages are as good."""
 
 
 class Strategy(ABC):

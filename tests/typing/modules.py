@@ -62,6 +62,15 @@ class Watch(Callback):
         assert trainer.global_step > batch_idx
 
 
+class WatchWithIndices(Callback):
+    """Hooks for modules of one class."""
+
+    def on_train_start(self, trainer: Fit, module: WithIndices) -> None:
+        assert module.net.in_features == 4
+
+    def on_before_optimizer_step(self, trainer: Fit, module: WithIndices, optimizer: Optimizer) -> None: ...
+
+
 class Numbers(DataModule):
     """Loaders of any element type."""
 
@@ -74,7 +83,9 @@ class Numbers(DataModule):
 
 
 def fit(data: TensorDataset) -> float:
-    trainer = Fit(strategy="ddp", devices=2, max_epochs=1, callbacks=[Watch()])
+    trainer = Fit(strategy="ddp", devices=2, max_epochs=1, callbacks=[Watch(), WatchWithIndices()])
     trainer.fit(WithIndices(), DataLoader(data), ckpt_path="auto")
     trainer.fit(WithoutIndices(), datamodule=Numbers(data))
+    strategy: str = "a name of somebody else's"
+    Fit(strategy=strategy, precision=32, logger=False)
     return trainer.callback_metrics["loss"].item()

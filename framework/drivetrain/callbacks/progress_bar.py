@@ -135,8 +135,8 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
         """Begin an epoch's count."""
-        last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs not in (None, -1) else ""
-        self._training = Phase(f"Epoch {trainer.current_epoch}{last}", _count(_to_come(trainer)), _now())
+        last = f"/{trainer.max_epochs}" if trainer.max_epochs not in (None, -1) else ""
+        self._training = Phase(f"Epoch {trainer.current_epoch + 1}{last}", _count(_to_come(trainer)), _now())
         self._show(self._training)
 
     def on_train_batch_end(

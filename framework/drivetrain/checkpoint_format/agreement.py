@@ -23,15 +23,12 @@ def tell(control: ControlPlane, failing: str, value: Any, problem: Exception | N
     Raises:
         CheckpointError: naming the rank and the cause; a rank's own is raised there as it is.
     """
-    told = control.gather_objects((None, value) if problem is None else (_as_text(problem), None))
-    problems = {rank: one for rank, (one, _) in enumerate(told) if one is not None}
+    told, problems = _told(control, value, problem)
     if not problems:
-        return [one for _, one in told]
+        return told
     if isinstance(problem, CheckpointError):
         raise problem
-    rank, (what, why, fix) = next(iter(problems.items()))
-    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    raise CheckpointError(f"{failing}: rank {rank}{others}: {what}", why, fix) from problem
+    raise _error(failing, problems) from problem
 
 
 def agreed(control: ControlPlane, failing: str, work: Callable[[], T]) -> T:
@@ -48,10 +45,25 @@ def agreed(control: ControlPlane, failing: str, work: Callable[[], T]) -> T:
     try:
         result = work()
     except Exception as error:
-        tell(control, failing, None, error)
-        raise
+        problems = _told(control, None, error)[1]
+        if isinstance(error, CheckpointError):
+            raise  # as it is: raised once more by another function it would show the same frames twice
+        raise _error(failing, problems) from error
     tell(control, failing, None, None)
     return result
+
+
+def _told(
+    control: ControlPlane, value: Any, problem: Exception | None
+) -> tuple[list[Any], dict[int, tuple[str, str, str]]]:
+    told = control.gather_objects((None, value) if problem is None else (_as_text(problem), None))
+    return [one for _, one in told], {rank: one for rank, (one, _) in enumerate(told) if one is not None}
+
+
+def _error(failing: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
+    rank, (what, why, fix) = next(iter(problems.items()))
+    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return CheckpointError(f"{failing}: rank {rank}{others}: {what}", why, fix)
 
 
 def _as_text(problem: Exception) -> tuple[str, str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -12,6 +13,11 @@ from drivetrain.precision.full import FullPrecision
 from drivetrain.precision.half import HalfPrecision
 from drivetrain.precision.mixed import MixedPrecision
 from drivetrain.precision.precision import Precision
+
+PrecisionName = Literal[
+    "64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64", "32", "bf16", "16", 64, 32, 16
+]
+"""What `Fit(precision=...)` takes besides a `Precision`, for editors to complete."""
 
 _BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
     "64-true": lambda device: DoublePrecision(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,28 @@ def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
     """
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_backward([loss])
+
+
+def take_as_told(ddp: DistributedDataParallel) -> None:
+    """Let torch say here, where nobody hears it, what it says once in a process about ``find_unused_parameters=True``.
+
+    It advises against it where a backward reaches every parameter: in manual optimization that is our choice, and not
+    the user's. What it says goes to standard error, from every rank, but within a backward it is a Python warning.
+    """
+    global _taken_as_told
+    if _taken_as_told:
+        return
+    _taken_as_told = True
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+        reaches_all = sum(one.reshape(-1)[:1].sum() for one in ddp.module.parameters() if one.requires_grad)
+        probe = torch.zeros((), requires_grad=True)
+        # It only marks what is reached: without a hook of a parameter's nothing is begun that would have to end.
+        probe.register_hook(lambda gradient: ddp.reducer.prepare_for_backward([reaches_all]))  # type: ignore[no-untyped-call]
+        (probe * 1.0).backward()  # type: ignore[no-untyped-call]
+
+
+_taken_as_told = False
 
 
 def plan_on_next_backward(ddp: DistributedDataParallel) -> None:

@@ -180,6 +180,8 @@ class DDPStrategy(DistributedStrategy):
             **options,
         )
         register_comm_hook(ddp, self.comm_hook)
+        if self._manual and not self.find_unused_parameters:
+            reducer.take_as_told(ddp)
         self._ddp = ddp
         if not (self.find_unused_parameters or self._manual):
             self._verify = reducer.verifier(ddp)

@@ -71,7 +71,7 @@ def test_on_a_terminal_it_refreshes_by_the_clock_and_not_by_the_step(kind: type[
     assert 2 <= run.reads <= 10 * (time.monotonic() - start) + 2
     text = terminal.getvalue()
     assert "20000/20000" in text or "1/20000" in text
-    assert re.search(r"Epoch 0/0: 20000 batches, 0:\d\d, [\d.]+ it/s, loss=0.1235\n$", text)
+    assert re.search(r"Epoch 1/1: 20000 batches, 0:\d\d, [\d.]+ it/s, loss=0.1235\n$", text)
 
 
 def test_a_slower_refresh_rate_holds() -> None:
@@ -89,7 +89,7 @@ def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[Progr
     lines = output.getvalue().splitlines()
     assert len(lines) == 3
     for epoch, line in enumerate(lines):
-        assert re.fullmatch(rf"Epoch {epoch}/2: 50 batches, 0:00, [\d.]+ it/s, loss=0\.1235", line)
+        assert re.fullmatch(rf"Epoch {epoch + 1}/3: 50 batches, 0:00, [\d.]+ it/s, loss=0\.1235", line)
     assert run.reads == 3
     assert "\r" not in output.getvalue()
     assert "\x1b" not in output.getvalue()
@@ -165,7 +165,7 @@ def test_an_epoch_resumed_in_its_middle_counts_from_there() -> None:
         time.sleep(0.01)
         bar.on_train_batch_end(run, _MODULE, {}, None, index)
     bar.on_train_epoch_end(run, _MODULE)
-    rate = re.fullmatch(r"Epoch 4/9: 10 batches, 0:00, ([\d.]+) it/s\n", output.getvalue())
+    rate = re.fullmatch(r"Epoch 5/10: 10 batches, 0:00, ([\d.]+) it/s\n", output.getvalue())
     assert rate is not None
     assert float(rate[1]) < 101
 

@@ -63,7 +63,7 @@ def _on_a_terminal(command: list[str]) -> tuple[str, int]:
     return written.decode(), process.wait(timeout=60)
 
 
-_LINE = r"Epoch {}/1: 20 batches, 0:0\d, [\d.]+ it/s, train_loss=[\d.]+"
+_LINE = r"Epoch {}/2: 20 batches, 0:0\d, [\d.]+ it/s, train_loss=[\d.]+"
 
 
 @requires_linux()
@@ -76,7 +76,7 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     assert 4 <= refreshes <= 60
     # Escape sequences aside, each of these is whole on a line of its own.
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1].strip() for line in re.split(r"\r?\n", text)]
-    for epoch in range(2):
+    for epoch in (1, 2):
         assert any(re.fullmatch(_LINE.format(epoch), line) for line in lines), lines
     assert "after the run" in lines
     assert "a line from the step" in lines

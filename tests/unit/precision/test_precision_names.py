@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from drivetrain.precision import (
     Precision,
     resolve_precision,
 )
+from drivetrain.precision.resolve import PrecisionName, canonical_name
+from drivetrain.strategy import StrategyName, known_strategies
 
 CPU = torch.device("cpu")
 
@@ -150,3 +153,11 @@ def test_importing_and_building_touches_no_device_and_loads_little() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout.split("\n")[:2] == ["[]", "[]"]
     assert "warn" not in run.stderr.lower()
+
+
+def test_what_editors_complete_is_what_there_is() -> None:  # I-10
+    for name in get_args(PrecisionName):
+        assert canonical_name(name)
+    assert {str(name) for name in get_args(PrecisionName)} >= {"64-true", "32-true", "bf16-mixed", "16-mixed"}
+    ours = {name for name, point in known_strategies().items() if point.value.startswith("drivetrain_strategies.")}
+    assert set(get_args(StrategyName)) == {"auto", *ours}
