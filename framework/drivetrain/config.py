@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError, nearest, shortened
 from drivetrain.setting_types import Accepted, accepted_values
 
 PREFIX = "DRIVETRAIN_"
@@ -89,18 +89,21 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
 
     @functools.wraps(init)
     def resolving(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            initialise(self, *args, **kwargs)
+        except ConfigurationError as error:
+            raise shortened(error)  # noqa: B904 - the same error
+
+    def initialise(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
         if args:
             raise ConfigurationError(
                 f"{owner}() was given {', '.join(map(repr, args))} without a name.",
                 "Its arguments are many, and their order means nothing.",
                 f"Write {owner}({next(iter(parameters))}=...).",
             )
-        for name in kwargs:
+        for name, value in kwargs.items():
             if name not in parameters:
-                raise ConfigurationError(
-                    f"{owner}() has no argument {name!r}.{nearest(name, parameters)}",
-                    fix=f"The arguments are {', '.join(parameters)}.",
-                )
+                raise _unknown(name, f"{owner}() has no argument {name!r}.", f"{name}={_short(value)}", parameters)
         settings = resolve(cast(FunctionType, init), parameters, kwargs, os.environ, Path.cwd)
         self.settings = settings  # type: ignore[attr-defined]
         values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
@@ -158,6 +161,13 @@ def _from_environment(
         if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
             continue
         if variable not in names:
+            known_as = _new_name(variable.removeprefix(PREFIX))
+            if known_as is not None:
+                raise ConfigurationError(
+                    f"The environment variable {variable}={text!r} sets nothing.",
+                    f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
+                    f"Unset it, and {known_as}; {PREFIX}<NAME> sets an argument of that name.",
+                )
             raise ConfigurationError(
                 f"The environment variable {variable}={text!r} sets nothing."
                 f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
@@ -200,11 +210,26 @@ def _from_file(
         ) from error
     for key in table:
         if key not in parameters:
-            raise ConfigurationError(
-                f"The config file {path} sets {key!r}, which is no setting.{nearest(key, parameters)}",
-                fix=f"The settings are {', '.join(parameters)}.",
-            )
+            what = f"The config file {path} sets {key!r}, which is no setting."
+            raise _unknown(key, what, f"{key} = {_short(table[key])}", parameters)
     return {key: (value, f"file {path}", False) for key, value in table.items()}
+
+
+def _new_name(name: str) -> str | None:
+    from drivetrain.old_names import new_name  # by whoever makes this mistake
+
+    return new_name(name)
+
+
+def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
+    known_as = _new_name(name)
+    if known_as is not None:
+        return ConfigurationError(what, f"{given} has another name here, or another place.", f"{known_as}.")
+    return ConfigurationError(
+        what + nearest(name, parameters),
+        f"{given} would be passed over.",
+        f"The arguments are {', '.join(parameters)}.",
+    )
 
 
 def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:

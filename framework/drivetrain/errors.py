@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
+from types import TracebackType
 
 
 class DrivetrainError(Exception):
@@ -51,7 +53,27 @@ class LossSpikeError(DrivetrainError):
     """The loss jumped, and going back has not helped."""
 
 
+def shortened(error: ConfigurationError) -> ConfigurationError:
+    """Take the frames of drivetrain's own out of a refusal's traceback, and return it to be raised.
+
+    What is left is the user's: the line that asked for it, and what the engine had called of theirs. Under
+    ``python -X dev`` nothing is taken out.
+    """
+    return error if sys.flags.dev_mode else error.with_traceback(_without_ours(error.__traceback__))
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    kept, others = None, []
+    while traceback is not None:
+        if not traceback.tb_frame.f_globals.get("__name__", "").startswith(("drivetrain.", "drivetrain_strategies.")):
+            others.append(traceback)
+        traceback = traceback.tb_next
+    for one in reversed(others):
+        kept = TracebackType(kept, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return kept
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name closest to ``name``, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""

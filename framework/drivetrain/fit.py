@@ -22,16 +22,16 @@ from drivetrain.engine.loaders import Given
 from drivetrain.engine.reads import RunReads
 from drivetrain.engine.seeding import built_unseeded
 from drivetrain.environments import Environment, check_environment_name
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, shortened
 from drivetrain.launchers import Launcher, check_launcher
 from drivetrain.loggers import Logger
 from drivetrain.loops.manual_step import OptimizerHandle
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.precision.resolve import canonical_name
+from drivetrain.precision.resolve import PrecisionName, canonical_name
 from drivetrain.run_handle import is_attached
 from drivetrain.seed import checked_seed
-from drivetrain.strategy import Strategy, strategy_by_name
+from drivetrain.strategy import Strategy, StrategyName, strategy_by_name
 
 Limit = int | float | None
 
@@ -96,11 +96,11 @@ class Fit(RunReads):
     def __init__(
         self,
         *,
-        strategy: str | Strategy = "auto",
+        strategy: StrategyName | str | Strategy = "auto",
         accelerator: str = "auto",
         devices: int | str | list[int] = "auto",
         num_nodes: int = 1,
-        precision: str | int | Precision = "32-true",
+        precision: PrecisionName | str | int | Precision = "32-true",
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
@@ -382,7 +382,10 @@ class Fit(RunReads):
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        return launch(Request(self, stage, module, given, path, return_predictions))
+        try:
+            return launch(Request(self, stage, module, given, path, return_predictions))
+        except ConfigurationError as error:
+            raise shortened(error)  # noqa: B904 - the same error
 
     # What modules and callbacks call
 

@@ -19,7 +19,7 @@ SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
 
 # A unit (a package of drivetrain's, or a file beside them) imports itself and units on lower floors, nothing else.
 FLOORS: list[set[str]] = [
-    {"errors", "lazy_names", "setting_types", "sizes"},
+    {"errors", "lazy_names", "old_names", "setting_types", "sizes"},
     {"failure", "transfer"},
     {
         *{"accelerators", "arguments", "config", "control", "environments"},

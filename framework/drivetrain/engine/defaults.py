@@ -6,6 +6,7 @@ from typing import Any
 
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
+from drivetrain.hooks import HOOKS
 from drivetrain.loggers import Logger
 
 
@@ -67,7 +68,7 @@ def checked_callbacks(given: Any, what: str) -> list[Callback]:
         what: begins the error's sentence: "callbacks holds".
 
     Raises:
-        ConfigurationError: something in it is no `Callback`.
+        ConfigurationError: something in it is no `Callback`, or has a method that looks like a hook and is none.
     """
     callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     for callback in callbacks:
@@ -78,4 +79,8 @@ def checked_callbacks(given: Any, what: str) -> list[Callback]:
                 "the engine calls a Callback's hooks.",
                 "pass an instance of a drivetrain.Callback subclass.",
             )
+        if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
+            from drivetrain.engine.lookalikes import check_hooks  # by callbacks of the user's
+
+            check_hooks(callback)
     return callbacks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from drivetrain.loops.manual_step import handles_of
@@ -25,6 +26,8 @@ def set_up_optimizers(session: Session) -> None:
     strategy.adopt_parameters(optimizers)
     session.checkpoints.regroup(optimizers)
     check_optimizers(module, optimizers, session.schedulers, automatic, closure)
+    if strategy.rank == 0:
+        _tell_idle_keys(session.schedulers, automatic)
     trainables.tell_unheld(optimizers)
     before = trainables.present()
     session.optimizers = strategy.setup_optimizers(optimizers)
@@ -34,3 +37,22 @@ def set_up_optimizers(session: Session) -> None:
     if not session.optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
     session.handles = handles_of(session.optimizers, strategy, session.hooks, automatic, closure)
+
+
+def _tell_idle_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
+    """Say which keys beside a scheduler nobody goes by."""
+    for config in schedulers:
+        kind = type(config.scheduler).__name__
+        if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
+            logger.warning(
+                "What configure_optimizers says beside %s about when it steps (interval, frequency, monitor) is not "
+                "heeded in manual optimization: training_step steps it, by self.lr_schedulers().step().",
+                kind,
+            )
+        elif automatic and config.monitor is not None and not config.plateau:
+            logger.warning(
+                "configure_optimizers: 'monitor': %r beside %s, whose step takes no value: it is not heeded. Where it "
+                "takes one, return 'reduce_on_plateau': True with it.",
+                config.monitor,
+                kind,
+            )

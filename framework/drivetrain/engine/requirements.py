@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from drivetrain.data import DataModule
 from drivetrain.engine.loaders import Given
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
@@ -22,7 +23,7 @@ _WRITE = {
 
 
 def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
-    """Refuse a module without the methods that training calls, and a data set in a loader's place.
+    """Refuse a module without what training calls, or with hooks that nobody calls, and a data set in a loader's place.
 
     Raises:
         ConfigurationError: says what is missing and how to write it.
@@ -38,6 +39,11 @@ def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
                     "fit cannot train without it.",
                     f"write {signature}.",
                 )
+    from drivetrain.engine.lookalikes import check_hooks  # by runs
+
+    check_hooks(module, given)
+    if isinstance(given.datamodule, DataModule):
+        check_hooks(given.datamodule)
     for loaders in (given.train, given.evaluate):
         for loader in _each(loaders):
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

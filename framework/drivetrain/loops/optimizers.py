@@ -23,7 +23,8 @@ _KEYS_BESIDE = ("optimizer", "lr_scheduler", "monitor", "closure")
 _KEYS_OF_A_DICT = "its keys are 'optimizer', 'lr_scheduler', 'monitor' and 'closure'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
-    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'name'}, and with "
+    "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
+    "'reduce_on_plateau', 'name'}, and with "
     "'closure': True for an optimizer that evaluates the loss anew; or None."
 )
 
@@ -38,6 +39,8 @@ class SchedulerConfig:
         frequency: every how many of them.
         monitor: the logged value a plateau scheduler follows.
         name: what `LearningRateMonitor` calls it.
+        strict: refuse a ``monitor`` that nobody logged; else the scheduler is not stepped then, which is said once.
+        plateau: whether ``step`` takes the monitored value, as that of `ReduceLROnPlateau` does.
     """
 
     scheduler: Any
@@ -45,6 +48,11 @@ class SchedulerConfig:
     frequency: int = 1
     monitor: str | None = None
     name: str | None = None
+    strict: bool = True
+    plateau: bool = False
+
+    def __post_init__(self) -> None:
+        self.plateau = self.plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
 
 def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -108,11 +116,17 @@ def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[Sch
         problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
         hint = nearest(str(unknown[0]), _KEYS_BESIDE) if unknown else ""
         raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _KEYS_OF_A_DICT, _FORMS)
-    schedulers = []
+    schedulers, monitor = [], configured.get("monitor")
     if configured.get("lr_scheduler") is not None:
         schedulers = [_scheduler(configured["lr_scheduler"])]
         if schedulers[0].monitor is None:
-            schedulers[0].monitor = configured.get("monitor")
+            schedulers[0].monitor = _checked_monitor(monitor)
+    elif monitor is not None:
+        raise ConfigurationError(
+            f"configure_optimizers: 'monitor': {monitor!r} without an 'lr_scheduler'.",
+            "nothing would go by it.",
+            "drop it, or return the scheduler beside it.",
+        )
     return [_optimizer(configured["optimizer"])], schedulers
 
 
@@ -131,7 +145,7 @@ def _scheduler(value: Any) -> SchedulerConfig:
         if key not in _KEYS:
             raise ConfigurationError(
                 f"configure_optimizers: unknown key {key!r} beside a scheduler.{nearest(str(key), _KEYS)}",
-                f"the keys are {', '.join(_KEYS[:5])}.",
+                f"the keys are {', '.join(_KEYS)}.",
                 _FORMS,
             )
     if "scheduler" not in value:
@@ -145,11 +159,36 @@ def _scheduler(value: Any) -> SchedulerConfig:
             "a scheduler steps once every so many epochs or optimizer steps.",
             "use 'epoch' or 'step'.",
         )
-    if not isinstance(frequency, int) or frequency < 1:
+    if type(frequency) is not int or frequency < 1:
         raise ConfigurationError(
             f"configure_optimizers: frequency={frequency!r}.", "it counts epochs or steps.", "use an int of 1 or more."
         )
-    return SchedulerConfig(value["scheduler"], interval, frequency, value.get("monitor"), value.get("name"))
+    scheduler, strict, plateau = value["scheduler"], value.get("strict", True), value.get("reduce_on_plateau")
+    if not callable(getattr(scheduler, "step", None)):
+        raise _not_a_form(scheduler)
+    for key, given, known in (("strict", strict, (True, False)), ("reduce_on_plateau", plateau, (True, False, None))):
+        if not any(given is one for one in known):
+            raise ConfigurationError(
+                f"configure_optimizers: {key!r}: {given!r}.", "it is a switch.", "use True or False."
+            )
+    if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigurationError(
+            "configure_optimizers: 'reduce_on_plateau': False with ReduceLROnPlateau.",
+            "it cannot step without the monitored value.",
+            "leave it out.",
+        )
+    monitor = _checked_monitor(value.get("monitor"))
+    return SchedulerConfig(scheduler, interval, frequency, monitor, value.get("name"), strict, bool(plateau))
+
+
+def _checked_monitor(monitor: Any) -> str | None:
+    if monitor is not None and not isinstance(monitor, str):
+        raise ConfigurationError(
+            f"configure_optimizers: 'monitor': {monitor!r}.",
+            "it is the name of a logged value.",
+            "use a name, such as 'monitor': 'val_loss'.",
+        )
+    return monitor
 
 
 def _not_a_form(value: Any) -> ConfigurationError:
@@ -201,9 +240,9 @@ def check_optimizers(
             "use it alone, or set self.automatic_optimization = False.",
         )
     for config in schedulers:
-        if isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None and automatic:
+        if config.plateau and config.monitor is None and automatic:
             raise ConfigurationError(
-                "ReduceLROnPlateau without a 'monitor'.",
+                f"{type(config.scheduler).__name__} without a 'monitor'.",
                 "it steps by the value of a logged metric.",
                 "return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
             )

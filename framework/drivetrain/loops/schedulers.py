@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loops.optimizers import SchedulerConfig
+
+logger = logging.getLogger("drivetrain")
 
 StepScheduler = Callable[[Any, Any], None]
 
@@ -39,6 +40,7 @@ class Schedulers:
         monitored: returns a logged value by name, the same on every rank, or None where nobody has logged it.
         known: names of what is logged, for the error.
         outlook: how long the run should take.
+        tells: whether this rank says what is amiss.
     """
 
     def __init__(
@@ -48,8 +50,11 @@ class Schedulers:
         monitored: Callable[[str], float | None],
         known: Callable[[], Sequence[str]],
         outlook: Outlook | None = None,
+        tells: bool = True,
     ) -> None:
         self._outlook = outlook or Outlook()
+        self._tells = tells
+        self._said: set[str] = set()
         self._by_step = [config for config in configs if config.interval == "step"]
         self._by_epoch = [config for config in configs if config.interval == "epoch"]
         self._step = step
@@ -98,22 +103,32 @@ class Schedulers:
 
     def _one(self, config: SchedulerConfig) -> None:
         value = None
-        if config.monitor is not None and isinstance(config.scheduler, ReduceLROnPlateau):
+        if config.plateau and config.monitor is not None:
             value = self._monitored(config.monitor)
             if value is None:
-                known = self._known()
-                raise ConfigurationError(
-                    f"ReduceLROnPlateau monitors {config.monitor!r}, which was not logged."
-                    f"{nearest(config.monitor, known)}",
-                    f"logged are: {', '.join(known) or 'no values'}.",
-                    "log it before the scheduler steps, or monitor another value.",
-                )
+                self._missing(config, config.monitor)
+                return
         if self._step is not None:
             self._step(config.scheduler, value)
         elif value is None:
             config.scheduler.step()
         else:
             config.scheduler.step(value)
+
+    def _missing(self, config: SchedulerConfig, monitor: str) -> None:
+        known = self._known()
+        what = f"{type(config.scheduler).__name__} monitors {monitor!r}, which was not logged.{nearest(monitor, known)}"
+        listed = f"logged are: {', '.join(known) or 'no values'}."
+        if config.strict:
+            raise ConfigurationError(
+                what,
+                listed,
+                "log it before the scheduler steps, monitor another value, or pass over steps without it by "
+                "'strict': False.",
+            )
+        if monitor not in self._said and self._tells:
+            logger.warning("%s %s It does not step then, because of 'strict': False. Said once.", what, listed)
+        self._said.add(monitor)
 
 
 def _is_at_zero(config: SchedulerConfig) -> bool:
