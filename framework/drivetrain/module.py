@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import ConfigurationError
-from drivetrain.hyper_parameters import KeepsHyperParameters
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.hyper_parameters import KeepsHyperParameters, missing_arguments
 from drivetrain.module_hooks import ModuleHooks
 from drivetrain.run_handle import RunHandle
 from drivetrain.weights_fit import Misfit
@@ -297,13 +297,29 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             overrides: hyper-parameters that replace the saved ones.
 
         Raises:
-            CheckpointError: there is no whole checkpoint, or its weights do not fit.
+            CheckpointError: there is no whole checkpoint, ``__init__`` needs what its hyper-parameters do not hold, or
+                its weights do not fit.
         """
         from drivetrain.checkpoint_format import load  # a run that begins afresh has no use for it
 
         checkpoint = load(path)
         weights = checkpoint.weights()
-        module = cls(**{**checkpoint.hyper_parameters, **overrides})
+        arguments = {**checkpoint.hyper_parameters, **overrides}
+        missing, unknown = missing_arguments(cls, arguments)
+        if missing or unknown:
+            problem = (
+                f"needs {', '.join(map(repr, missing))}" if missing else f"takes no {', '.join(map(repr, unknown))}"
+            )
+            raise CheckpointError(
+                f"{cls.__name__} {problem}, {'which is not' if missing else 'which is'} among the hyper-parameters of "
+                f"{os.fspath(path)!r}.",
+                f"they are what save_hyperparameters() kept: {', '.join(checkpoint.hyper_parameters) or 'none'}.",
+                f"pass it, as {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...), and call "
+                "self.save_hyperparameters() in __init__."
+                if missing
+                else "load it with the class that it was saved from, or let __init__ take **kwargs.",
+            )
+        module = cls(**arguments)
         module.configure_model()
         called = f"The weights of {os.fspath(path)!r}"
         Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)

@@ -533,7 +533,6 @@ class NoneNow(Regression):
         return None if batch_idx in self.none_at else super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:A window made no step")
 @pytest.mark.parametrize("none_at", [(1,), (0, 1), (3,)])
 def test_a_step_without_a_loss_on_one_process_that_looks_for_unused_parameters(none_at: tuple[int, ...]) -> None:
     # C-01: on one rank a step may return None.

@@ -71,6 +71,7 @@ class Checkpoint(Callback):
         save_async: bool = False,
         keep_last: int | None = None,
     ) -> None:
+        _check_monitor(monitor, mode)
         _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.filename = DEFAULT if filename is None else filename
@@ -322,6 +323,21 @@ class Checkpoint(Callback):
 
 def _path(kept: Kept | None) -> str:
     return "" if kept is None else kept.path
+
+
+def _check_monitor(monitor: Any, mode: str) -> None:
+    if monitor is not None and not isinstance(monitor, str):
+        raise ConfigurationError(
+            f"Checkpoint(monitor={monitor!r}).",
+            "it is the name of a logged value.",
+            "give a name, such as 'val_loss', or None to keep the newest.",
+        )
+    if monitor is None and mode == "max":
+        raise ConfigurationError(
+            "Checkpoint(mode='max') without a monitor.",
+            "no value says which checkpoint is best, and the newest would be kept.",
+            "give monitor= the name of a logged value, or drop mode.",
+        )
 
 
 def _check(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any, interval: Any) -> None:

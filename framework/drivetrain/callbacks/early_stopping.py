@@ -44,7 +44,7 @@ class EarlyStopping(Callback):
         stopping_reason: why it stopped, ``None`` if it did not.
 
     Raises:
-        ConfigurationError: a bad ``mode`` or ``patience``; during the run, a ``monitor`` that nobody logged.
+        ConfigurationError: a bad ``monitor``, ``mode`` or ``patience``; in the run, a ``monitor`` that nobody logged.
     """
 
     priority = -10  # sees what the module logged in its own hook, before checkpoints and the progress bar do
@@ -68,7 +68,13 @@ class EarlyStopping(Callback):
                 "it says which direction is better",
                 "give 'min' or 'max'",
             )
-        if patience < 0:
+        if not isinstance(monitor, str):
+            raise ConfigurationError(
+                f"EarlyStopping(monitor={monitor!r})",
+                "it is the name of a logged value",
+                "give a name, such as 'val_loss'",
+            )
+        if type(patience) is not int or patience < 0:
             raise ConfigurationError(
                 f"EarlyStopping(patience={patience!r})",
                 "it is a number of checks without improvement",
@@ -163,7 +169,7 @@ class EarlyStopping(Callback):
             return
         reason = self._judge(value)
         if reason is not None:
-            trainer.should_stop = True
+            trainer.ask_to_stop(f"EarlyStopping: {reason}")
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason = reason
             if self.verbose:

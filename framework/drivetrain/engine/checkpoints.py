@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from drivetrain.control import LocalControl
 from drivetrain.engine.seeding import order_seed
 from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.loops.stopping import limit_reached
 from drivetrain.loops.trainables import restore_frozen
 from drivetrain.trainable import listed
 
@@ -40,6 +41,8 @@ class RunCheckpoints:
         self._background: BackgroundSaver | None = None
         self.opened: Checkpoint | None = None
         """What the run goes on from."""
+        self.ended_before: str | None = None
+        """Why nothing is left to train of what was found by "auto"; None where something is."""
 
     # Reading
 
@@ -78,6 +81,39 @@ class RunCheckpoints:
         self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
         assert self.opened is not None
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
+
+    def see_what_is_left(self) -> None:
+        """Find out, by the settings of this run, whether the one that it goes on from has ended.
+
+        Raises:
+            ConfigurationError: it has, and was asked for by its path, or as "last" or "best".
+        """
+        if self.opened is None:
+            return
+        trainer, progress = self._session.trainer, self.opened.progress
+        epoch, step = int(progress["epoch"]), int(progress["global_step"])
+        ended = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step) or self._stopped_early(epoch, step)
+        if ended is None or self._path == "auto":
+            self.ended_before = ended
+            return
+        raise ConfigurationError(
+            f"ckpt_path={self._path!r}: {ended}, so that nothing is left to train.",
+            f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
+            "raise the limit, or evaluate it with validate or test; ckpt_path='auto' ends such a run in order.",
+        )
+
+    def _stopped_early(self, epoch: int, step: int) -> str | None:
+        """Why a callback ended the run; one that is patient for longer now has another key, and finds no state."""
+        assert self.opened is not None
+        trainer, states = self._session.trainer, self.opened.state()["callbacks"]
+        if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
+            return None
+        for callback in self._session.callbacks:
+            saved = states.get(callback.state_key)
+            reason = None if saved is None else saved["state"].get("stopping_reason")
+            if reason:
+                return f"{type(callback).__name__} has ended it: {reason}"
+        return None
 
     def load(self) -> None:
         """Go on from what was opened, if anything. Collective."""

@@ -90,6 +90,7 @@ def try_validation(session: Session, runner: StepRunner, move: Move | None) -> N
         for hook in hooks.on_sanity_check_start:
             hook()
         build_evaluation(session, "validate", runner, move, limits)()
+        session.monitors.note_validation()
         session.metrics.forget("validate")
         for hook in hooks.on_sanity_check_end:
             hook()

@@ -10,6 +10,7 @@ from drivetrain.data import BatchSource, CombinedLoader, DataModule, prepare_loa
 from drivetrain.data.combined import is_loader
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
+from drivetrain.loops.evaluate import NAMES
 from drivetrain.module import TrainModule
 
 _LOOKED_AT = 8
@@ -77,18 +78,22 @@ def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSo
     """Prepare the training loader; several at once are combined, the longest ending the epoch."""
     if _is_several(loaders):
         loaders = CombinedLoader(loaders, mode="max_size_cycle")
-    return _prepared(loaders, dealing, training=True, predicting=sequential)
+    return _prepared("training loader", loaders, dealing, training=True, predicting=sequential)
 
 
-def evaluation_sources(loaders: Any, dealing: Dealing, predicting: bool) -> list[BatchSource]:
-    """Prepare one or several evaluation loaders."""
+def evaluation_sources(stage: str, loaders: Any, dealing: Dealing) -> list[BatchSource]:
+    """Prepare one or several evaluation loaders of a stage, "validate", "test" or "predict"."""
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         several = loaders.flattened
     elif _is_several(loaders):
         several = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
     else:
         several = [loaders]
-    return [_prepared(loader, dealing, training=False, predicting=predicting) for loader in several]
+    sources = []
+    for index, loader in enumerate(several):
+        name = f"{NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
+        sources.append(_prepared(name, loader, dealing, training=False, predicting=stage == "predict"))
+    return sources
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
@@ -124,16 +129,19 @@ def shorter(limit: int | None, length: int | None) -> int | None:
     return limit if length is None else length if limit is None else min(limit, length)
 
 
-def _prepared(loader: Any, dealing: Dealing, *, training: bool, predicting: bool) -> BatchSource:
-    return prepare_loader(
-        loader,
-        training=training,
-        predicting=predicting,
-        rank=dealing.rank,
-        world_size=dealing.world_size,
-        seed=dealing.seed,
-        replace_sampler=dealing.replace_sampler,
-    )
+def _prepared(name: str, loader: Any, dealing: Dealing, *, training: bool, predicting: bool) -> BatchSource:
+    try:
+        return prepare_loader(
+            loader,
+            training=training,
+            predicting=predicting,
+            rank=dealing.rank,
+            world_size=dealing.world_size,
+            seed=dealing.seed,
+            replace_sampler=dealing.replace_sampler,
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"The {name}: {error.what}", error.why, error.fix) from error.__cause__
 
 
 def _is_several(loaders: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +119,19 @@ class RunReads:
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self._running("should_stop").stop.requested = bool(value)
+        stop = self._running("should_stop").stop
+        if value:
+            stop.ask(f"trainer.should_stop was set in {sys._getframe(1).f_code.co_qualname}")
+        else:
+            stop.requested, stop.because = False, None
+
+    def ask_to_stop(self, because: str) -> None:
+        """Set `should_stop`, and say why: the run ends with a line that tells it.
+
+        Args:
+            because: the reason, with its numbers: "val_loss is above 3".
+        """
+        self._running("ask_to_stop").stop.ask(because)
 
     @property
     def joining(self) -> bool:

@@ -35,8 +35,9 @@ from drivetrain.engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain.engine.settings import apply_switches
 from drivetrain.engine.signals import Signals, awaited_signals, interruption
 from drivetrain.engine.stage_data import StageData
-from drivetrain.engine.telling import note_where
+from drivetrain.engine.telling import note_inference_tensors, note_where
 from drivetrain.engine.training import build_training, estimated_steps, under_context
+from drivetrain.errors import ConfigurationError
 from drivetrain.failure import Failure
 from drivetrain.handshake import facts_about, shake_hands
 from drivetrain.hooks import HookTable
@@ -45,7 +46,7 @@ from drivetrain.loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain.loops.optimizers import SchedulerConfig
 from drivetrain.loops.progress import Progress
 from drivetrain.loops.saving import SaveRequests
-from drivetrain.loops.stopping import StopRequest
+from drivetrain.loops.stopping import StopRequest, how_it_ended
 from drivetrain.loops.train import TrainLoop
 from drivetrain.loops.trainables import Trainables
 from drivetrain.metrics import MetricStore
@@ -56,6 +57,7 @@ from drivetrain.run_settings import RunSettings
 from drivetrain.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
+    from drivetrain.engine.monitors import Monitors
     from drivetrain.fit import Fit
 
 logger = logging.getLogger("drivetrain")
@@ -112,12 +114,15 @@ class Session:
         """Whether the optimizer evaluates the loss anew within its step."""
         self.manual: ManualStep | None = None
         self.callbacks: list[Callback] = []
+        self._own: list[Callback] = []  # what configure_callbacks returned
+        self._given_callbacks: list[Callback] = []  # trainer.callbacks as they were when they were taken
         self._hooks: HookTable | None = None
         self.data: StageData | None = None
         self.lengths = Lengths(strategy.control)
         self.estimate_was_read = False
         """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""
         self.sanity_checking = False
+        self._monitors: Monitors | None = None
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
         self._teardowns: list[Callable[[str], None]] = []
@@ -189,7 +194,13 @@ class Session:
         self._assemble()
         self._prepare_data()
         self._set_up()
+        if self._keeps_files:
+            from drivetrain.engine.writable import check_folders
+
+            check_folders(self)
         self.seed = self.checkpoints.open()
+        if self.stage == "fit":
+            self.checkpoints.see_what_is_left()
         if (
             trainer.built_unseeded
             and trainer.seed is not None
@@ -213,6 +224,11 @@ class Session:
         strategy.control.leave()
         strategy.teardown()
         return result
+
+    @property
+    def _keeps_files(self) -> bool:
+        saves = self.stage == "fit" and any(hasattr(callback, "dirpath") for callback in self.callbacks)
+        return saves or bool(self.trainer.loggers)
 
     def _stage_result(self, runner: StepRunner, move: Move | None) -> Any:
         if self.stage != "fit":
@@ -242,7 +258,9 @@ class Session:
         for hook in hooks.on_train_start:
             hook()
         self.checkpoints.keep_trainables()
-        loop.run()
+        ended_before = self.checkpoints.ended_before
+        if ended_before is None:
+            loop.run()
         self.metrics.enter(None)
         if self.stop.leaving:
             self._leave(self.stop.leaving)
@@ -252,6 +270,9 @@ class Session:
         self.draws.end()
         self.saves.run()
         self.checkpoints.finish()
+        if self.strategy.rank == 0:
+            reasons = loop.why_it_ended() if ended_before is None else [ended_before]
+            logger.info(how_it_ended(reasons, self.progress, nothing_left=ended_before is not None))
 
     def _asked_to_leave(self, number: int) -> None:
         self.stop.signal = number
@@ -265,6 +286,9 @@ class Session:
         self._left_with = interruption(number)
         self.draws.end()
         self.checkpoints.finish()
+        if self.strategy.rank == 0:
+            reason = f"{signal.Signals(number).name} asked it to save and leave"
+            logger.info(how_it_ended([reason], self.progress, nothing_left=False))
         for hook in self.hooks.on_exception:
             hook(self._left_with)
 
@@ -285,10 +309,30 @@ class Session:
         self.strategy.control.agree("the end of prepare_data")
 
     def _assemble(self) -> None:
-        own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
-        replaced = {type(callback) for callback in own}
-        self.callbacks = [callback for callback in self.trainer.callbacks if type(callback) not in replaced] + own
+        self._own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
+        self._take_callbacks()
+
+    def _take_callbacks(self) -> None:
+        given = self._given_callbacks = checked_callbacks(self.trainer.callbacks, "trainer.callbacks holds")
+        replaced = {type(callback) for callback in self._own}
+        self.callbacks = [callback for callback in given if type(callback) not in replaced] + self._own
         self._hooks = HookTable(self.trainer, self.module, self.callbacks)
+
+    def _come_since(self) -> list[Callback]:
+        """The callbacks that somebody has appended to ``trainer.callbacks`` since they were taken."""
+        taken = {id(callback) for callback in self._given_callbacks}
+        return [callback for callback in self.trainer.callbacks if id(callback) not in taken]
+
+    def settle(self) -> None:
+        """Look, as an epoch begins, what its hooks have changed."""
+        late = self._come_since()
+        if late:
+            raise ConfigurationError(
+                f"{type(late[0]).__name__} was appended to trainer.callbacks after the set-up.",
+                "who hears of what is looked up once, before training: it would never be called.",
+                "append it in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
+            )
+        self.trainables.settle()
 
     def _set_up_module(self, data: StageData) -> StepRunner:
         module, strategy = self.module, self.strategy
@@ -341,6 +385,15 @@ class Session:
         return self._hooks
 
     @property
+    def monitors(self) -> Monitors:
+        """Compares what is monitored with what is logged."""
+        if self._monitors is None:
+            from drivetrain.engine.monitors import Monitors  # for training
+
+            self._monitors = Monitors(self)
+        return self._monitors
+
+    @property
     def trainables(self) -> Trainables:
         """Watches what trains; there from when the strategy holds the module of a fit."""
         assert self._trainables is not None
@@ -365,12 +418,22 @@ class Session:
     def _set_up(self) -> None:
         datamodule, hooks = self.given.datamodule, self.hooks
         setups: list[Callable[[str], None]] = [*hooks.setup]
-        self._teardowns = [*hooks.teardown]
         if datamodule is not None:
             setups.insert(0, datamodule.setup)
-            self._teardowns.insert(0, datamodule.teardown)
+        self._plan_teardowns()
         for setup in setups:
             setup(self.stage)
+        while late := self._come_since():
+            self._take_callbacks()
+            for callback in late:
+                callback.setup(self.trainer, self.module, self.stage)
+        if len(self.trainer.callbacks) < len(self._given_callbacks):  # some were taken out
+            self._take_callbacks()
+        self._plan_teardowns()
+
+    def _plan_teardowns(self) -> None:
+        datamodule = self.given.datamodule
+        self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.hooks.teardown]
 
     # The end
 
@@ -397,6 +460,7 @@ class Session:
         control, raised_at = self.strategy.control, error.__traceback__
         error = in_vain(control, error)
         note_where(error, raised_at, self)
+        note_inference_tensors(error)
         failure = Failure.of_exception(self.strategy.rank, error)
         tell_others(control, failure)
         self._log.add_failure(error, failure.traceback)

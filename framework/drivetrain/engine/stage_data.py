@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from drivetrain.module import TrainModule
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
+
+logger = logging.getLogger("drivetrain")
 
 
 class StageData:
@@ -136,6 +139,12 @@ class StageData:
         loaders = find_loaders(stage, given.evaluate, given.datamodule, module)
         if loaders is None:
             if within_fit:
+                if self._control.rank == 0 and trainer.limit_val_batches != 0:
+                    logger.warning(
+                        "%s has a validation_step, and fit was given no validation loader: nothing is validated. Pass "
+                        "val_dataloaders, or say limit_val_batches=0.",
+                        type(module).__name__,
+                    )
                 return
             raise ConfigurationError(
                 f"{stage} was given no loader.",
@@ -155,7 +164,7 @@ class StageData:
             return
         if within_fit and trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
-        self.sources[stage] = evaluation_sources(loaders, self._dealing, predicting=stage == "predict")
+        self.sources[stage] = evaluation_sources(stage, loaders, self._dealing)
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
         self.lengths[stage] = [
             shorter(limit, source.length) for limit, source in zip(self.limits[stage], self.sources[stage], strict=True)

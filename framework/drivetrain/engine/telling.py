@@ -28,6 +28,9 @@ _LOOPS: dict[CodeType, str] = {
 }
 """The functions that go through batches: what they call ``batch_idx`` is where a run was. No step pays for it."""
 
+_INFERENCE = ("Inference tensors cannot be saved for backward", "inference tensor outside InferenceMode")
+"""What torch says of tensors made in inference mode that are used where gradients are wanted."""
+
 
 def note_where(error: BaseException, raised_at: TracebackType | None, session: Session) -> None:
     """Add rank, epoch, step and batch index to what a run failed with, unless it says so itself.
@@ -56,6 +59,15 @@ def note_where(error: BaseException, raised_at: TracebackType | None, session: S
             places.append(f"{kind}batch index {batch_idx}")
     if len(places) > 1 or session.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
+
+
+def note_inference_tensors(error: BaseException) -> None:
+    """Add the way out where a training step met a tensor that an evaluation, such as the sanity check, has left."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE):
+        error.add_note(
+            "Fix: evaluation runs in torch.inference_mode, and a tensor that was kept from it (a cache, a running "
+            "mean) cannot train. Use Fit(inference_mode=False), or keep a .clone() made in training_step."
+        )
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from drivetrain.data.source import NO_BATCH
 from drivetrain.engine.batches import Move, moved
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import is_overridden
-from drivetrain.loops.anomaly import AnomalyStep
 from drivetrain.loops.arguments import StepArguments
 from drivetrain.loops.closure_step import ClosureStep
 from drivetrain.loops.lengths import Tally
@@ -28,6 +27,7 @@ from drivetrain.loops.step import AutomaticStep, TrainStep
 from drivetrain.loops.stopping import StopRequest
 from drivetrain.loops.train import TrainLimits, TrainLoop
 from drivetrain.loops.validation import ValidationPlan
+from drivetrain.loops.watch import EpochWatch
 from drivetrain.loops.windows import MicroBatch, dealt_windows, exchanged_windows, single_windows, weighed_windows
 from drivetrain.module import TrainModule
 from drivetrain.precision import Precision
@@ -45,6 +45,8 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
     trainer, metrics, strategy = session.trainer, session.metrics, session.strategy
     step = _step(session, runner)
     if trainer.detect_anomaly:
+        from drivetrain.loops.anomaly import AnomalyStep
+
         step = AnomalyStep(step, session.progress, strategy.rank)
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
@@ -70,6 +72,7 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
             metrics.agreed,
             lambda: list(metrics.callback_metrics()),
             Outlook(estimated_steps(session), data.train_length, session.estimate_was_read),
+            tells=strategy.rank == 0,
         ),
         validation=ValidationPlan(
             session.validate,
@@ -89,7 +92,8 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         saves=session.saves,
         draws=session.draws,
         save=session.checkpoints.save_before_leaving,
-        settle=session.trainables.settle,
+        settle=session.settle,
+        watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, session.monitors.after_first_batch),
     )
 
 

@@ -23,6 +23,11 @@ class DirectoryLogger(Logger):
         self._prefix = f"{prefix}-" if prefix else ""
 
     @property
+    def save_dir(self) -> str:
+        """The local path or URL below which each run gets a directory."""
+        return self._directory.root
+
+    @property
     def name(self) -> str:
         """The experiment's sub-directory."""
         return self._directory.name

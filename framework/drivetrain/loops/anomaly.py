@@ -28,6 +28,14 @@ class AnomalyStep:
         self._progress = progress
         self._rank = rank
 
+    @property
+    def last_loss(self) -> torch.Tensor | None:
+        return self._step.last_loss
+
+    @property
+    def never_steps(self) -> bool:
+        return self._step.never_steps
+
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
         try:
             output = self._step.micro_batch(micro, batch_idx)

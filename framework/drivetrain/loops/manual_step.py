@@ -207,6 +207,14 @@ class ManualStep:
         self._scales_loss = strategy.precision.scales_loss
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
+        self._has_stepped = False
+
+    last_loss = None
+
+    @property
+    def never_steps(self) -> bool:
+        handles = self._handles
+        return bool(handles) and not self._has_stepped and all(handle.stepped is None for handle in handles)
 
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
         watch = self._trainables
@@ -294,6 +302,7 @@ class ManualStep:
 
     def close_window(self, micro: MicroBatch) -> bool:
         if any(handle.stepped is not None for handle in self._handles):
+            self._has_stepped = True
             if self._scales_loss:
                 self._strategy.precision.gradients_wait([handle.optimizer for handle in self._handles])
             self._strategy.finish_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from drivetrain.precision import Precision
 from drivetrain.strategy import StepRunner, Strategy
 from drivetrain.trainable import TRAINS
 
+logger = logging.getLogger("drivetrain")
+
 ClipGradients = Callable[[Sequence[Optimizer]], Any]
 StepOptimizers = Callable[..., bool]
 """Takes the last loss and, where the optimizer needs one, a closure; tells whether a step was made."""
@@ -35,6 +38,14 @@ StepOptimizers = Callable[..., bool]
 
 class TrainStep(Protocol):
     """One way of training: automatic, with closures, or manual."""
+
+    @property
+    def last_loss(self) -> Tensor | None:
+        """The loss of the last micro-batch, of shape (); None where the engine does not see it."""
+
+    @property
+    def never_steps(self) -> bool:
+        """Whether this is left to ``training_step``, which has not done it yet."""
 
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
         """Train on one micro-batch; return what ``training_step`` returned."""
@@ -98,6 +109,12 @@ class AutomaticStep:
         self._skipped = 0.0
         self._loss: Tensor | None = None
         self._warned = False
+
+    never_steps = False
+
+    @property
+    def last_loss(self) -> Tensor | None:
+        return self._loss
 
     # The hot path
 
@@ -206,13 +223,22 @@ class AutomaticStep:
         if contributed <= 0:
             if not self._warned:
                 self._warned = True
-                why = "every loss in it was None" if skipped else "its weights sum to zero"
-                warnings.warn(f"A window made no step: {why}. Said once.", stacklevel=2)
+                self._tell_no_step(skipped > 0)
             self.drop_window()
             return False
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_(gradients, window_weight / contributed)
         return True
+
+    def _tell_no_step(self, skipped: bool) -> None:
+        if not skipped:
+            warnings.warn("A window made no step: its weights sum to zero. Said once.", stacklevel=3)
+        elif self.strategy.rank == 0:
+            logger.warning(
+                "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
+                "micro-batches. Unless that is meant, end it with return loss. Said once.",
+                type(self.module).__name__,
+            )
 
     def _refuse(self, loss: Any, batch_idx: int) -> None:
         name = f"{type(self.module).__name__}.training_step"

@@ -1,4 +1,4 @@
-"""When a run stops early, decided once for all ranks."""
+"""When a run stops, decided once for all ranks, and why, in words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 from drivetrain.control import ControlPlane
+from drivetrain.loops.progress import Progress
 
 AGREE_EVERY = 16
 """Windows between two looks at the store, at most."""
@@ -109,6 +110,7 @@ class StopRequest:
     ) -> None:
         self._control = control
         self._store = control.store
+        self._max_time = max_time
         self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
         self._min_steps = min_steps or 0
         self._min_epochs = min_epochs or 0
@@ -121,6 +123,8 @@ class StopRequest:
         self._looked: tuple[int, float] | None = None
         self.requested = False
         """Set to ask for a stop; ``trainer.should_stop``."""
+        self.because: str | None = None
+        """Why this rank asked first, in words."""
         self.signal = 0
         """Set to ask to leave: the number of the signal that wants it."""
         self.leaving = 0
@@ -130,6 +134,18 @@ class StopRequest:
     def goes_on_later(self) -> bool:
         """Whether the run ends before its time, so that what it has come to must be saved."""
         return self.leaving > 0 or (self._late if self._store is None else self._stop.why == _TIME_IS_UP)
+
+    def ask(self, because: str) -> None:
+        """Ask for a stop, and say why."""
+        self.requested = True
+        self.because = self.because or because
+
+    @property
+    def reason(self) -> str | None:
+        """Why the ranks stop, by the first that asked; None where nobody did. Not collective."""
+        if self._store is not None and self._store.check(["stop/because"]):
+            return str(self._store.get("stop/because").decode())
+        return self.because
 
     def after_window(self, step: int, epoch: int) -> bool:
         """Whether to stop now, in epoch ``epoch`` with ``step`` optimizer steps made. Called on every rank after each
@@ -144,6 +160,7 @@ class StopRequest:
         if self.signal and not self._leave.asked:
             self._leave.ask(window, self.signal)
         if self.requested and not self._stop.asked:
+            self._leave_reason()
             self._stop.ask(window, self._reason())
         if window >= self._look_at:
             self._look(window)
@@ -159,6 +176,8 @@ class StopRequest:
         """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
         self._heed_deadline()  # an epoch may close no window
         why = 0 if self._agreed or not self.requested else self._reason()
+        if why:
+            self._leave_reason()
         stops, leaves = self._stop.leave_word(why), self._leave.leave_word(self.signal)
         stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
         if stopping and not self._agreed:
@@ -186,7 +205,12 @@ class StopRequest:
 
     def _heed_deadline(self) -> None:
         if self._deadline is not None and not self.requested and time.monotonic() >= self._deadline:
-            self.requested = self._late = True
+            self._late = True
+            self.ask(f"max_time={self._max_time} is up")
+
+    def _leave_reason(self) -> None:
+        if self._store is not None and self.because is not None:
+            self._store.compare_set("stop/because", "", self.because)
 
     def _reason(self) -> int:
         return _TIME_IS_UP if self._late else 1
@@ -206,3 +230,33 @@ class StopRequest:
         store.set(f"looks/{self._control.rank}", str(self._look_at))
         self._leave.look()
         self._stop.look()
+
+
+def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_step: int) -> str | None:
+    """Return which limit a run has come to; None where it may go on.
+
+    Args:
+        max_epochs: None or -1 for no limit.
+        max_steps: -1 for no limit.
+        epoch: epochs completed.
+        global_step: optimizer steps made.
+    """
+    if 0 <= max_steps <= global_step:
+        return f"max_steps={max_steps} is reached"
+    if max_epochs is not None and 0 <= max_epochs <= epoch:
+        return f"max_epochs={max_epochs} is reached"
+    return None
+
+
+def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool) -> str:
+    """Return the line that a run ends with.
+
+    Args:
+        reasons: what ended it: limits, then who asked for it.
+        progress: how far it came.
+        nothing_left: it went on from where it had ended before, and made no step.
+    """
+    epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
+    steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"
+    more = "; nothing was left to train" if nothing_left else ""
+    return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){more}."

@@ -21,8 +21,9 @@ from drivetrain.loops.progress import Progress
 from drivetrain.loops.saving import SaveRequests
 from drivetrain.loops.schedulers import Schedulers
 from drivetrain.loops.step import TrainStep
-from drivetrain.loops.stopping import StopRequest
+from drivetrain.loops.stopping import StopRequest, limit_reached
 from drivetrain.loops.validation import ValidationPlan
+from drivetrain.loops.watch import EpochWatch
 from drivetrain.loops.windows import MicroBatch
 from drivetrain.metrics import MetricStore
 from drivetrain.transfer import map_tensors
@@ -80,6 +81,7 @@ class TrainLoop:
         draws: brings the random generators back to where they stood when a resumed run was saved.
         save: writes what a later run goes on from, where this one ends before its time.
         settle: looks what trains, once the hooks that begin an epoch have been called.
+        watch: says what only an epoch as a whole shows.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class TrainLoop:
         draws: ReadAhead,
         save: Callable[[], None],
         settle: Callable[[], None],
+        watch: EpochWatch,
     ) -> None:
         self._step = step
         self._micro_batches = micro_batches
@@ -128,6 +131,7 @@ class TrainLoop:
         self._draws = draws
         self._save = save
         self._settle = settle
+        self._watch = watch
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
 
@@ -180,10 +184,17 @@ class TrainLoop:
         return resumed
 
     def _finished(self) -> bool:
+        return self._limit_reached() is not None
+
+    def _limit_reached(self) -> str | None:
         limits, progress = self._limits, self._progress
-        if 0 <= limits.max_steps <= progress.global_step:
-            return True
-        return limits.max_epochs is not None and 0 <= limits.max_epochs <= progress.epoch
+        return limit_reached(limits.max_epochs, limits.max_steps, progress.epoch, progress.global_step)
+
+    def why_it_ended(self) -> list[str]:
+        """Return what ended `run`, in words: a limit, and who asked for it."""
+        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
+        asked = self._stop.reason if self._stop.requested else None
+        return reasons + [one for one in (self._limit_reached(), asked) if one is not None]
 
     def _train_epoch(self) -> Ended:
         """Train on one epoch's micro-batches."""
@@ -196,7 +207,7 @@ class TrainLoop:
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
 
-        micro_batches = self._micro_batches(progress.epoch, progress.batch_idx)
+        micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
         for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
             if micro.opens:
@@ -297,6 +308,7 @@ class TrainLoop:
             self._flush_epoch(results)
         for hook in hooks.late["on_train_epoch_end"]:
             hook()
+        self._watch.end(progress.epoch)
         if ended is Ended.DATA:
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0

@@ -309,6 +309,11 @@ class MetricStore:
                 values[entry.name] = entry.result
         return {name: for_reading(value) for name, value in values.items()}
 
+    def known_names(self) -> set[str]:
+        """Every name that `callback_metrics` has, or will have once what was logged is reduced."""
+        names = {name for entry in self._all() for name in (entry.name, entry.step_name, entry.epoch_name)}
+        return names.union(self._values)
+
     def logged_metrics(self) -> dict[str, Tensor]:
         """The latest values that loggers get."""
         return self._chosen("logger")

@@ -47,6 +47,7 @@ class Run:
     sanity_checking: bool = False
     joining: bool = False
     should_stop: bool = False
+    stop_reason: str = ""
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     progress_bar_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
@@ -58,6 +59,9 @@ class Run:
     @property
     def is_global_zero(self) -> bool:
         return self.strategy.control.rank == 0
+
+    def ask_to_stop(self, because: str) -> None:
+        self.should_stop, self.stop_reason = True, because
 
     def print(self, *parts: object) -> None:
         self.printed.append(" ".join(map(str, parts)))

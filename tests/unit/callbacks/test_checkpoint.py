@@ -166,8 +166,8 @@ class TestWhatIsKept:
         else:
             shutil.copytree(aside, first)
         start = tmp_path / "checkpoints/epoch=1-step=12"
-        fit(tmp_path, Checkpoint(), max_epochs=2).fit(Scored([0.0] * 2), loader(), ckpt_path=start)
-        assert names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=1-step=12"]
+        fit(tmp_path, Checkpoint(), max_epochs=3).fit(Scored([0.0] * 3), loader(), ckpt_path=start)
+        assert names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=2-step=18"]
 
     @pytest.mark.parametrize("mode", ["min", "max"])
     def test_a_value_that_is_no_number_is_the_worst(self, mode: str) -> None:
@@ -229,18 +229,27 @@ class TestGoingOn:
         fit(tmp_path, Checkpoint(every_n_train_steps=2, save_top_k=-1), max_epochs=1).fit(Scored([0.0]), loader())
         before = {name: load(tmp_path / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
         start = tmp_path / "checkpoints/epoch=0-step=2"
-        other = Checkpoint(tmp_path / "checkpoints", every_n_train_steps=2, save_top_k=-1, monitor=None, mode="max")
+        kind = type("Other", (Checkpoint,), {})  # which takes nothing over from the first
+        other = kind(tmp_path / "checkpoints", every_n_train_steps=2, save_top_k=-1)
         fit(tmp_path, other, max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path=start)
         after = {name: load(tmp_path / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
         assert {name: after[name] for name in before} == before
         assert sorted(set(after) - set(before)) == ["epoch=0-step=4-v1", "epoch=0-step=6-v1"]
 
 
+class Replaced(Checkpoint):
+    """Its folder becomes a file once it was looked at."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        super().on_train_start(trainer, module)
+        Path(str(self.dirpath)).write_text("")
+
+
 class TestInTheBackground:
     def test_what_is_saved_is_the_state_at_the_call(self, tmp_path: Path) -> None:
         # F-08
         plain = Checkpoint(tmp_path / "plain", every_n_train_steps=2, save_top_k=-1)
-        beside = Checkpoint(tmp_path / "beside", every_n_train_steps=2, save_top_k=-1, save_async=True, mode="max")
+        beside = Checkpoint(tmp_path / "beside", every_n_train_steps=2, save_top_k=-1, save_async=True)
         fit(tmp_path, [plain, beside], max_epochs=2).fit(Scored([0.0] * 2), loader())
         for one in (tmp_path / "plain").glob("epoch=*"):
             other = load(tmp_path / "beside" / one.name)
@@ -262,8 +271,7 @@ class TestInTheBackground:
                     if thread.name == "checkpoint-write":
                         thread.join()
 
-        (tmp_path / "file").write_text("")
-        checkpoint = Checkpoint(tmp_path / "file", every_n_train_steps=2, save_async=True)
+        checkpoint = Replaced(tmp_path / "file", every_n_train_steps=2, save_async=True)
         module = Blocked([0.0] * 2)
         with pytest.raises(CheckpointError, match="could not be written"):
             fit(tmp_path, checkpoint, max_epochs=2).fit(module, loader())
@@ -271,8 +279,7 @@ class TestInTheBackground:
 
     def test_the_end_waits_and_raises(self, tmp_path: Path) -> None:
         # F-08
-        (tmp_path / "file").write_text("")
-        checkpoint = Checkpoint(tmp_path / "file", save_async=True)
+        checkpoint = Replaced(tmp_path / "file", save_async=True)
         with pytest.raises(CheckpointError, match="could not be written"):
             fit(tmp_path, checkpoint, max_epochs=1).fit(Scored([0.0]), loader())
 

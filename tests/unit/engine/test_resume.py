@@ -204,6 +204,7 @@ def test_from_every_place_a_run_goes_on_as_if_nothing_had_happened(kind: str, tm
     whole, weights, rates, averages, metrics = run(tmp_path, kind, [saver])
     assert len([name for name in saver.saved if name.startswith("batch")]) == STEPS
     assert {name.partition("-")[0] for name in saver.saved} == {"batch", "validation", "epoch"}
+    del saver.saved["epoch-036"]  # from the end nothing is left (I-17)
     # Starting workers takes its time: every other place will do there.
     places = list(saver.saved.items())[:: 3 if "worker" in kind else 1]
     for name, (losses, calls) in places:
