@@ -32,7 +32,7 @@ class OnAll(Model):
 
 if CASE in ("alike", "each"):
     quiet(strategy="ddp", devices=2, default_root_dir="run").fit(OnAll(), loader(64, 4))
-settings = dict(strategy="ddp", devices=2, launcher=LAUNCHER, accumulate_grad_batches=2)
+settings = dict(strategy="ddp", devices=2, launcher=LAUNCHER, accumulate_grad_batches=2, limit_val_batches=0)
 quiet(**settings, default_root_dir="undisturbed").fit(Model(), loader(64, 4))
 quiet(**settings, default_root_dir="run", max_epochs=2).fit(OnOneRank(), loader(64, 4))
 """

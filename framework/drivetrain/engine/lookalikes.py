@@ -61,7 +61,6 @@ _OTHERS = {
     "on_before_accelerator_backend_setup": "write setup(self, stage)",
     "tbptt_split_batch": "split the batch in training_step, with self.automatic_optimization = False",
     "get_progress_bar_dict": "use self.log(..., prog_bar=True)",
-    "get_metrics": "subclass ProgressBar, or use self.log(..., prog_bar=True)",
     "on_epoch_start": "write on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
     "on_epoch_end": "write on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
     "on_batch_start": "write on_train_batch_start",
