@@ -94,6 +94,27 @@ class Zero:
         self._reduced = False
         self._norm: torch.Tensor | None = None
         self._put_aside()
+        if self.stage == 2 and self.optimizer.reduce_scatter and self.optimizer.gradient_average:
+            self._divide_as_they_travel()
+
+    def _divide_as_they_travel(self) -> None:
+        """Have gradients divided by the number of ranks in the dtype in which they are exchanged.
+
+        Stage 2 divides them before, in half precision, by which they are rounded once more where the number of ranks is
+        no power of two.
+        """
+        optimizer, exchange = self.optimizer, self.optimizer.allreduce_bucket
+        optimizer.gradient_average = False  # whole buckets stay as they are
+
+        def divided(*args: Any, **kwargs: Any) -> torch.Tensor:
+            optimizer.gradient_average = True
+            try:
+                reduced: torch.Tensor = exchange(*args, **{**kwargs, "divide": True})
+            finally:
+                optimizer.gradient_average = False
+            return reduced
+
+        optimizer.allreduce_bucket = divided
 
     @property
     def offloads(self) -> bool:
