@@ -336,6 +336,7 @@ EXAMPLES = (
                     precision="16-mixed",
                     data=Data(samples=4, batch=1),
                     validation=Validation(samples=1, batch=1),
+                    epochs=2,
                     resume=Resume(),
                 ),
             )

@@ -554,6 +554,7 @@ class Loop:
             return
         self.saves = False
         self.outcome.saved_after = self.micro_batches
+        self.outcome.saved_at_end = self.epoch >= self.program.epochs
         self.outcome.saved_hooks = len(self.outcome.hooks)
         self.outcome.saved_rates = len(self.outcome.rates)
         self.outcome.saved_flushes = len(self.outcome.flushes)

@@ -32,6 +32,7 @@ class Outcome:
         hooks: the hooks in the order in which they were called.
         steps: after each micro-batch: optimizer steps made, and all weights in one vector.
         saved_after: micro-batches trained on when the checkpoint was written; -1 for no checkpoint.
+        saved_at_end: the run was over by then.
         saved_hooks: hooks called until then.
         saved_rates: entries of ``rates`` until then.
         saved_flushes: entries of ``flushes`` until then.
@@ -50,6 +51,7 @@ class Outcome:
     hooks: list[str] = field(default_factory=list)
     steps: list[tuple[int, Tensor]] = field(default_factory=list)
     saved_after: int = -1
+    saved_at_end: bool = False
     saved_hooks: int = 0
     saved_rates: int = 0
     saved_flushes: int = 0
