@@ -169,6 +169,11 @@ def _manual(does: Callable[[Any, Any], Any], **options: Any) -> Callable[[Path],
     return lambda path: Run(fit(path, **options), kind())
 
 
+def _lazy(self: Any) -> None:
+    Net.__init__(self)
+    self.lazy = torch.nn.LazyLinear(2)
+
+
 def _without_a_batch(self: Any) -> None: ...
 
 
@@ -181,8 +186,8 @@ MISTAKES = [
     Mistake("strategy misspelt", BUILT, "'dpp'", "found by name", "use one of auto", setting(strategy="dpp")),
     Mistake("strategy's class", BUILT, "DDPStrategy", "name or a Strategy", "'ddp'", setting(strategy=DDPStrategy)),
     Mistake("precision misspelt", BUILT, "'bf16-mixd'", "dtypes", "'bf16-mixed'", setting(precision="bf16-mixd")),
-    Mistake("accelerator misspelt", BUILT, "'gpuu'", "", "", setting(accelerator="gpuu")),
-    Mistake("devices in words", BUILT, "devices='two'", "", "", setting(devices="two")),
+    Mistake("accelerator misspelt", BUILT, "'gpuu'", "kind of device", "use one of auto", setting(accelerator="gpuu")),
+    Mistake("devices in words", BUILT, "devices='two'", "a count", "devices=2", setting(devices="two")),
     Mistake("half an epoch", BUILT, "max_epochs=1.5", "a count", "an int", setting(max_epochs=1.5)),
     Mistake("limit in percent", BUILT, "=50.0", "to 1.0", "=0.1 for a tenth", setting(limit_train_batches=50.0)),
     Mistake("time in words", BUILT, "max_time='1h'", "for how long", "'00:12:00:00'", setting(max_time="1h")),
@@ -270,8 +275,8 @@ MISTAKES = [
         "interval of a monitor",
         BUILT,
         "'batch'",
-        "",
-        "",
+        "are logged with steps or with epochs",
+        "give 'step'",
         calls(lambda path: LearningRateMonitor(logging_interval="batch")),
     ),
     Mistake(
@@ -425,7 +430,9 @@ MISTAKES = [
         "Fit(accelerator=",
         steps(lambda self, batch: self.double()),
     ),
-    Mistake("logging text", FIRST, "'note'", "", "", steps(lambda self, batch: self.log("note", "good"))),
+    Mistake(
+        "logging text", FIRST, "'note'", "a number", "log_dict", steps(lambda self, batch: self.log("note", "good"))
+    ),
     Mistake(
         "manual backward",
         FIRST,
@@ -561,8 +568,16 @@ MISTAKES = [
         given(loader()),
         said=True,
     ),
+    Mistake(
+        "lazy layer",
+        START,
+        "lazy (LazyLinear)",
+        "with the first forward",
+        "run one forward",
+        lambda path: Run(fit(path), type("Net", (Net,), {"__init__": _lazy})()),
+    ),
     # Checkpoints
-    Mistake("no checkpoint there", START, "missing", "", "", resumed("missing")),
+    Mistake("no checkpoint there", START, "missing", "nothing is there", "check the path", resumed("missing")),
     Mistake(
         "none yet",
         START,
