@@ -12,7 +12,8 @@ from typing import Any
 
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
-from drivetrain.engine.loaders import Given
+from drivetrain.engine.loaders import Given, loader_method
+from drivetrain.engine.mentions import is_called_elsewhere
 from drivetrain.errors import ConfigurationError
 from drivetrain.hooks import HOOKS, is_overridden
 from drivetrain.module import TrainModule
@@ -26,6 +27,7 @@ _STEP = re.compile(
     r"(train|training|val|valid|validate|validation|test|testing|predict|prediction)"
     r"_(steps?|epoch_(start|begin|end)|dataloaders?)"
 )
+_LOADER = re.compile(r"\w+_dataloaders?")
 _SYNONYMS = {"begin": "start", "stop": "end", "finish": "end", "finished": "end", "done": "end"}
 _SYNONYM = re.compile(rf"({'|'.join(_SYNONYMS)})$")
 _ALIKE = 0.88
@@ -85,14 +87,17 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _OF_DATA = tuple(name for name in vars(DataModule) if not name.startswith("_") and "state_dict" not in name)
 
 
-def check_hooks(owner: TrainModule | Callback | DataModule, given: Given | None = None) -> None:
+def check_hooks(
+    owner: TrainModule | Callback | DataModule, given: Given | None = None, stage: str | None = None
+) -> None:
     """Refuse methods that look like hooks and are none, and hooks that take other arguments than they are given.
 
-    A method that the object itself calls is a helper, by whatever name.
+    A method that the object itself or the user's script calls is a helper, by whatever name.
 
     Args:
         owner: whose class, and its bases as far as they are the user's, are looked at.
         given: the loaders of the run: where there are some, a method that looks like theirs may be where they are from.
+        stage: "fit", "validate", "test" or "predict", whose loaders the engine asks for; None where it asks for none.
 
     Raises:
         ConfigurationError: names the method, and what to write for it.
@@ -103,14 +108,14 @@ def check_hooks(owner: TrainModule | Callback | DataModule, given: Given | None 
         if name in known or name.startswith("_"):
             continue
         way = _way_out(name, base, hooks, given)
-        if way is not None and not _calls_itself(owner, base, name):
+        if way is not None and not _calls_itself(owner, base, name) and not _is_called(owner, base, name):
             raise ConfigurationError(
                 f"{type(owner).__name__}.{name} looks like a hook, and is none: nobody calls it.",
                 "what it is meant to do would not be done.",
                 f"{way}. A method that is called from elsewhere needs another name, or an underscore before it.",
             )
     for name in hooks:
-        if name not in _STEPS and is_overridden(name, owner, base):
+        if name not in _STEPS and is_overridden(name, owner, base) and not _is_spared(name, given, stage):
             _check_arguments(owner, name, base)
 
 
@@ -130,7 +135,7 @@ def _way_out(name: str, base: type, hooks: Sequence[str], given: Given | None) -
         elsewhere = [kind for kind, theirs in kinds if name in theirs]
         if elsewhere:
             return f"it is a hook of {' and of '.join(elsewhere)}: write it there"
-    elif base is Callback:
+    elif base is Callback or (base is DataModule and re.fullmatch(r"\w+_steps?", name)):
         return None
     alike = (_MOMENT if on else _STEP).fullmatch(name) is not None
     near, likeness = _nearest(_SYNONYM.sub(lambda found: _SYNONYMS[found[0]], name) if on else name, hooks, alike)
@@ -156,6 +161,17 @@ def _is_given(loader_method: str, given: Given | None) -> bool:
         return False
     loaders = given.train if loader_method.startswith("train") else given.evaluate
     return loaders is not None or given.datamodule is not None
+
+
+def _is_spared(name: str, given: Given | None, stage: str | None) -> bool:
+    """Whether a loader's method is the user's own affair: this run does not ask it for one."""
+    if not name.endswith("_dataloader"):
+        return False
+    asked = ("train", "validate") if stage == "fit" else (stage,)
+    if stage is None or name not in map(loader_method, asked):
+        return True
+    loaders = None if given is None else given.train if name == "train_dataloader" else given.evaluate
+    return loaders is not None
 
 
 def _own_functions(owner: object, base: type) -> list[str]:
@@ -184,6 +200,13 @@ def _calls_itself(owner: object, base: type, method: str) -> bool:
     return False
 
 
+def _is_called(owner: object, base: type, method: str) -> bool:
+    """Whether the user's files call it; a loss has a ``backward``, and where loaders are from is seen from the run."""
+    if method == "backward" or _LOADER.fullmatch(method):
+        return False
+    return is_called_elsewhere(method, {kind.__module__ for kind in _own_classes(owner, base)})
+
+
 def _uses(code: CodeType, method: str) -> bool:
     if method in code.co_names:
         before: Any = None
@@ -206,9 +229,12 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
     expected = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
     # Evaluation hooks get the number of the loader where there are several.
     passed = [one.name for one in expected if one.name != "dataloader_idx" or one.default is inspect.Parameter.empty]
+    several = [one.name for one in expected]
     try:
-        signature = inspect.signature(hook)
+        signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may give it more
     except (TypeError, ValueError):  # not written in Python
+        return
+    if several != passed and _takes(signature, several):
         return
     try:
         signature.bind(*passed)
@@ -218,3 +244,11 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
             "that is how the engine calls it.",
             f"write def {name}({', '.join(['self', *passed])}).",
         ) from None
+
+
+def _takes(signature: inspect.Signature, passed: Sequence[str]) -> bool:
+    try:
+        signature.bind(*passed)
+    except TypeError:
+        return False
+    return True

@@ -41,9 +41,9 @@ def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
                 )
     from drivetrain.engine.lookalikes import check_hooks  # by runs
 
-    check_hooks(module, given)
+    check_hooks(module, given, stage)
     if isinstance(given.datamodule, DataModule):
-        check_hooks(given.datamodule)
+        check_hooks(given.datamodule, stage=stage)
     for loaders in (given.train, given.evaluate):
         for loader in _each(loaders):
             if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,86 @@ def test_helpers_are_left_alone(tmp_path: Path) -> None:  # I-10
     module = Net()
     fit(tmp_path).fit(module, loader())
     assert module.ended == [2]
+
+
+def test_a_method_that_the_script_or_a_callback_calls_is_a_helper(tmp_path: Path) -> None:  # I-10
+    class Net(Tiny):
+        def val_steps(self) -> int:
+            return 3
+
+        def on_validation_plots_end(self) -> None:
+            self.plotted = True
+
+    class Plots(Callback):
+        def on_train_epoch_end(self, trainer: Fit, module: Any) -> None:
+            module.on_validation_plots_end()
+
+    module = Net()
+    assert module.val_steps() == 3
+    fit(tmp_path, callbacks=Plots()).fit(module, loader())
+    assert module.plotted
+
+
+def test_a_method_that_is_looked_up_by_its_name_is_a_helper(tmp_path: Path) -> None:  # I-10
+    class Net(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return getattr(self, f"{'tr'}ai{'n'}ing_steps")(batch)
+
+        def training_steps(self, batch: Any) -> Any:
+            return self.layer(batch).mean()
+
+    fit(tmp_path).fit(Net(), loader())
+
+
+def test_a_data_module_may_count_its_steps(tmp_path: Path) -> None:  # I-10
+    class Data(DataModule):
+        def train_steps(self) -> int:
+            return 4
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+    fit(tmp_path).fit(Tiny(), datamodule=Data())
+
+
+def test_loaders_that_the_run_asks_nobody_for_are_the_users_affair(tmp_path: Path) -> None:  # I-10
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def test_dataloader(self, split: str) -> Any:
+            return loader()
+
+    fit(tmp_path).fit(Tiny(), datamodule=Data())
+    with pytest.raises(ConfigurationError, match="test_dataloader"):
+        fit(tmp_path).test(Tiny(), datamodule=Data())
+
+    module: Any = Tiny()
+    module.train_dataloader = module.test_dataloader = loader()
+    fit(tmp_path).fit(module, module.train_dataloader)
+
+
+def test_a_decorator_may_give_a_hook_more_than_the_engine(tmp_path: Path) -> None:  # I-10
+    def with_trainer(hook: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(hook)
+        def wrapped(self: Any) -> None:
+            hook(self, self.trainer)
+
+        return wrapped
+
+    seen: list[Any] = []
+    trainer = fit(tmp_path)
+    trainer.fit(module_with(on_train_start=with_trainer(lambda self, trainer: seen.append(trainer))), loader())
+    assert seen == [trainer]
+
+
+def test_hooks_of_several_loaders_may_need_the_number(tmp_path: Path) -> None:  # I-10
+    seen: list[int] = []
+    module = module_with(
+        on_validation_batch_end=lambda self, outputs, batch, batch_idx, dataloader_idx: seen.append(dataloader_idx)
+    )
+    fit(tmp_path, num_sanity_val_steps=0).fit(module, loader(), [loader(2), loader(2)])
+    assert seen == [0, 1]
 
 
 def test_a_backward_is_no_helper_because_a_loss_has_one(tmp_path: Path) -> None:  # I-10
