@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
@@ -74,7 +75,7 @@ class EarlyStopping(Callback):
                 "it is the name of a logged value",
                 "give a name, such as 'val_loss'",
             )
-        if type(patience) is not int or patience < 0:
+        if isinstance(patience, bool) or not isinstance(patience, Integral) or patience < 0:
             raise ConfigurationError(
                 f"EarlyStopping(patience={patience!r})",
                 "it is a number of checks without improvement",
@@ -82,7 +83,7 @@ class EarlyStopping(Callback):
             )
         self.monitor = monitor
         self.min_delta = abs(min_delta)
-        self.patience = patience
+        self.patience = int(patience)  # as one of numpy's it would be another key of the state
         self.verbose = verbose
         self.mode = mode
         self.strict = strict

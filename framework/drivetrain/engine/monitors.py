@@ -24,6 +24,8 @@ _LATE_HOOKS = ("on_train_epoch_end",)
 _EVALUATION_HOOKS = ("on_validation_epoch_end", "on_validation_end")
 _FIELD = re.compile(r"\{([^{}:]+)")
 _COUNTERS = ("epoch", "step")
+_JOINTS = "_-/. "
+"""Where names are put together, as in ``f"{stage}_loss"``."""
 
 
 class Monitors:
@@ -63,7 +65,7 @@ class Monitors:
             )
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
-        for callback in self._session.callbacks:
+        for callback in filter(is_ours, self._session.callbacks):
             kind = type(callback).__name__
             monitor = getattr(callback, "monitor", None)
             if isinstance(monitor, str) and getattr(callback, "strict", True):
@@ -100,6 +102,11 @@ class Monitors:
         return False
 
 
+def is_ours(callback: Callback) -> bool:
+    """Whether it is of a class of ours, or of one built on it: what its attributes mean is known."""
+    return any(kind.__module__.startswith("drivetrain.callbacks") for kind in type(callback).__mro__)
+
+
 def _holds(code: CodeType, name: str) -> bool:
     return any(
         _holds(constant, name) if isinstance(constant, CodeType) else _is_or_has(constant, name)
@@ -108,4 +115,11 @@ def _holds(code: CodeType, name: str) -> bool:
 
 
 def _is_or_has(constant: Any, name: str) -> bool:
-    return constant == name or (isinstance(constant, tuple) and name in constant)
+    if isinstance(constant, tuple):
+        return name in constant
+    if constant == name:
+        return True
+    if not isinstance(constant, str) or len(constant) < 3:
+        return False
+    ends = constant[0] in _JOINTS and name.endswith(constant)
+    return ends or (constant[-1] in _JOINTS and name.startswith(constant))

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from drivetrain.engine.monitors import is_ours
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers.directory_logger import DirectoryLogger
 
@@ -35,12 +36,13 @@ def check_folders(session: Session) -> None:
 def _problems(session: Session) -> Iterator[tuple[str, str, str]]:
     saving = "the run would train until its first save, and fail there."
     for callback in session.callbacks if session.stage == "fit" else ():
-        folder = getattr(callback, "dirpath", None)
-        if isinstance(folder, str) and (problem := _why_not(folder)) is not None:
+        folder = getattr(callback, "dirpath", None)  # a user's own callback may only read there
+        if isinstance(folder, str) and is_ours(callback) and (problem := _why_not(folder)) is not None:
             name = type(callback).__name__
             fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
             yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
-    for logger in session.trainer.loggers if session.strategy.rank == 0 else ():
+    # Predictions log nothing.
+    for logger in session.trainer.loggers if session.strategy.rank == 0 and session.stage != "predict" else ():
         if not isinstance(logger, DirectoryLogger) or "://" in logger.save_dir:
             continue
         if (problem := _why_not(logger.save_dir)) is not None:

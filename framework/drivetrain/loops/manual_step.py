@@ -208,13 +208,20 @@ class ManualStep:
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
         self._has_stepped = False
+        self._changes = self._count_changes()
 
     last_loss = None
 
     @property
     def never_steps(self) -> bool:
         handles = self._handles
-        return bool(handles) and not self._has_stepped and all(handle.stepped is None for handle in handles)
+        if not handles or self._has_stepped or any(handle.stepped is not None for handle in handles):
+            return False
+        return self._count_changes() == self._changes  # else it steps the optimizers themselves, without the handles
+
+    def _count_changes(self) -> int:
+        groups = [group for handle in self._handles for group in handle.optimizer.param_groups]
+        return sum(parameter._version for group in groups for parameter in group["params"])
 
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
         watch = self._trainables

@@ -121,7 +121,7 @@ def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[Sch
         schedulers = [_scheduler(configured["lr_scheduler"])]
         if schedulers[0].monitor is None:
             schedulers[0].monitor = _checked_monitor(monitor)
-    elif monitor is not None:
+    elif monitor is not None and "lr_scheduler" not in configured:  # None is a scheduler that is switched off
         raise ConfigurationError(
             f"configure_optimizers: 'monitor': {monitor!r} without an 'lr_scheduler'.",
             "nothing would go by it.",

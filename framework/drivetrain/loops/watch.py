@@ -51,7 +51,7 @@ class EpochWatch:
             return
         if not self._said_loss:
             self._look_at_losses(epoch)
-        if self._step.never_steps and not self._said_steps:
+        if self._first is not None and self._step.never_steps and not self._said_steps:
             self._said_steps = True
             logger.warning(
                 "%s.training_step went through epoch %d and called step() of none of self.optimizers(): in manual "
@@ -62,7 +62,10 @@ class EpochWatch:
 
     def _look(self) -> Iterator[MicroBatch]:
         yield from ()
-        self._first = self._losses()
+        # Copies: a compiled step, or a hook, may write to the tensor again.
+        self._first = {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in self._losses().items()
+        }
         if self._after_first is not None:
             call, self._after_first = self._after_first, None
             call()
@@ -89,7 +92,9 @@ class EpochWatch:
         if loss is not None:
             return {"the loss": loss.detach()}
         entries = self._metrics.entries.values()
-        return {entry.name: entry.last for entry in entries if entry.on_step and entry.last is not None}
+        # Other values may be infinite on purpose: the best so far, a perplexity.
+        logged = (entry for entry in entries if entry.on_step and entry.last is not None)
+        return {entry.name: entry.last for entry in logged if "loss" in entry.name.lower()}
 
 
 def _is_finite(value: Any) -> bool:

@@ -4,6 +4,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from callback_run import Run, distributed_run
@@ -11,6 +12,12 @@ from callback_run import Run, distributed_run
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.errors import ConfigurationError
 from worlds import on_ranks
+
+
+def test_patience_may_be_an_integer_of_numpys() -> None:  # I-10
+    assert EarlyStopping("val_loss", patience=np.int64(3)).patience == 3
+    with pytest.raises(ConfigurationError, match="patience=True"):
+        EarlyStopping("val_loss", patience=True)
 
 
 def _drive(

@@ -159,6 +159,13 @@ def test_loaders_that_the_run_asks_nobody_for_are_the_users_affair(tmp_path: Pat
     fit(tmp_path).fit(module, module.train_dataloader)
 
 
+def test_a_scheduler_that_is_switched_off_keeps_its_monitor(tmp_path: Path) -> None:  # I-10
+    def optimizer(self: Any) -> dict[str, Any]:
+        return {"optimizer": torch.optim.SGD(self.parameters()), "lr_scheduler": None, "monitor": "val_loss"}
+
+    fit(tmp_path).fit(module_with(configure_optimizers=optimizer), loader())
+
+
 def test_a_decorator_may_give_a_hook_more_than_the_engine(tmp_path: Path) -> None:  # I-10
     def with_trainer(hook: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(hook)

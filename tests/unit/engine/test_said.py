@@ -156,6 +156,22 @@ class Muted(Logs):
     mute = True
 
 
+class Staged(Tiny):
+    """Puts the names together, and logs nothing in the sanity check."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch, "train")
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.step(batch, "val")
+
+    def step(self, batch: Any, stage: str) -> Any:
+        loss = self.layer(batch).mean()
+        if not self.trainer.sanity_checking:
+            self.log(f"{stage}_loss", loss, on_epoch=True)
+        return loss
+
+
 @pytest.mark.parametrize(
     ("module", "monitor"),
     [
@@ -164,6 +180,7 @@ class Muted(Logs):
         (Late(), "at_the_end"),
         (Sometimes(), "seldom"),
         (Muted(), "val_loss"),
+        (Staged(), "val_loss"),
     ],
 )
 def test_what_will_be_logged_is_no_wrong_monitor(tmp_path: Path, module: Logs, monitor: str) -> None:  # I-17
@@ -173,6 +190,18 @@ def test_what_will_be_logged_is_no_wrong_monitor(tmp_path: Path, module: Logs, m
 
 def test_without_a_sanity_check_nothing_is_guessed(tmp_path: Path) -> None:  # I-17
     trainer = fit(tmp_path, callbacks=EarlyStopping("val_loss"), num_sanity_val_steps=0)
+    assert said(trainer, Logs(), loader(), loader()) == []
+
+
+class Elsewhere(Callback):
+    """A callback of the user's own, whose attributes mean something else."""
+
+    def __init__(self, folder: str) -> None:
+        self.monitor, self.filename, self.dirpath = "gpu", "{split}.csv", folder
+
+
+def test_what_a_users_own_callback_means_is_not_guessed(tmp_path: Path) -> None:  # I-17
+    trainer = fit(tmp_path, callbacks=Elsewhere("/proc/data"))
     assert said(trainer, Logs(), loader(), loader()) == []
 
 
@@ -207,6 +236,14 @@ def test_a_loggers_folder_is_tried_too(tmp_path: Path) -> None:  # I-17
     with pytest.raises(ConfigurationError, match="CSVLogger cannot write to"):
         fit(tmp_path, logger=CSVLogger(_file(tmp_path))).fit(module, loader())
     assert module.seen == []
+
+
+def test_predictions_need_no_loggers_folder(tmp_path: Path) -> None:  # I-17
+    class Net(Tiny):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch
+
+    assert fit(tmp_path, logger=CSVLogger(_file(tmp_path))).predict(Net(), loader())
 
 
 def test_trying_a_folder_leaves_nothing(tmp_path: Path) -> None:  # I-17
@@ -265,8 +302,14 @@ def test_a_manual_step_that_steps_seldom_is_left_alone(tmp_path: Path) -> None: 
         def on_train_epoch_end(self) -> None:
             self.optimizers().step()
 
+    class ByItself(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.optimizers().optimizer.step()
+
     assert said(fit(tmp_path), Seldom(), regression()) == []
     assert said(fit(tmp_path), AtTheEnd(), regression()) == []
+    assert said(fit(tmp_path), ByItself(), regression()) == []
 
 
 class Shifted(Regression):
@@ -305,6 +348,31 @@ def test_in_manual_optimization_what_is_logged_tells(tmp_path: Path) -> None:  #
 
     (line,) = said(fit(tmp_path), Bad(), regression())
     assert "manual_loss was nan" in line
+
+
+def test_another_value_may_be_infinite_there(tmp_path: Path) -> None:  # I-17
+    class Best(Manual):
+        every = 1
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.log("best_so_far", math.inf)
+
+    assert said(fit(tmp_path), Best(), regression()) == []
+
+
+def test_the_first_loss_is_kept_as_it_was(tmp_path: Path) -> None:  # I-17
+    class Reuses(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if batch_idx == 0:
+                self.kept = loss.detach()
+            if batch_idx == 5:
+                self.kept.fill_(math.nan)
+                loss = loss + math.nan
+            return loss
+
+    assert said(fit(tmp_path), Reuses(), regression()) == []
 
 
 def test_a_forgotten_return_names_the_step(tmp_path: Path) -> None:  # I-17
