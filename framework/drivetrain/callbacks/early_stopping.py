@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 _MODES = ("min", "max")
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= 0
+
+
 class EarlyStopping(Callback):
     """Stops training when ``monitor`` has not improved for ``patience`` checks.
 
@@ -75,7 +79,7 @@ class EarlyStopping(Callback):
                 "it is the name of a logged value",
                 "give a name, such as 'val_loss'",
             )
-        if isinstance(patience, bool) or not isinstance(patience, Integral) or patience < 0:
+        if not _is_count(patience):
             raise ConfigurationError(
                 f"EarlyStopping(patience={patience!r})",
                 "it is a number of checks without improvement",

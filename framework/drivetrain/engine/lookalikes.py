@@ -167,8 +167,8 @@ def _is_spared(name: str, given: Given | None, stage: str | None) -> bool:
     """Whether a loader's method is the user's own affair: this run does not ask it for one."""
     if not name.endswith("_dataloader"):
         return False
-    asked = ("train", "validate") if stage == "fit" else (stage,)
-    if stage is None or name not in map(loader_method, asked):
+    asked = ("train", "validate") if stage == "fit" else () if stage is None else (stage,)
+    if name not in map(loader_method, asked):
         return True
     loaders = None if given is None else given.train if name == "train_dataloader" else given.evaluate
     return loaders is not None

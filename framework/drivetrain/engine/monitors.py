@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
@@ -99,7 +100,15 @@ class Monitors:
                         continue
                     if isinstance(function, FunctionType) and _holds(function.__code__, name):
                         return True
+                beside = vars(sys.modules.get(kind.__module__, object)).values()
+                if any(isinstance(one, FunctionType) and _logs(one.__code__, name) for one in beside):
+                    return True
         return False
+
+
+def _logs(code: CodeType, name: str) -> bool:
+    """Whether a function that the module may call logs it; one that only builds the callbacks holds it as well."""
+    return not {"log", "log_dict"}.isdisjoint(code.co_names) and _holds(code, name)
 
 
 def is_ours(callback: Callback) -> bool:

@@ -152,6 +152,17 @@ class Sometimes(Logs):
         return super().training_step(batch, batch_idx)
 
 
+def log_seldom(module: TrainModule) -> None:
+    module.log("now_and_then", 1.0, on_epoch=True)
+
+
+class ByFunction(Logs):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2:
+            log_seldom(self)
+        return super().training_step(batch, batch_idx)
+
+
 class Muted(Logs):
     mute = True
 
@@ -179,6 +190,7 @@ class Staged(Tiny):
         (Logs(), "loss_epoch"),
         (Late(), "at_the_end"),
         (Sometimes(), "seldom"),
+        (ByFunction(), "now_and_then"),
         (Muted(), "val_loss"),
         (Staged(), "val_loss"),
     ],
