@@ -173,6 +173,9 @@ class EarlyStopping(Callback):
             self._missing(trainer)
             return
         reason = self._judge(value)
+        if reason is None and not trainer.should_stop:
+            self.stopping_reason = None  # a run that was held back by min_epochs, and is better since it goes on
+            self.stopped_epoch = 0
         if reason is not None:
             trainer.ask_to_stop(f"EarlyStopping: {reason}")
             self.stopped_epoch = trainer.current_epoch

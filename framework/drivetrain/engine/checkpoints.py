@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain.control import LocalControl
+from drivetrain.engine.defaults import is_ours
 from drivetrain.engine.seeding import order_seed
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loops.stopping import limit_reached
@@ -108,7 +109,7 @@ class RunCheckpoints:
         trainer, states = self._session.trainer, self.opened.state()["callbacks"]
         if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
             return None
-        for callback in self._session.callbacks:
+        for callback in filter(is_ours, self._session.callbacks):
             saved = states.get(callback.state_key)
             reason = None if saved is None else saved["state"].get("stopping_reason")
             if reason:

@@ -11,6 +11,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
+from drivetrain.engine.defaults import is_ours
 from drivetrain.errors import nearest
 from drivetrain.hooks import is_overridden
 from drivetrain.module_hooks import ModuleHooks
@@ -109,11 +110,6 @@ class Monitors:
 def _logs(code: CodeType, name: str) -> bool:
     """Whether a function that the module may call logs it; one that only builds the callbacks holds it as well."""
     return not {"log", "log_dict"}.isdisjoint(code.co_names) and _holds(code, name)
-
-
-def is_ours(callback: Callback) -> bool:
-    """Whether it is of a class of ours, or of one built on it: what its attributes mean is known."""
-    return any(kind.__module__.startswith("drivetrain.callbacks") for kind in type(callback).__mro__)
 
 
 def _holds(code: CodeType, name: str) -> bool:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from drivetrain.engine.monitors import is_ours
+from drivetrain.engine.defaults import is_ours
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers.directory_logger import DirectoryLogger
 

@@ -199,3 +199,11 @@ def _missing_everywhere() -> str:
 def test_a_missing_key_is_refused_on_every_rank() -> None:
     # B-19: never a hang
     assert all("'loss'" in text for text in on_ranks(_missing_everywhere, 2))
+
+
+def test_a_run_that_was_held_back_and_goes_on_has_not_stopped() -> None:  # I-17
+    """It was to stop, ``min_epochs`` held it back, it was started again, and is better since."""
+    held_back = {"wait_count": 1, "best_score": 1.0, "stopped_epoch": 1, "stopping_reason": "val_loss did not improve"}
+    callback = EarlyStopping("val_loss", patience=1)
+    assert _drive(callback, [0.5], state=held_back)[0] is None
+    assert callback.state_dict()["stopping_reason"] is None

@@ -468,6 +468,22 @@ def test_a_run_that_stopped_early_has_nothing_left_either(tmp_path: Path) -> Non
     assert patient.current_epoch == 5
 
 
+@pytest.mark.parametrize("state", [[1, 2], {"stopping_reason": "not yet"}])
+def test_the_state_of_a_users_own_callback_ends_nothing(tmp_path: Path, state: Any) -> None:  # I-17
+    class Own(Callback):
+        def state_dict(self) -> Any:
+            return state
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.loaded = state_dict
+
+    path, own = _trained(tmp_path, callbacks=Own()), Own()
+    trainer = fit(tmp_path, max_epochs=3, callbacks=own)
+    trainer.fit(Logs(), loader(), loader(), ckpt_path=path)
+    assert trainer.current_epoch == 3
+    assert own.loaded == state
+
+
 class Sized(Regression):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
