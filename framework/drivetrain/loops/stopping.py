@@ -241,11 +241,11 @@ def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_ste
         epoch: epochs completed.
         global_step: optimizer steps made.
     """
-    if 0 <= max_steps <= global_step:
-        return f"max_steps={max_steps} is reached"
-    if max_epochs is not None and 0 <= max_epochs <= epoch:
-        return f"max_epochs={max_epochs} is reached"
-    return None
+    by_steps = 0 <= max_steps <= global_step
+    by_epochs = max_epochs is not None and 0 <= max_epochs <= epoch
+    if not by_steps:
+        return f"max_epochs={max_epochs} is reached" if by_epochs else None
+    return f"max_steps={max_steps} {f'and max_epochs={max_epochs} are' if by_epochs else 'is'} reached"
 
 
 def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool) -> str:

@@ -54,6 +54,7 @@ def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> 
     [
         ({"max_epochs": 2}, "max_epochs=2 is reached (2 epochs, 8 optimizer steps)"),
         ({"max_epochs": 1}, "max_epochs=1 is reached (1 epoch, 4 optimizer steps)"),
+        ({"max_epochs": 1, "max_steps": 4}, "max_steps=4 and max_epochs=1 are reached (1 epoch, 4 optimizer steps)"),
         ({"max_epochs": -1, "max_steps": 3}, "max_steps=3 is reached (0 epochs, 3 optimizer steps)"),
         ({"max_time": timedelta(microseconds=1)}, "max_time=0:00:00.000001 is up (0 epochs, 1 optimizer step)"),
         ({"limit_train_batches": 0}, "limit_train_batches=0 leaves nothing to train on (0 epochs, 0 optimizer steps)"),
