@@ -93,14 +93,18 @@ class RunCheckpoints:
             return
         trainer, progress = self._session.trainer, self.opened.progress
         epoch, step = int(progress["epoch"]), int(progress["global_step"])
-        ended = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step) or self._stopped_early(epoch, step)
+        ended, way_out = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
+        if ended is not None and trainer.fast_dev_run:
+            way_out = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
+        elif ended is None:
+            ended, way_out = self._stopped_early(epoch, step), "give it more patience or another threshold"
         if ended is None or self._path == "auto":
             self.ended_before = ended
             return
         raise ConfigurationError(
             f"ckpt_path={self._path!r}: {ended}, so that nothing is left to train.",
             f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
-            "raise the limit, or evaluate it with validate or test; ckpt_path='auto' ends such a run in order.",
+            f"{way_out}, or evaluate it with validate or test; ckpt_path='auto' ends such a run in order.",
         )
 
     def _stopped_early(self, epoch: int, step: int) -> str | None:

@@ -586,6 +586,16 @@ MISTAKES = [
         "ckpt_path='auto'",
         lambda path: Run(fit(path), Net(), more={"ckpt_path": "last"}),
     ),
+    Mistake(
+        "a quick try of a resume",
+        START,
+        "max_steps=1 is reached",
+        "optimizer step(s)",
+        "leave out fast_dev_run=True",
+        lambda path: Run(
+            fit(path, fast_dev_run=True), Net(), more={"ckpt_path": _resumed_at_its_end(path).more["ckpt_path"]}
+        ),
+    ),
     Mistake("nothing left", START, "max_epochs=1 is reached", "1 epoch(s)", "raise the limit", _resumed_at_its_end),
 ]
 """Sixty and some."""
