@@ -589,7 +589,7 @@ MISTAKES = [
     Mistake(
         "a quick try of a resume",
         START,
-        "max_steps=1 is reached",
+        "max_steps=1",
         "optimizer step(s)",
         "leave out fast_dev_run=True",
         lambda path: Run(
