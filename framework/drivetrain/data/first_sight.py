@@ -7,14 +7,17 @@ import hashlib
 import operator
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, uint8
 from torch.utils.data import ConcatDataset, Subset
 
-# Of a tensor, a text or a list of indices; enough to tell two orders, or two batches, apart.
+# Of a list of indices; enough to tell two orders apart.
 _LOOKED_AT = 4096
 _SHOWN = 6
+
+_UNKNOWN: Any = object()
 
 
 class FirstSight(NamedTuple):
@@ -40,18 +43,24 @@ def digest_of_indices(indices: Any) -> str:
 
 
 def digest_of_batch(batch: Any) -> str | None:
-    """Return a digest of a batch's tensors, arrays, texts and numbers; None where it holds nothing of the kind."""
+    """Return a digest of all that a batch holds: tensors, arrays, texts, paths and numbers.
+
+    None where it holds nothing of the kind, or something else besides, in which batches may differ unseen.
+    """
     hashed, came = hashlib.blake2b(digest_size=8), False
     for value in _leaves(batch):
+        if value is _UNKNOWN:
+            return None
         came = True
-        hashed.update(_bytes_of(value))
+        for part in _bytes_of(value):
+            hashed.update(part)
     return hashed.hexdigest() if came else None
 
 
 def subset_of(dataset: Any) -> list[Any] | None:
     """Return which samples of a data set were chosen, in a few JSON-able values; None where all of it is read."""
-    if isinstance(dataset, Subset):
-        indices = dataset.indices
+    indices = getattr(dataset, "indices", None)  # a subclass may do without
+    if isinstance(dataset, Subset) and indices is not None:
         step = -(-len(indices) // _LOOKED_AT) or 1
         seen = [_index(indices[position]) for position in range(0, len(indices), step)]
         more = ["..."] if len(indices) > _SHOWN else []
@@ -66,7 +75,8 @@ def _index(value: Any) -> Any:
     try:
         return operator.index(value)
     except TypeError:
-        return str(value)
+        # Of other objects nothing is known that would be the same elsewhere.
+        return str(value) if isinstance(value, str | bytes | float | tuple | Tensor) else type(value).__name__
 
 
 def _plain(value: Any) -> Iterator[Any]:
@@ -89,7 +99,7 @@ def _plain(value: Any) -> Iterator[Any]:
 
 def _leaves(value: Any) -> Iterator[Any]:
     numpy = sys.modules.get("numpy")
-    known = (Tensor, str, bytes, int, float)
+    known = (Tensor, str, bytes, int, float, complex, PurePath)
     if isinstance(value, known if numpy is None else (*known, numpy.ndarray, numpy.generic)):
         yield value
     elif isinstance(value, Mapping):
@@ -101,17 +111,20 @@ def _leaves(value: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _leaves(getattr(value, field.name, None))
+    elif value is not None:
+        yield _UNKNOWN
 
 
-def _bytes_of(value: Any) -> bytes:
+def _bytes_of(value: Any) -> Iterator[Any]:
+    """Yield all of a value: of images, say, the first rows may be black everywhere."""
     if isinstance(value, Tensor):
+        yield repr((tuple(value.shape), str(value.dtype))).encode()
         try:
-            first = value.detach().flatten()[:_LOOKED_AT].cpu().tolist()
-        except (RuntimeError, NotImplementedError):  # of a layout or a dtype that has no numbers to show
-            first = None
-        return repr((tuple(value.shape), str(value.dtype), first)).encode()
-    if isinstance(value, str | bytes):
-        return repr(value[:_LOOKED_AT]).encode()
-    if isinstance(value, int | float):
-        return repr(value).encode()
-    return repr((value.shape, value.reshape(-1)[:_LOOKED_AT].tolist())).encode()
+            yield value.detach().cpu().contiguous().flatten().view(uint8).numpy()
+        except (RuntimeError, NotImplementedError, TypeError):  # of a layout or a dtype that has no bytes to show
+            yield repr(value.detach()).encode()
+    elif isinstance(value, str | bytes | int | float | complex | PurePath):
+        yield repr(value).encode()
+    else:
+        yield repr((value.shape, str(value.dtype))).encode()
+        yield repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()

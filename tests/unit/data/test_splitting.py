@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,14 @@ def test_digests_tell_orders_and_batches_apart_and_nothing_else() -> None:  # I-
     assert digest_of_batch(batch) != digest_of_batch({"x": [Batch(torch.zeros(2, dtype=torch.bfloat16), "b")]})
     assert digest_of_batch(batch) != digest_of_batch({"x": [Batch(torch.ones(2), "a")]})
     assert digest_of_batch([Opaque(), None]) is None
+    assert digest_of_batch([None]) is None
+    assert digest_of_batch({"graph": Opaque(), "task": "nodes"}) is None  # in which they may differ
+    assert digest_of_batch(Path("a")) != digest_of_batch(Path("b"))
+    dark, bright = torch.zeros(2, 3, 64, 64), torch.zeros(2, 3, 64, 64)
+    bright[1, 2, 40] = 1  # far behind a border that is black in all
+    assert digest_of_batch(dark) != digest_of_batch(bright)
+    assert digest_of_batch(dark.numpy()) != digest_of_batch(bright.numpy())
+    assert digest_of_batch(dark) == digest_of_batch(dark.clone())
     assert digest_of_batch(torch.ones(2).to_sparse()) != digest_of_batch(torch.zeros(3, device="meta"))
 
 
@@ -122,6 +131,15 @@ def test_what_was_chosen_of_a_data_set_is_told_in_a_few_values() -> None:  # I-0
     assert subset_of(Subset(Subset(data, [5, 3]), [1])) != subset_of(Subset(Subset(data, [5, 4]), [1]))
     assert subset_of(Subset(data, torch.tensor([2, 1]))) == subset_of(Subset(data, [2, 1]))
     assert subset_of(Subset(data, [])) == subset_of(Subset(data, []))
+    assert subset_of(Subset(data, [object()])) == subset_of(Subset(data, [object()]))  # type: ignore[list-item]
+    assert subset_of(First(data)) is None
+
+
+class First(Subset[Any]):
+    """Chooses in a way of its own, without indices."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
 
 def _names(loader: Any, **options: Any) -> list[str]:
