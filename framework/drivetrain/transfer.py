@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from array import array
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -116,7 +117,8 @@ def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
         return type(batch)(entries)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, function) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes | range):
+    # Buffers of bytes or numbers hold no tensor.
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes | range | bytearray | memoryview | array):
         return type(batch)([map_tensors(value, function) for value in batch])  # type: ignore[call-arg]
     return batch
 

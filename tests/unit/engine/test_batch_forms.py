@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from array import array
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,3 +209,10 @@ def test_an_output_moves_as_a_whole() -> None:  # I-11
     meta = torch.device("meta")
     moved = move_to(Output(torch.ones(3, 2), torch.arange(3)), meta)
     assert {moved.x.device, moved.ids.device, moved["x"].device, moved["ids"].device} == {meta}
+
+
+def test_buffers_of_numbers_pass_as_they_are() -> None:  # I-11
+    numbers, view = array("d", [1.0]), memoryview(b"ab")
+    moved = move_to({"numbers": numbers, "views": [view]}, torch.device("cpu"))
+    assert moved["numbers"] is numbers
+    assert moved["views"][0] is view
