@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from drivetrain.control import ControlPlane
 from drivetrain.data.keeping import own_memory
@@ -59,6 +60,8 @@ def _moved(value: Any) -> Any:
         return value
     with contextlib.suppress(Exception):  # a `to` that means something else
         here = value.to(_HOST)
+        if isinstance(value, PackedSequence) or isinstance(getattr(value, "batch_size", None), torch.Size):
+            return own_memory(here)  # on the CPU already, it (or a TensorDict) would still be a view
         return value if here is None else here
     return value
 

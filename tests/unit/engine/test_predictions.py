@@ -12,6 +12,7 @@ import torch
 from engine_case import fit, loader
 
 from drivetrain import Callback, TrainModule
+from drivetrain.loops.outputs import on_host
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -108,3 +109,12 @@ def test_predictions_leave_the_device_as_they_come(tmp_path: Path) -> None:  # I
     outputs = fit(tmp_path, accelerator="gpu", devices=1, callbacks=[Watching()]).predict(module, loader(16))
     assert {output["x"].device.type for output in outputs} == {"cpu"}
     assert max(taken) - taken[0] < 2 * (4 << 20)  # eight of them have 32 MiB
+
+
+def test_a_packed_sequence_is_kept_without_what_it_is_a_view_of() -> None:  # I-14
+    whole = torch.zeros(1000, 2)
+    packed = torch.nn.utils.rnn.PackedSequence(whole[:5], torch.tensor([2, 2, 1]))
+    kept = on_host({"x": packed}, True)["x"]
+    whole.fill_(1)
+    assert kept.data.untyped_storage().nbytes() == 5 * 2 * 4
+    assert not kept.data.any()
