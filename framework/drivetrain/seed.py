@@ -13,6 +13,7 @@ from drivetrain.errors import ConfigurationError
 
 _last_seed: int | None = None
 _seed_at_import: int = torch.initial_seed()
+_state_at_import: torch.Tensor = torch.get_rng_state()
 
 
 def seed_everything(seed: int, workers: bool = True) -> int:
@@ -59,6 +60,14 @@ def never_seeded() -> bool:
     """
     seed = torch.initial_seed()
     return _last_seed is None and seed == _seed_at_import and seed >= 2**32
+
+
+def drawn_from() -> bool:
+    """Tell whether torch's generator stands elsewhere than when this module was imported.
+
+    What was drawn within `torch.random.fork_rng`, where people seed it, leaves it where it was.
+    """
+    return not torch.equal(torch.get_rng_state(), _state_at_import)
 
 
 def checked_seed(seed: object) -> int:

@@ -92,6 +92,18 @@ class Validated(Line):
         return None
 
 
+def test_nor_where_what_was_drawn_was_seeded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-18
+    monkeypatch.setattr(seed, "_state_at_import", torch.get_rng_state())
+    with told() as lines:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            module = Line()
+        fit(tmp_path, seed=7).fit(module, loader(4))
+        assert lines == []
+        fit(tmp_path, seed=7).fit(Line(), loader(4))
+    assert len(lines) == 1
+
+
 def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  # I-18
     path = tmp_path / "checkpoint"
     with told() as lines:
