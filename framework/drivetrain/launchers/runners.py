@@ -13,6 +13,7 @@ _CALLERS = {"_pytest": "pytest", "unittest.case": "unittest", "doctest": "doctes
 _PROGRAMS = (
     *("pytest", "py.test", "unittest", "nose2", "behave", "asv"),
     *("celery", "gunicorn", "uvicorn", "hypercorn", "flask", "streamlit", "airflow", "luigi"),
+    *("gunicorn.app.wsgiapp", "streamlit.web.cli", "celery.bin.celery"),
 )
 
 
@@ -34,5 +35,6 @@ def _program() -> str:
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name != "__main__":
-        return str(spec.name).partition(".")[0]
+        # Whole, because a package of the user's may be called like a program: `python -m flask.train`.
+        return str(spec.name).removesuffix(".__main__")
     return os.path.basename(getattr(main, "__file__", None) or "")

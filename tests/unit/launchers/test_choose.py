@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher, runners
 from drivetrain.launchers.rerun import rerun_command
 from drivetrain.launchers.runners import runner
 
@@ -192,3 +192,11 @@ def test_what_has_no_file_is_refused(
     with pytest.raises(ConfigurationError, match=reason) as caught:
         rerun_command()
     assert "put the program into a file" in caught.value.fix
+
+
+def test_a_module_of_a_package_that_is_called_like_a_program_is_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    # I-19
+    for spec, found in (("asv.train", "asv.train"), ("asv.__main__", "asv"), ("asv", "asv")):
+        _main(monkeypatch, __file__, spec)
+        assert runners._program() == found
+    assert "asv.train" not in runners._PROGRAMS
