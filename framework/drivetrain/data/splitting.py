@@ -84,7 +84,11 @@ def read_from(place: Place) -> Iterator[None]:
 def read_in_worker(rank: int, world_size: int) -> None:
     """Do as `read_from` in a data-loading worker, to its end."""
     global _place
-    _place = lambda: (rank, world_size)  # noqa: E731
+
+    def place() -> tuple[int, int]:
+        return rank, world_size
+
+    _place = place
 
 
 def _in_the_process_group() -> tuple[int, int]:

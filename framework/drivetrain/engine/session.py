@@ -147,8 +147,7 @@ class Session:
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         from drivetrain.data.splitting import read_from
 
-        place = lambda: (self.strategy.data_rank, self.strategy.data_world_size)  # noqa: E731
-        with self._signals, state, heard(listen), self._log, read_from(place):
+        with self._signals, state, heard(listen), self._log, read_from(self._place_in_the_data):
             try:
                 result = self._run()
             except BaseException as error:
@@ -224,6 +223,9 @@ class Session:
         strategy.control.leave()
         strategy.teardown()
         return result
+
+    def _place_in_the_data(self) -> tuple[int, int]:
+        return self.strategy.data_rank, self.strategy.data_world_size
 
     @property
     def _keeps_files(self) -> bool:
