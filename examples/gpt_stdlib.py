@@ -54,7 +54,7 @@ class GPT(TrainModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, text: Tensor) -> None:
+    def test_step(self, text: Tensor) -> None:
         self.log("held_out_loss", self.loss(text), batch_size=self.batch_weight(text))
 
     def configure_optimizers(self):
@@ -97,7 +97,7 @@ def main() -> None:
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     train_set, held_out = pieces([file for file in files if file not in files[::100]]), pieces(files[::100])
     train_loader = DataLoader(train_set, batch_size=8, shuffle=True, collate_fn=collate)
-    val_loader = DataLoader(held_out, batch_size=64, collate_fn=collate)
+    test_loader = DataLoader(held_out, batch_size=64, collate_fn=collate)
     logger, meter = CSVLogger("runs", "gpt_stdlib"), ThroughputMonitor()
     callbacks = [meter, LearningRateMonitor()]
     settings = {"gradient_clip_val": 1.0, "seed": 1, "log_every_n_steps": 10}
@@ -105,10 +105,10 @@ def main() -> None:
     torch.manual_seed(1)
     model = GPT()
 
-    (before,) = fit.validate(model, val_loader, verbose=False)
+    (before,) = fit.test(model, test_loader, verbose=False)
     fit.print(f"Before training it writes:\n{model.write('def ')!r}\n")
     fit.fit(model, train_loader)
-    (after,) = fit.validate(model, val_loader, verbose=False)
+    (after,) = fit.test(model, test_loader, verbose=False)
 
     texts = "\n\n".join(model.write(start) for start in ("import ", "def ", "class "))
     fit.print(f"After {fit.global_step} steps it writes:\n\n{texts}\n")
