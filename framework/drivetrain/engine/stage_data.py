@@ -141,8 +141,8 @@ class StageData:
             if within_fit:
                 if self._control.rank == 0 and trainer.limit_val_batches != 0:
                     logger.warning(
-                        "%s has a validation_step, and fit was given no validation loader: nothing is validated while it "
-                        "trains. Pass val_dataloaders; where validate alone is called, that is as it should be.",
+                        "%s has a validation_step, and fit was given no validation loader: nothing is validated while "
+                        "it trains. Pass val_dataloaders; where validate alone is called, that is as it should be.",
                         type(module).__name__,
                     )
                 return
