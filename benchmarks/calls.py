@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
-from drivetrain.loops import stopping
+from drivetrain._loops import stopping
 
 _RUNS = 5
 

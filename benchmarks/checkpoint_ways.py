@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from benchmarks.by_engine import Trained
 from drivetrain.checkpoint import load
-from drivetrain.checkpoint_format import checksums, reading
+from drivetrain.checkpoint._format import checksums, reading
 
 Wait = Callable[[], None]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from drivetrain._distributed.control_group import GroupControl
 from drivetrain_strategies import DDPStrategy
-from drivetrain_strategies.control_group import GroupControl
 
 
 @contextmanager

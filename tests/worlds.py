@@ -12,7 +12,7 @@ PRELOAD = (
     "pytest",
     "torchmetrics.classification",
     "drivetrain.fit",
-    "drivetrain.engine.session",
+    "drivetrain._engine.session",
     "drivetrain_strategies.ddp.strategy",
     "drivetrain_strategies.fsdp.strategy",
 )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from drivetrain import loggers as loggers
     from drivetrain import precision as precision
     from drivetrain import testing as testing
+    from drivetrain._runtime.seed import seed_everything as seed_everything
     from drivetrain.callback import Callback as Callback
     from drivetrain.data import DataModule as DataModule
     from drivetrain.errors import CheckpointError as CheckpointError
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
     from drivetrain.errors import NonFiniteError as NonFiniteError
     from drivetrain.fit import Fit as Fit
     from drivetrain.loggers import Logger as Logger
-    from drivetrain.module import TrainModule as TrainModule
+    from drivetrain.module.train_module import TrainModule as TrainModule
     from drivetrain.precision import Precision as Precision
-    from drivetrain.seed import seed_everything as seed_everything
-    from drivetrain.strategy import Strategy as Strategy
+    from drivetrain.strategies.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
 
@@ -46,9 +46,9 @@ _HOMES = {
     "LossSpikeError": "drivetrain.errors",
     "NonFiniteError": "drivetrain.errors",
     "Precision": "drivetrain.precision",
-    "Strategy": "drivetrain.strategy",
-    "TrainModule": "drivetrain.module",
-    "seed_everything": "drivetrain.seed",
+    "Strategy": "drivetrain.strategies.strategy",
+    "TrainModule": "drivetrain.module.train_module",
+    "seed_everything": "drivetrain._runtime.seed",
 }
 _SUBMODULES = frozenset(
     {"callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "precision", "testing"}

@@ -9,29 +9,29 @@ from typing import Any, Literal, overload
 
 import torch
 
-from drivetrain.accelerators import check_devices
-from drivetrain.arguments import check_arguments
+from drivetrain._config.arguments import check_arguments
+from drivetrain._config.precedence import Settings, resolved_settings
+from drivetrain._engine.collective_calls import CollectiveCalls
+from drivetrain._engine.defaults import default_callbacks, default_loggers
+from drivetrain._engine.launching import Request, launch
+from drivetrain._engine.reads import RunReads
+from drivetrain._engine.seeding import built_unseeded
+from drivetrain._engine.stage_loaders import Given
+from drivetrain._loops.manual_step import OptimizerHandle
+from drivetrain._runtime.accelerators import check_devices
+from drivetrain._runtime.seed import checked_seed
 from drivetrain.callback import Callback
 from drivetrain.callbacks import ProgressBar
-from drivetrain.config import Settings, resolved_settings
 from drivetrain.data import DataModule
-from drivetrain.engine.collective_calls import CollectiveCalls
-from drivetrain.engine.defaults import default_callbacks, default_loggers
-from drivetrain.engine.launching import Request, launch
-from drivetrain.engine.loaders import Given
-from drivetrain.engine.reads import RunReads
-from drivetrain.engine.seeding import built_unseeded
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
 from drivetrain.launchers import Launcher, check_launcher
 from drivetrain.loggers import Logger
-from drivetrain.loops.manual_step import OptimizerHandle
-from drivetrain.module import TrainModule
+from drivetrain.module._run_handle import is_attached
+from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
-from drivetrain.run_handle import is_attached
-from drivetrain.seed import checked_seed
-from drivetrain.strategy import Strategy, StrategyName, strategy_by_name
+from drivetrain.strategies.strategy import Strategy, StrategyName, strategy_by_name
 
 Limit = int | float | None
 

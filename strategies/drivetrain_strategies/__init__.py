@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy_names import lazy_names
+from drivetrain.strategies import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain_strategies.ddp import DDPStrategy

@@ -12,10 +12,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategy import StepRunner, Strategy
-from drivetrain_strategies.module_checks import refuse_device_map, refuse_meta
-from drivetrain_strategies.placement import HomeDevice
-from drivetrain_strategies.weights_left import refuse_weights_left
+from drivetrain.strategies import StepRunner, Strategy
+from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
+from drivetrain_strategies._original_device import HomeDevice
+from drivetrain_strategies._weights_left import refuse_weights_left
 
 
 class SingleDeviceStrategy(Strategy):

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from drivetrain import CheckpointError
+from drivetrain._distributed.control_group import GroupControl
+from drivetrain._distributed.shards import Box, Region, Shard, Span, cut
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, Facts, Sizes, agreed, commit, save, stage
-from drivetrain.shards import Box, Region, Shard, Span, cut
+from drivetrain.checkpoint._format import Contents, Facts, Sizes, agreed, commit, save, stage
 from drivetrain.testing import requires_linux
-from drivetrain_strategies.control_group import GroupControl
 from worlds import on_ranks
 
 SMALL = Sizes(small=2000, large=10**9, piece=500)

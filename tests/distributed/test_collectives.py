@@ -30,11 +30,11 @@ from torch import nn
 from torch.utils.data import DataLoader, random_split
 
 from drivetrain import Callback
+from drivetrain._distributed.control import LocalControl
+from drivetrain._engine import collective_calls
+from drivetrain._loops import train
+from drivetrain._loops.stopping import AGREE_EVERY, StopRequest
 from drivetrain.callbacks import EarlyStopping
-from drivetrain.control import LocalControl
-from drivetrain.engine import collective_calls
-from drivetrain.loops import train
-from drivetrain.loops.stopping import AGREE_EVERY, StopRequest
 from worlds import on_ranks
 
 # H-01, B-02: what is counted

@@ -32,7 +32,7 @@ from drivetrain.callbacks import ReplicaCheck
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DDPStrategy
 from drivetrain_strategies.ddp import strategy as ddp_module
-from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
+from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
 from worlds import on_ranks
 
 TIGHT = {"atol": 1e-6, "rtol": 1e-5}

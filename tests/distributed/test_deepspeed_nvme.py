@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.cpp_extension import _get_build_directory
 
 from drivetrain import Callback
+from drivetrain._distributed.shards import Shard
 from drivetrain.checkpoint import load
-from drivetrain.shards import Shard
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed.library import import_library
+from drivetrain_strategies.deepspeed._library import import_library
 from worlds import on_ranks
 
 WIDTH = 1100

@@ -23,8 +23,8 @@ from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed.checks import check_module
-from drivetrain_strategies.deepspeed.library import import_library
+from drivetrain_strategies.deepspeed._checks import check_module
+from drivetrain_strategies.deepspeed._library import import_library
 from fuzz.check import check
 from fuzz.program import Net, Program
 from told import told
@@ -211,7 +211,7 @@ def test_a_module_on_several_devices_is_refused() -> None:
     # C-06
     module = DeepRegression()
     module.net.hf_device_map = {"": 0}
-    from drivetrain.run_settings import RunSettings
+    from drivetrain.strategies.run_settings import RunSettings
 
     with pytest.raises(ConfigurationError, match="loaded with a device_map"):
         check_module(module, RunSettings(), 2, mixed=False)

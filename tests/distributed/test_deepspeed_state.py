@@ -11,12 +11,12 @@ from fsdp_nets import DeepRegression, Tied
 from small_runs import TIGHT, Saver, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 
 from drivetrain import Callback, Strategy
+from drivetrain._distributed.shards import Shard, Span, cut
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Shard, Span, cut
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed.library import import_library
+from drivetrain_strategies.deepspeed._library import import_library
 from worlds import on_ranks
 
 ZERO = ("zero 1", "zero 2", "zero 3")

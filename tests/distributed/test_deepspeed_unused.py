@@ -13,7 +13,7 @@ from small_runs import FEATURES, data, each, failing, loader, quiet, seeded, wei
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain.failure import RankFailedError
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain_strategies import DeepSpeedStrategy
 from told import told
 from worlds import on_ranks

@@ -34,7 +34,7 @@ from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp.plan import make_plan
+from drivetrain_strategies.fsdp._plan import make_plan
 from worlds import on_ranks
 
 CASES: dict[str, dict[str, Any]] = {

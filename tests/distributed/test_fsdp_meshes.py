@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.environments import Placement
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp.device_mesh import find_layout
+from drivetrain_strategies.fsdp._device_mesh import find_layout
 from worlds import on_ranks
 
 

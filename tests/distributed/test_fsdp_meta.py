@@ -17,7 +17,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import resolve_precision
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.materialize import bare_tensors, replay, without_storage
+from drivetrain_strategies._materialize import bare_tensors, replay, without_storage
 from worlds import on_ranks
 
 

@@ -10,8 +10,8 @@ from fsdp_nets import Deep
 from small_runs import Regression, loader, quiet, weights
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from drivetrain._distributed.shards import Shard, cut, paste
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.shards import Shard, cut, paste
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from small_runs import Regression, failing, loader, quiet
 
+from drivetrain._distributed.groups import abort_nccl, uses_nccl
+from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.testing import requires_cuda
-from drivetrain_strategies.groups import abort_nccl, uses_nccl
-from drivetrain_strategies.watchdog import Watchdog
 from worlds import on_ranks
 
 

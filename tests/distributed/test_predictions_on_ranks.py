@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_runs import Regression, failing, loader, quiet
 
-from drivetrain.loops.outputs import _HostPickler
+from drivetrain._loops.outputs import _HostPickler
 from worlds import on_ranks
 
 

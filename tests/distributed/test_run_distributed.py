@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.failure import RankFailedError
 from drivetrain.testing import run_distributed
-from drivetrain.testing.late import stacks_left_in
+from drivetrain.testing._late import stacks_left_in
 
 
 def _sum(value: float) -> tuple[int, torch.Tensor, int, bool]:

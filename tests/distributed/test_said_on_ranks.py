@@ -13,7 +13,7 @@ import torch.distributed as dist
 from small_runs import Regression, loader, quiet
 
 from drivetrain import Callback
-from drivetrain_strategies.ddp import reducer
+from drivetrain_strategies.ddp import _reducer as reducer
 from told import told
 from worlds import on_ranks
 

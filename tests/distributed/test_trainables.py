@@ -270,7 +270,7 @@ def test_a_change_within_a_window_is_refused_under_ddp() -> None:  # I-03
 def _on_one_rank(kind: Any, options: dict[str, Any], turns: Turns) -> dict[str, str]:
     from datetime import timedelta
 
-    from drivetrain.loops import trainables
+    from drivetrain._loops import trainables
 
     before, trainables._CHANGE_TIMEOUT = trainables._CHANGE_TIMEOUT, timedelta(seconds=2)
     try:

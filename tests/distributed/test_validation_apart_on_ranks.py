@@ -13,7 +13,7 @@ from small_runs import FEATURES, Regression, loader, quiet, seeded, weights
 from torch import nn
 
 from drivetrain import Callback
-from drivetrain.strategy import Strategy
+from drivetrain.strategies.strategy import Strategy
 from drivetrain_strategies.ddp.strategy import DDPStrategy
 from worlds import on_ranks
 

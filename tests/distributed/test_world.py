@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.failure import RankFailedError
 from drivetrain.testing import World
 
 

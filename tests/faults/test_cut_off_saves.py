@@ -18,11 +18,11 @@ import torch.distributed as dist
 from saving_processes import Saving, begin_and_wait, numbered, save_and_save, save_some
 
 from drivetrain import CheckpointError
+from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_group import GroupControl
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, room, save
-from drivetrain.control import LocalControl
+from drivetrain.checkpoint._format import Contents, room, save
 from drivetrain.testing import requires_linux, run_distributed
-from drivetrain_strategies.control_group import GroupControl
 
 LOCAL = LocalControl()
 KILLS = int(os.environ.get("FAULTS", "12"))

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain.data.iterable import IterableSource
-from drivetrain.data.loaders import MapSource
-from drivetrain.engine.outcome import Outcome
-from drivetrain.loops import joining, manual_step, step, windows
-from drivetrain.loops.validation import ValidationPlan
-from drivetrain.metrics.store import MetricStore
-from drivetrain.precision.loss_scaler import LossScaler
+from drivetrain._engine.outcome import Outcome
+from drivetrain._loops import joining, manual_step, step, windows
+from drivetrain._loops.validation import ValidationPlan
+from drivetrain._metrics.store import MetricStore
+from drivetrain.data._iterable import IterableSource
+from drivetrain.data._loaders import MapSource
+from drivetrain.precision._loss_scaler import LossScaler
 from drivetrain_strategies.ddp.strategy import DDPStrategy
 from drivetrain_strategies.fsdp.strategy import FSDPStrategy
 

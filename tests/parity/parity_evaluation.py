@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.strategy import strategy_by_name
+from drivetrain.strategies.strategy import strategy_by_name
 
 SIZES = ((102, 8), (97, 8), (65, 8), (35, 8), (3, 8), (5, 1))
 """Samples and batch size of a rank: dividing by nothing, tails shorter than the ranks, fewer samples than ranks."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from drivetrain.config import Setting, Settings, resolved_settings
+from drivetrain._config.precedence import Setting, Settings, resolved_settings
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.run_settings import RunSettings
-from drivetrain.strategy import known_strategies, strategy_by_name
+from drivetrain.strategies.run_settings import RunSettings
+from drivetrain.strategies.strategy import known_strategies, strategy_by_name
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed.config import TOP_LEVEL_KEYS, Asked, read_config, resolve
-from drivetrain_strategies.deepspeed.library import import_library
+from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, Asked, read_config, resolve
+from drivetrain_strategies.deepspeed._library import import_library
 
 RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
 
@@ -277,7 +277,7 @@ def test_the_import_leaves_no_variable_and_no_text() -> None:
     done = _run(
         "import os\n"
         "before = dict(os.environ)\n"
-        "from drivetrain_strategies.deepspeed.library import import_library\n"
+        "from drivetrain_strategies.deepspeed._library import import_library\n"
         "import_library()\n"
         "assert dict(os.environ) == before, set(os.environ) ^ set(before)"
     )

@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,34 +19,21 @@ SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
 
 # A unit (a package of drivetrain's, or a file beside them) imports itself and units on lower floors, nothing else.
 FLOORS: list[set[str]] = [
-    {"errors", "lazy_names", "old_names", "setting_types", "sizes"},
-    {"failure", "transfer"},
-    {
-        *{"accelerators", "arguments", "config", "control", "environments"},
-        *{
-            "generators",
-            "hyper_parameters",
-            "module_hooks",
-            "optimizer_state",
-            "precision",
-            "process_state",
-            "run_handle",
-            "seed",
-        },
-        *{"run_settings", "shards", "trainable", "weights_fit"},
-    },
-    {"checkpoint_format"},
-    {"callback", "handshake", "module", "strategy"},
-    {"hooks"},
-    {"checkpoint", "data", "launchers", "metrics"},
-    {"callbacks", "loggers", "loops"},
-    {"engine"},
+    {"errors"},
+    {"_config", "_runtime"},
+    {"_distributed", "environments", "precision"},
+    {"_metrics", "checkpoint", "launchers"},
+    {"callback", "module"},
+    {"data", "strategies"},
+    {"_loops"},
+    {"callbacks", "loggers"},
+    {"_engine"},
     {"fit"},
     {"cli", "testing"},
 ]
 FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
 UNKNOWN = len(FLOORS)  # a unit without a floor, which a test of its own reports
-STRATEGIES_REACH = FLOOR_OF["strategy"]  # the interfaces and what they stand on
+DOORS = {"strategies", "launchers", "loggers", "environments", "precision", "profilers", "errors"}  # of api.md
 
 MAX_LINES = 600
 LONGER: dict[str, str] = {}  # path: the reason why it is one idea all the same
@@ -118,7 +105,7 @@ IMPORTS = [found for name, path in MODULES.items() for found in imports_of(name,
 
 
 def unit_of(name: str) -> str:
-    """``drivetrain.loops.train`` is in the unit ``loops``."""
+    """``drivetrain._loops.train`` is in the unit ``loops``."""
     return name.split(".")[1]
 
 
@@ -156,7 +143,7 @@ def test_imports_go_down() -> None:
 
 def test_a_climbing_import_is_seen() -> None:
     climbing = imports_of(
-        "drivetrain.loops.train", "def late():\n    import drivetrain.fit\n    from drivetrain.callbacks import timer"
+        "drivetrain._loops.train", "def late():\n    import drivetrain.fit\n    from drivetrain.callbacks import timer"
     )
     assert len(breaches(climbing)) == 2
     hidden = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from drivetrain.fit import Fit\n"
@@ -167,15 +154,107 @@ def test_drivetrain_never_imports_the_strategies() -> None:
     assert not [str(each) for each in IMPORTS if is_ours(each.importer) and not is_ours(each.imported)]
 
 
-def test_the_strategies_import_interfaces_only() -> None:
-    beyond = [
-        str(each)
-        for each in IMPORTS
+def beside_the_doors(imports: list[Import]) -> list[str]:
+    """The imports by which our own strategies come in where a third party's could not."""
+    return [
+        f"{each}: import it from a package of {sorted(DOORS)}, which exports it"
+        for each in imports
         if not is_ours(each.importer)
         and is_ours(each.imported)
-        and (each.imported == "drivetrain" or floor_of(each.imported) > STRATEGIES_REACH)
+        and each.imported not in {f"drivetrain.{door}" for door in DOORS}
     ]
-    assert not beyond, "a strategy knows neither the engine nor the callbacks"
+
+
+def test_the_strategies_come_in_by_the_doors() -> None:
+    # K-01
+    assert not beside_the_doors(IMPORTS)
+
+
+def test_an_import_beside_the_doors_is_seen() -> None:
+    source = """
+from drivetrain.strategies import Strategy
+from drivetrain.strategies.strategy import Strategy
+from drivetrain._distributed import control
+from drivetrain import Fit
+"""
+    found = beside_the_doors(imports_of("drivetrain_strategies.one", source))
+    assert [line.split()[2].rstrip(":") for line in found] == [
+        "drivetrain.strategies.strategy",
+        "drivetrain._distributed.control",
+        "drivetrain",
+    ]
+
+
+# Names: what users import is plain, everything else begins with an underscore
+
+
+def exports_of(package: str) -> set[str]:
+    """The modules from which a package's ``__init__`` exports something, wherever in it the import stands."""
+    tree = ast.parse(MODULES[package].read_text())
+    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and part != "__main__" for part in name.split("."))
+
+
+def test_a_plain_name_is_one_that_users_import() -> None:
+    unused = []
+    for name in MODULES:
+        package, _, own = name.rpartition(".")
+        if is_private(name) or own == "__main__" or MODULES[name].name == "__init__.py":
+            continue
+        if name not in exports_of(package):
+            unused.append(f"{name}: {package} exports nothing of it, so its name begins with an underscore")
+    assert not unused
+
+
+def test_public_packages_are_those_of_the_contract() -> None:
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and not is_private(name)}
+    promised = {"callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "module", "precision"}
+    ours = {f"drivetrain.{name}" for name in promised | {"strategies", "testing"}}
+    theirs = {f"drivetrain_strategies{name}" for name in ("", ".ddp", ".deepspeed", ".fsdp")}
+    assert packages == {"drivetrain", *ours, *theirs}
+
+
+# What means the same in several packages may have the same name there.
+SAME_NAME: dict[str, str] = {
+    "strategy": "the interface, and a strategy in a package of its own",
+    "_aliases": "the names under which a package's strategies are registered",
+    "_checks": "what a strategy refuses",
+    "_optimizers": "what a strategy does to the user's optimizers",
+    "_precision": "how a strategy carries a precision out",
+    "_private": "what a strategy uses of a library's insides",
+    "_state": "a strategy's state by plain names",
+    "_unused": "what a strategy does about parameters without a gradient",
+}
+
+
+def names_used_twice(names: Iterable[str]) -> dict[str, list[str]]:
+    """By base name, without underscores in front, the modules that share it."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        base = name.rpartition(".")[2]
+        if base != "__main__":
+            found.setdefault(base.lstrip("_"), []).append(name)
+    return {base: sorted(modules) for base, modules in found.items() if len(modules) > 1}
+
+
+def test_no_base_name_twice() -> None:
+    files = [name for name, path in MODULES.items() if path.name != "__init__.py"]
+    allowed = {name.lstrip("_") for name in SAME_NAME}
+    twice = names_used_twice(files)
+    for name in allowed & twice.keys():  # siblings, and the interface that they implement
+        roots = {module.rpartition(".")[0].rpartition(".")[0] for module in twice.pop(name)}
+        assert roots <= {"drivetrain_strategies", "drivetrain", ""}, name
+    assert not twice
+
+
+def test_a_name_used_twice_is_seen() -> None:
+    assert names_used_twice(["a.place", "b._place", "b.other"]) == {"place": ["a.place", "b._place"]}
+
+
+# Circles
 
 
 def _packages_entered(each: Import) -> list[str]:
@@ -292,7 +371,7 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_the_checkpoint_tools_are_imported_one_by_one() -> None:
     # H-02
     names, _ = imported_after("from drivetrain.checkpoint import load")
-    assert "drivetrain.checkpoint_format.reader" in names
+    assert "drivetrain.checkpoint._format.reader" in names
     assert not {f"drivetrain.checkpoint.{tool}" for tool in ("consolidating", "converting", "showing")} & set(names)
 
 

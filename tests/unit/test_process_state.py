@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 
-from drivetrain.process_state import ProcessState
+from drivetrain._runtime.process_state import ProcessState
 
 
 def _set_environment() -> None:
@@ -147,7 +147,7 @@ def test_mixed_precision_flags_that_the_older_interface_cannot_read() -> None:  
     # In a process of its own: torch refuses the older flags for good once the two disagree.
     code = """
 import torch
-from drivetrain.process_state import ProcessState
+from drivetrain._runtime.process_state import ProcessState
 cudnn = torch.backends.cudnn
 cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = "tf32", "ieee"
 torch.backends.cuda.matmul.fp32_precision = "tf32"

@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 
+from drivetrain._runtime.process_state import ProcessState
+from drivetrain._runtime.seed import checked_seed, derive_seed, last_seed, seed_everything
 from drivetrain.errors import ConfigurationError
-from drivetrain.process_state import ProcessState
-from drivetrain.seed import checked_seed, derive_seed, last_seed, seed_everything
 
 
 def _draws() -> tuple[float, float, float]:
@@ -54,7 +54,7 @@ def test_derived_seeds_differ_by_value_order_and_number() -> None:
 def test_derived_seeds_are_the_same_in_another_process() -> None:
     # I-18: and that process knows that nobody has seeded it, until somebody does.
     code = (
-        "from drivetrain.seed import derive_seed, never_seeded; import torch; assert never_seeded();"
+        "from drivetrain._runtime.seed import derive_seed, never_seeded; import torch; assert never_seeded();"
         "torch.manual_seed(2); assert not never_seeded(); print(derive_seed(5, 6))"
     )
     environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy_names import lazy_names
+from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain.callbacks.accumulation_scheduler import (
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
     from drivetrain.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
-    from drivetrain.callbacks.progress_default import default_progress_bar as default_progress_bar
     from drivetrain.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
@@ -40,7 +39,6 @@ _HOME = {
     "RichProgressBar": ".rich_progress_bar",
     "ThroughputMonitor": ".throughput_monitor",
     "Timer": ".timer",
-    "default_progress_bar": ".progress_default",
 }
 
 __all__ = [
@@ -58,7 +56,6 @@ __all__ = [
     "RichProgressBar",
     "ThroughputMonitor",
     "Timer",
-    "default_progress_bar",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -10,7 +10,7 @@ from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 
 class GradientAccumulationScheduler(Callback):

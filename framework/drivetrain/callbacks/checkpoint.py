@@ -9,16 +9,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks.checkpoint_names import DEFAULT, check_template, checkpoint_name
-from drivetrain.callbacks.monitored import monitored_value
-from drivetrain.checkpoint.finding import older
-from drivetrain.checkpoint.folders import child, claim, point_to, remove
-from drivetrain.checkpoint.retention import Kept, Retention
+from drivetrain.callbacks._checkpoint_names import DEFAULT, check_template, checkpoint_name
+from drivetrain.callbacks._monitored import monitored_value
+from drivetrain.checkpoint._finding import older
+from drivetrain.checkpoint._folders import child, claim, point_to, remove
+from drivetrain.checkpoint._retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 _MODES = ("min", "max")
 _LOOK_AT_THE_CLOCK_EVERY = 16  # steps: all ranks go by rank 0's, and asking takes a moment

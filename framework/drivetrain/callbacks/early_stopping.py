@@ -9,12 +9,12 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks.monitored import monitored_value
+from drivetrain.callbacks._monitored import monitored_value
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 _MODES = ("min", "max")
 

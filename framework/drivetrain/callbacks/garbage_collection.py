@@ -10,7 +10,7 @@ from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 _YOUNG = 1  # the generation below the oldest: what came since the last collection, in some tenths of a millisecond
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from drivetrain._loops.hooks import HOOKS
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.hooks import HOOKS
 
 
 class LambdaCallback(Callback):

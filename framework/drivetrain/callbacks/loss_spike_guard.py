@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
+from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from drivetrain.callbacks.checkpoint import Checkpoint
-from drivetrain.callbacks.spike_statistic import SpikeStatistic
 from drivetrain.errors import ConfigurationError, LossSpikeError, nearest
-from drivetrain.hooks import is_overridden
-from drivetrain.module import TrainModule
+from drivetrain.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit

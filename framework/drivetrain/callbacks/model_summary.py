@@ -14,7 +14,7 @@ from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
-from drivetrain.hooks import is_overridden
-from drivetrain.module import TrainModule
-from drivetrain.precision.gradients import by_mesh
+from drivetrain.module.train_module import TrainModule
+from drivetrain.precision._gradient_meshes import by_mesh
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks.readback import Readback
+from drivetrain.callbacks._readback import Readback
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 _BAR_WIDTH = 24
 

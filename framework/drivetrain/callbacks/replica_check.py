@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain._distributed.control import ControlPlane, spread
 from drivetrain.callback import Callback
-from drivetrain.callbacks.checksum import checksums
-from drivetrain.control import ControlPlane, spread
+from drivetrain.callbacks._checksum import checksums
 from drivetrain.errors import ConfigurationError, DistributedError
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 # Between two forwards their statistics are each rank's own: DDP hands out rank 0's as the next forward begins.
 _LOCAL_STATISTICS = (

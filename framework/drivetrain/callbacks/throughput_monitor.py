@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
-from drivetrain.callbacks.peak_flops import known_peak_flops
+from drivetrain.callbacks._peak_flops import known_peak_flops
 from drivetrain.errors import ConfigurationError
-from drivetrain.hooks import is_overridden
-from drivetrain.module import TrainModule
+from drivetrain.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode

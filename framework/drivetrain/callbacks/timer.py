@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.fit import Fit
-    from drivetrain.module import TrainModule
+    from drivetrain.module.train_module import TrainModule
 
 _INTERVALS = ("step", "epoch")
 _STAGES = ("train", "validate", "test")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy_names import lazy_names
+from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from drivetrain.checkpoint._format import Checkpoint as Checkpoint
+    from drivetrain.checkpoint._format import load as load
+    from drivetrain.checkpoint._format import verify as verify
     from drivetrain.checkpoint.consolidating import consolidate as consolidate
     from drivetrain.checkpoint.converting import convert as convert
     from drivetrain.checkpoint.showing import diff as diff
     from drivetrain.checkpoint.showing import show as show
-    from drivetrain.checkpoint_format import Checkpoint as Checkpoint
-    from drivetrain.checkpoint_format import load as load
-    from drivetrain.checkpoint_format import verify as verify
 
-_FORMAT = "drivetrain.checkpoint_format"
+_FORMAT = "drivetrain.checkpoint._format"
 _HOME = {
     "Checkpoint": _FORMAT,
     "consolidate": ".consolidating",

@@ -9,14 +9,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from drivetrain.checkpoint_format import Checkpoint, load
-from drivetrain.checkpoint_format.eager_file import EagerFile
-from drivetrain.checkpoint_format.file_writer import FileWriter
-from drivetrain.checkpoint_format.pieces import bytes_of, pieces_of, row_size
-from drivetrain.checkpoint_format.place import filesystem_of
-from drivetrain.checkpoint_format.tensor_file import header_of, in_file_order
+from drivetrain._distributed.shards import Span
+from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._format.eager_file import EagerFile
+from drivetrain.checkpoint._format.file_writer import FileWriter
+from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
+from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.tensor_file import header_of, in_file_order
 from drivetrain.errors import CheckpointError
-from drivetrain.shards import Span
 
 _PIECE = 16 * 2**20  # bytes in memory at once, unless a row is larger
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint.dcp import is_dcp, read_dcp
-from drivetrain.checkpoint.untrusted import Record, load_safely
-from drivetrain.checkpoint.zero import is_zero, read_zero
-from drivetrain.checkpoint_format import Contents, Facts, save
-from drivetrain.checkpoint_format.documents import encode
-from drivetrain.control import LocalControl
+from drivetrain._distributed.control import LocalControl
+from drivetrain.checkpoint._dcp import is_dcp, read_dcp
+from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format.documents import encode
+from drivetrain.checkpoint._untrusted import Record, load_safely
+from drivetrain.checkpoint._zero import is_zero, read_zero
 from drivetrain.errors import CheckpointError
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint_format import Checkpoint, load
-from drivetrain.checkpoint_format.reading import TensorSource
-from drivetrain.checkpoint_format.tensor_file import DTYPES
-from drivetrain.sizes import size_in_words
+from drivetrain._runtime.sizes import size_in_words
+from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._format.reading import TensorSource
+from drivetrain.checkpoint._format.tensor_file import DTYPES
 
 _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from drivetrain.hyper_parameters import KeepsHyperParameters
-from drivetrain.run_handle import RunHandle
-from drivetrain.transfer import move_to
+from drivetrain._runtime.transfer import move_to
+from drivetrain.module._hyper_parameters import KeepsHyperParameters
+from drivetrain.module._run_handle import RunHandle
 
 
 class DataModule(RunHandle, KeepsHyperParameters):

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from drivetrain.seed import derive_seed
+from drivetrain._runtime.seed import derive_seed
 
 _TABLE_LIMIT = 2**16
 _ROUNDS = 6

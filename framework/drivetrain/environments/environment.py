@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+from drivetrain.environments._variables import Variables
 from drivetrain.environments.placement import Placement
-from drivetrain.environments.variables import Variables
 
 
 class Environment(ABC):

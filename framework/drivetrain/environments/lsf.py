@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from drivetrain.environments._nodes import place
+from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
-from drivetrain.environments.nodes import place
 from drivetrain.environments.placement import Placement
-from drivetrain.environments.variables import job_port
 from drivetrain.errors import ConfigurationError
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from drivetrain.environments._nodes import place
+from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
-from drivetrain.environments.nodes import place
 from drivetrain.environments.placement import Placement
-from drivetrain.environments.variables import job_port
 from drivetrain.errors import ConfigurationError
 
 # Rank, size, local rank, local size; each launcher sets one row.

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
+from drivetrain.environments._variables import job_port
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.placement import Placement
-from drivetrain.environments.variables import job_port
 
 _INTERACTIVE_STEP = "4294967290"  # SLURM_INTERACTIVE_STEP in slurm.h: the shell that salloc opens
 _SHELLS = frozenset({"bash", "sh", "zsh", "fish", "csh", "tcsh", "interactive", "ipython", "jupyter"})

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from drivetrain.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain.launchers._torchrun_variables import suggested_threads
 from drivetrain.launchers.choose import LAUNCHERS, Launcher, check_launcher, choose_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.ray_launcher import RayLauncher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
-from drivetrain.launchers.variables import suggested_threads
 from drivetrain.launchers.world import World, current_world
 
 __all__ = [

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.launchers._rerun import why_not_rerun
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.ray_launcher import RayLauncher
-from drivetrain.launchers.rerun import why_not_rerun
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 
 Launcher = SubprocessLauncher | FunctionLauncher | RayLauncher

@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.failure import Failure, RankFailedError, first_cause
-from drivetrain.launchers.elastic import Processes, polls
-from drivetrain.launchers.lifeline import die_with_parent
-from drivetrain.launchers.passing_on import PassingOn
-from drivetrain.launchers.variables import suggested_threads, torchrun_variables
+from drivetrain.launchers._elastic import Processes, polls
+from drivetrain.launchers._lifeline import die_with_parent
+from drivetrain.launchers._passing_on import PassingOn
+from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.world import World, current_world, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
@@ -276,7 +276,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
     try:
         return pickle.dumps(_Call(fn, args))
     except Exception as error:
-        from drivetrain.launchers.runners import runner
+        from drivetrain.launchers._runners import runner
 
         fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
         if runner() is not None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from drivetrain.accelerators import Devices, resolve_devices
+from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._runtime.accelerators import Devices, resolve_devices
+from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
-from drivetrain.failure import Failure, RankFailedError, first_cause
-from drivetrain.launchers.ray_worker import Where, Worker
-from drivetrain.process_state import ProcessState
+from drivetrain.launchers._ray_worker import Where, Worker
 
 Result = TypeVar("Result")
 

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.failure import Failure, RankFailedError, first_cause
-from drivetrain.launchers.elastic import Processes
-from drivetrain.launchers.rerun import rerun_command
-from drivetrain.launchers.variables import thread_variables, torchrun_variables
+from drivetrain.launchers._elastic import Processes
+from drivetrain.launchers._rerun import rerun_command
+from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
 from drivetrain.launchers.world import (
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,

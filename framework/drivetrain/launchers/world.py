@@ -13,11 +13,11 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from drivetrain._distributed.failure import Failure, RankFailedError, failure_file, first_cause
 from drivetrain.environments import Placement, TorchrunEnvironment
 from drivetrain.errors import DistributedError
-from drivetrain.failure import Failure, RankFailedError, failure_file, first_cause
-from drivetrain.launchers.elastic import LEFT, Processes
-from drivetrain.launchers.lifeline import die_with_parent
+from drivetrain.launchers._elastic import LEFT, Processes
+from drivetrain.launchers._lifeline import die_with_parent
 
 # In the environment of a process that runs the caller's script again, and nowhere else. The parent's id tells such a
 # process from one that it starts in turn, which inherits the variables.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from drivetrain.lazy_names import lazy_names
+from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain.loggers.csv_logger import CSVLogger as CSVLogger
-    from drivetrain.loggers.default import default_logger as default_logger
     from drivetrain.loggers.logger import Logger as Logger
     from drivetrain.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
 
@@ -16,9 +15,8 @@ _HOME = {
     "CSVLogger": ".csv_logger",
     "Logger": ".logger",
     "TensorBoardLogger": ".tensorboard_logger",
-    "default_logger": ".default",
 }
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "default_logger"]
+__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

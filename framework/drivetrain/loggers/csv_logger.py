@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers.directory_logger import DirectoryLogger
+from drivetrain.loggers._directory_logger import DirectoryLogger
 
 _Row = dict[str, str]
 

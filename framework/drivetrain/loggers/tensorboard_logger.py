@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers.directory_logger import DirectoryLogger
+from drivetrain.loggers._directory_logger import DirectoryLogger
 
 
 class TensorBoardLogger(DirectoryLogger):

@@ -13,8 +13,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.precision.clipping import clip_gradients
-from drivetrain.precision.loss_scaler import LossScaler
+from drivetrain.precision._clipping import clip_gradients
+from drivetrain.precision._loss_scaler import LossScaler
 from drivetrain.precision.precision import Precision
 
 _DTYPES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from drivetrain.precision.clipping import clip_gradients
+from drivetrain.precision._clipping import clip_gradients
 
 
 class Precision:

@@ -10,7 +10,7 @@ from drivetrain.testing.marks import (
     requires_package,
 )
 from drivetrain.testing.parity import assert_close_states, assert_close_traces, assert_equal_ranks
-from drivetrain.testing.world import World, run_distributed
+from drivetrain.testing.run_distributed import World, run_distributed
 
 __all__ = [
     "World",

@@ -13,21 +13,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategy import StepRunner
-from drivetrain_strategies.collectives import broadcast_together
-from drivetrain_strategies.ddp import reducer
-from drivetrain_strategies.ddp.comm_hooks import CommHook, refuse_kept_state, register_comm_hook
-from drivetrain_strategies.ddp.sync_batchnorm import SyncBatchNormSwap
-from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.module_checks import (
+from drivetrain.strategies import (
+    DEFAULT_STEP_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    DistributedStrategy,
+    StepRunner,
+    broadcast_together,
+)
+from drivetrain_strategies._module_checks import (
     refuse_device_map,
     refuse_embedding_max_norm,
     refuse_meta,
     refuse_other_device,
 )
-from drivetrain_strategies.placement import HomeDevice
-from drivetrain_strategies.step_module import StepModule, whole_output
-from drivetrain_strategies.weights_left import refuse_weights_left
+from drivetrain_strategies._original_device import HomeDevice
+from drivetrain_strategies._step_module import StepModule, whole_output
+from drivetrain_strategies._weights_left import refuse_weights_left
+from drivetrain_strategies.ddp import _reducer as reducer
+from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_kept_state, register_comm_hook
+from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
 
 
 class DDPStrategy(DistributedStrategy):

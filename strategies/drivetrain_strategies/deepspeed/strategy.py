@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 from drivetrain.environments import Placement
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.shards import Region
-from drivetrain.strategy import StepRunner
-from drivetrain_strategies.activation_checkpointing import Checkpointing, ForwardSwap, Policy, modules_of
-from drivetrain_strategies.deepspeed.checks import (
+from drivetrain.strategies import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy, Region, StepRunner
+from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, modules_of
+from drivetrain_strategies._materialize import Building
+from drivetrain_strategies._module_checks import refuse_meta
+from drivetrain_strategies._original_device import HomeDevice
+from drivetrain_strategies._weights_left import GATHER_LIMIT, exceeds
+from drivetrain_strategies.deepspeed._checks import (
     adding_a_group,
     check_leaves,
     check_module,
@@ -27,7 +30,7 @@ from drivetrain_strategies.deepspeed.checks import (
     check_trainable,
     clipping_by_value,
 )
-from drivetrain_strategies.deepspeed.config import (
+from drivetrain_strategies.deepspeed._config import (
     Asked,
     Config,
     check_arguments,
@@ -36,17 +39,12 @@ from drivetrain_strategies.deepspeed.config import (
     resolve,
     stage_of,
 )
-from drivetrain_strategies.deepspeed.faults import check_by_deepspeed, check_operations, compiling_explained
-from drivetrain_strategies.deepspeed.library import Quiet, check_library, import_library
-from drivetrain_strategies.deepspeed.norms import norms_of, with_float32_weights
-from drivetrain_strategies.deepspeed.precision import DeepSpeedPrecision, check_fp16
-from drivetrain_strategies.deepspeed.run import DeepSpeedRun, Setting
-from drivetrain_strategies.deepspeed.traces import World
-from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.materialize import Building
-from drivetrain_strategies.module_checks import refuse_meta
-from drivetrain_strategies.placement import HomeDevice
-from drivetrain_strategies.weights_left import GATHER_LIMIT, exceeds
+from drivetrain_strategies.deepspeed._faults import check_by_deepspeed, check_operations, compiling_explained
+from drivetrain_strategies.deepspeed._library import Quiet, check_library, import_library
+from drivetrain_strategies.deepspeed._norms import norms_of, with_float32_weights
+from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
+from drivetrain_strategies.deepspeed._run import DeepSpeedRun, Setting
+from drivetrain_strategies.deepspeed._traces import World
 
 NATIVE = ".deepspeed"
 """What the name of a checkpoint of DeepSpeed's own ends with."""

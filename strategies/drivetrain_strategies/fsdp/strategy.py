@@ -15,39 +15,45 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from drivetrain.environments import Placement
-from drivetrain.optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.precision import Precision
-from drivetrain.shards import Region
-from drivetrain.strategy import StepRunner
-from drivetrain_strategies.activation_checkpointing import Checkpointing, ForwardSwap, Policy
-from drivetrain_strategies.distributed import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy
-from drivetrain_strategies.fsdp import lbfgs, whole_step
-from drivetrain_strategies.fsdp.checks import (
+from drivetrain.strategies import (
+    DEFAULT_STEP_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    DistributedStrategy,
+    Region,
+    StepRunner,
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
+from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy
+from drivetrain_strategies._materialize import Building
+from drivetrain_strategies._step_module import StepModule, whole_output
+from drivetrain_strategies._unit_order import UnitOrder
+from drivetrain_strategies._weights_left import GATHER_LIMIT, are_gathered, exceeds
+from drivetrain_strategies.fsdp import _lbfgs as lbfgs
+from drivetrain_strategies.fsdp import _whole_step as whole_step
+from drivetrain_strategies.fsdp._apply_plan import Sharding, change_forwards, gather_ahead, shard
+from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
     check_optimizer,
     check_reshard_size,
     check_torch,
 )
-from drivetrain_strategies.fsdp.closure_step import step_with
-from drivetrain_strategies.fsdp.device_mesh import Layout, Mesh, find_layout, require_mesh
-from drivetrain_strategies.fsdp.gradients import Gradients
-from drivetrain_strategies.fsdp.meta import BareModule
-from drivetrain_strategies.fsdp.optimizers import Adoptions
-from drivetrain_strategies.fsdp.originals import Original, originals_of
-from drivetrain_strategies.fsdp.plan import Plan, Wrap, make_plan
-from drivetrain_strategies.fsdp.precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp.private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
-from drivetrain_strategies.fsdp.sharding import Sharding, change_forwards, gather_ahead, shard
-from drivetrain_strategies.fsdp.shards_left import gather_back, leave_shards, take_up_shards
-from drivetrain_strategies.fsdp.start import start_alike
-from drivetrain_strategies.fsdp.state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
-from drivetrain_strategies.fsdp.trainable_change import adapt, refuse_while_whole
-from drivetrain_strategies.fsdp.unused import UnusedParameters
-from drivetrain_strategies.materialize import Building
-from drivetrain_strategies.step_module import StepModule, whole_output
-from drivetrain_strategies.unit_order import UnitOrder
-from drivetrain_strategies.weights_left import GATHER_LIMIT, are_gathered, exceeds
+from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, find_layout, require_mesh
+from drivetrain_strategies.fsdp._gradients import Gradients
+from drivetrain_strategies.fsdp._meta import BareModule
+from drivetrain_strategies.fsdp._optimizers import Adoptions
+from drivetrain_strategies.fsdp._originals import Original, originals_of
+from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
+from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
+from drivetrain_strategies.fsdp._private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
+from drivetrain_strategies.fsdp._repeated_evaluation import step_with
+from drivetrain_strategies.fsdp._shards_left import gather_back, leave_shards, take_up_shards
+from drivetrain_strategies.fsdp._start import start_alike
+from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
+from drivetrain_strategies.fsdp._trainable_change import adapt, refuse_while_whole
+from drivetrain_strategies.fsdp._unused import UnusedParameters
 
 logger = logging.getLogger("drivetrain")
 

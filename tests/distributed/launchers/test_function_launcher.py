@@ -19,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain.failure import Failure, failure_file
 from drivetrain.launchers import FunctionLauncher, RankFailedError, current_world
-from drivetrain.launchers.elastic import Processes
+from drivetrain.launchers._elastic import Processes
 
 _ONE = Placement()
 _TWO = Placement(world_size=2, local_world_size=2)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.control import ControlPlane, LocalControl
-from drivetrain.loops.optimizers import SchedulerConfig
-from drivetrain.loops.progress import Progress
+from drivetrain._distributed.control import ControlPlane, LocalControl
+from drivetrain._loops.configured_optimizers import SchedulerConfig
+from drivetrain._loops.progress import Progress
 from drivetrain.precision import Precision
 
 
@@ -75,7 +75,7 @@ _runs = itertools.count()
 
 def distributed_run(**values: Any) -> Run:
     """A run on the default process group of this process."""
-    from drivetrain_strategies.control_group import GroupControl
+    from drivetrain._distributed.control_group import GroupControl
 
     store = dist.PrefixStore(f"run{next(_runs)}", dist.distributed_c10d._get_default_store())
     control = GroupControl(dist.group.WORLD, store, dist.get_rank(), dist.get_world_size())

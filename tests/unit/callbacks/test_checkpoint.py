@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
-from drivetrain.callbacks.checkpoint_names import checkpoint_name
+from drivetrain.callbacks._checkpoint_names import checkpoint_name
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint.retention import Retention
+from drivetrain.checkpoint._retention import Retention
 
 
 class Scored(TrainModule):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, ConfigurationError, Fit, LossSpikeError, TrainModule
 from drivetrain.callbacks import Checkpoint, LossSpikeGuard
-from drivetrain.callbacks.spike_statistic import SpikeStatistic
+from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from worlds import on_ranks
 
 STEPS, BAD = 24, 12

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
+from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain.callbacks import LearningRateMonitor
 from drivetrain.errors import ConfigurationError
-from drivetrain.loops.optimizers import SchedulerConfig
 
 
 def _parameters() -> list[nn.Parameter]:

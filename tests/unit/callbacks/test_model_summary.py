@@ -7,9 +7,9 @@ import torch
 from callback_run import Run, Where
 from torch import nn
 
+from drivetrain._distributed.control import LocalControl
 from drivetrain.callbacks import ModelSummary
 from drivetrain.callbacks.model_summary import summarize
-from drivetrain.control import LocalControl
 from drivetrain.errors import ConfigurationError
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain.callbacks import NonFiniteGuard
 from drivetrain.errors import ConfigurationError, NonFiniteError
-from drivetrain.module import TrainModule
+from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
 from worlds import on_ranks
 

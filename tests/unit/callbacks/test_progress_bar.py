@@ -11,14 +11,14 @@ import pytest
 import torch
 from callback_run import Run, Where
 
+from drivetrain._distributed.control import LocalControl
+from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
-from drivetrain.callbacks import ProgressBar, RichProgressBar, default_progress_bar
+from drivetrain.callbacks import ProgressBar, RichProgressBar
+from drivetrain.callbacks._progress_default import EpochLines, default_progress_bar
 from drivetrain.callbacks.progress_bar import clock, number, speed
-from drivetrain.callbacks.progress_default import EpochLines
-from drivetrain.control import LocalControl
 from drivetrain.errors import ConfigurationError
-from drivetrain.hooks import HOOKS, HookTable
-from drivetrain.module import TrainModule
+from drivetrain.module.train_module import TrainModule
 from drivetrain.testing import requires_package
 
 _MODULE: Any = TrainModule()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from drivetrain.callbacks import ReplicaCheck
-from drivetrain.callbacks.checksum import checksum, checksums
+from drivetrain.callbacks._checksum import checksum, checksums
 from drivetrain.errors import ConfigurationError, DistributedError
 from worlds import on_ranks
 

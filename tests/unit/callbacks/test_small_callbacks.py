@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from callback_run import Run
 
+from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import GradientAccumulationScheduler, LambdaCallback, Timer
 from drivetrain.callbacks.timer import read_duration
 from drivetrain.errors import ConfigurationError
-from drivetrain.hooks import HOOKS, HookTable
-from drivetrain.module import TrainModule
+from drivetrain.module.train_module import TrainModule
 
 _NO_MODULE: Any = None
 

@@ -8,9 +8,9 @@ import torch
 from callback_run import Run, distributed_run
 
 from drivetrain.callbacks import ThroughputMonitor
-from drivetrain.callbacks.peak_flops import peak_of
+from drivetrain.callbacks._peak_flops import peak_of
 from drivetrain.errors import ConfigurationError
-from drivetrain.module import TrainModule
+from drivetrain.module.train_module import TrainModule
 from worlds import on_ranks
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint_format import Contents, Facts, save
-from drivetrain.control import LocalControl
+from drivetrain._distributed.control import LocalControl
+from drivetrain.checkpoint._format import Contents, Facts, save
 
 STATE = {
     "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},

@@ -13,8 +13,8 @@ import torch
 from checkpoint_case import STATE, contents, equal
 from safetensors import safe_open
 
-from drivetrain.checkpoint_format import Sizes, save
-from drivetrain.control import LocalControl
+from drivetrain._distributed.control import LocalControl
+from drivetrain.checkpoint._format import Sizes, save
 
 
 class Reader:

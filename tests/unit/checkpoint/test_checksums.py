@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from drivetrain.checkpoint_format.checksums import BlockSums, block_count, crc32
+from drivetrain.checkpoint._format.checksums import BlockSums, block_count, crc32
 
 
 @pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 95, 100])

@@ -14,7 +14,7 @@ import torch
 from checkpoint_case import equal
 
 from drivetrain import CheckpointError
-from drivetrain.checkpoint_format.documents import decode, dumps, encode, loads
+from drivetrain.checkpoint._format.documents import decode, dumps, encode, loads
 
 
 def through(value: Any) -> Any:

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drivetrain import CheckpointError
+from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.shards import Box, Span
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, Sizes, commit, save, stage
-from drivetrain.checkpoint_format.dealing import deal
-from drivetrain.checkpoint_format.swapping import exchange
-from drivetrain.checkpoint_format.tensor_file import DTYPES, Spec
-from drivetrain.control import LocalControl
-from drivetrain.shards import Box, Span
+from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage
+from drivetrain.checkpoint._format.dealing import deal
+from drivetrain.checkpoint._format.swapping import exchange
+from drivetrain.checkpoint._format.tensor_file import DTYPES, Spec
 
 LOCAL = LocalControl()
 
@@ -174,7 +174,7 @@ class TestReplacing:
             if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
                 pytest.skip("this disk cannot exchange two names")
         else:
-            monkeypatch.setattr("drivetrain.checkpoint_format.local_place.exchange", lambda one, other: False)
+            monkeypatch.setattr("drivetrain.checkpoint._format.local_place.exchange", lambda one, other: False)
         return bool(request.param)
 
     def test_the_new_one_takes_the_place_of_the_old(self, tmp_path: Path, exchanging: bool) -> None:
@@ -373,7 +373,7 @@ class TestStrangers:
         ],
     )
     def test_a_forged_header_is_refused(self, tmp_path: Path, header: Any) -> None:
-        from drivetrain.checkpoint_format.checksums import sums_of
+        from drivetrain.checkpoint._format.checksums import sums_of
 
         folder = Path(written(tmp_path / "c"))
         text = json.dumps(header).encode() if header is not None else b"\x80\x04pickle"
@@ -389,7 +389,7 @@ class TestStrangers:
         assert len(verify(folder)) == 1
 
     def test_a_header_of_any_length_is_bounded(self, tmp_path: Path) -> None:
-        from drivetrain.checkpoint_format.tensor_file import read_header
+        from drivetrain.checkpoint._format.tensor_file import read_header
 
         with pytest.raises(CheckpointError, match="its header is said to take"):
             read_header("x", 2**40, lambda begin, end: (2**39).to_bytes(8, "little"))

@@ -16,9 +16,9 @@ import torch
 
 from drivetrain import Fit, TrainModule
 from drivetrain.checkpoint import load
-from drivetrain.checkpoint_format import checksums, reading
-from drivetrain.checkpoint_format.eager_file import EagerFile
-from drivetrain.checkpoint_format.file_writer import FileWriter
+from drivetrain.checkpoint._format import checksums, reading
+from drivetrain.checkpoint._format.eager_file import EagerFile
+from drivetrain.checkpoint._format.file_writer import FileWriter
 
 NUMBERS = ("model.safetensors", "optimizer-0.safetensors")
 

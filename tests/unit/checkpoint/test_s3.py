@@ -12,11 +12,11 @@ import torch
 from checkpoint_case import STATE, contents, equal, token_free, written
 
 from drivetrain import Callback, CheckpointError, Fit, TrainModule
+from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.shards import Box, Shard, Span
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint_format import Contents, Sizes, save
-from drivetrain.control import LocalControl
-from drivetrain.shards import Box, Shard, Span
+from drivetrain.checkpoint._format import Contents, Sizes, save
 from drivetrain.testing import requires_package
 from worlds import on_ranks
 
@@ -92,7 +92,7 @@ def test_large_tensors_come_by_the_part(bucket: Any) -> None:
 def _save_half(path: str) -> None:
     import torch.distributed as dist
 
-    from drivetrain_strategies.control_group import GroupControl
+    from drivetrain._distributed.control_group import GroupControl
 
     rank = dist.get_rank()
     control = GroupControl(dist.new_group(backend="gloo"), dist.distributed_c10d._get_default_store(), rank, 2)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.data.ahead import ReadAhead
-from drivetrain.data.sharding import Share
-from drivetrain.generators import generator_states, set_generators
+from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain.data._ahead import ReadAhead
+from drivetrain.data._sharding import Share
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from drivetrain.data import CombinedLoader, prepare_loader
+from drivetrain.data import CombinedLoader
+from drivetrain.data._loaders import prepare_loader
 from drivetrain.errors import ConfigurationError
 from wrong_lengths import Batches
 

@@ -21,7 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from drivetrain.data import BatchSource, Share, prepare_loader
+from drivetrain.data._loaders import prepare_loader
+from drivetrain.data._sharding import Share
+from drivetrain.data._source import BatchSource
 from drivetrain.errors import ConfigurationError
 
 

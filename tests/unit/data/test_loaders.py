@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from drivetrain.data import Share, prepare_loader
+from drivetrain.data._loaders import prepare_loader
+from drivetrain.data._sharding import Share
 from drivetrain.errors import ConfigurationError
 
 

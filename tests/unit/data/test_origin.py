@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from drivetrain.data import prepare_loader
-from drivetrain.data.sharding import Origin
+from drivetrain.data._loaders import prepare_loader
+from drivetrain.data._sharding import Origin
 from drivetrain.errors import ConfigurationError
 
 SAMPLES = 102

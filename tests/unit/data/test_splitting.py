@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
-from drivetrain.data import CombinedLoader, prepare_loader, split_by_rank
-from drivetrain.data.first_sight import digest_of_batch, digest_of_indices, subset_of
+from drivetrain.data import CombinedLoader, split_by_rank
+from drivetrain.data._first_sight import digest_of_batch, digest_of_indices, subset_of
+from drivetrain.data._loaders import prepare_loader
 from drivetrain.data.splitting import read_from
 
 

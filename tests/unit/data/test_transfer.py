@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from drivetrain.data import Prefetcher, first_dimension, move_to
+from drivetrain._runtime.transfer import first_dimension, move_to
+from drivetrain.data._prefetch import Prefetcher
 from drivetrain.errors import ConfigurationError
 
 META = torch.device("meta")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from drivetrain.data import prepare_loader
+from drivetrain.data._loaders import prepare_loader
 from drivetrain.errors import ConfigurationError
 
 Draw = tuple[int, float, float, float]

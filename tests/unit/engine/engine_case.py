@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
+from drivetrain._loops.hooks import HOOKS
 from drivetrain.callback import Callback as CallbackBase
-from drivetrain.hooks import HOOKS
-from drivetrain.module_hooks import ModuleHooks
+from drivetrain.module._module_hooks import ModuleHooks
 
 QUIET: dict[str, Any] = {
     "logger": False,

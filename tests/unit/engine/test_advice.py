@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit
-from drivetrain.engine.advice import left_on_the_table
+from drivetrain._engine.advice import left_on_the_table
 
 
 def _optimizer(kind: Any, layer: nn.Module | None = None, **options: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from engine_case import fit, loader
 
 from drivetrain import Callback, TrainModule
-from drivetrain.loops.outputs import on_host
+from drivetrain._loops.outputs import on_host
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

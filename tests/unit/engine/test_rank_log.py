@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drivetrain import Fit
-from drivetrain.engine.rank_log import RankLog
+from drivetrain._engine.rank_log import RankLog
 from drivetrain.loggers import CSVLogger
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.data import Share
-from drivetrain.engine import batches
-from drivetrain.loops.windows import single_windows
+from drivetrain._engine import batches
+from drivetrain._loops.windows import single_windows
+from drivetrain.data._sharding import Share
 
 
 class _Immediate:

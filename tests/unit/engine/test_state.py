@@ -18,7 +18,7 @@ from engine_case import QUIET, Regression, Tiny, fit, loader, regression
 from torch import nn
 
 from drivetrain import Callback, ConfigurationError, DataModule, Fit, NonFiniteError, TrainModule
-from drivetrain.engine import launching
+from drivetrain._engine import launching
 from drivetrain.loggers import CSVLogger
 from drivetrain_strategies import SingleDeviceStrategy
 

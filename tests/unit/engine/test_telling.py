@@ -7,9 +7,9 @@ from io import StringIO
 
 import pytest
 
-from drivetrain.engine import telling
-from drivetrain.engine.telling import OneLine
-from drivetrain.failure import Failure, RankFailedError
+from drivetrain._distributed.failure import Failure, RankFailedError
+from drivetrain._engine import telling
+from drivetrain._engine.telling import OneLine
 
 
 class Unbuffered(StringIO):

@@ -10,10 +10,11 @@ import pytest
 import torch
 from engine_case import fit, loader
 
-from drivetrain import TrainModule, seed
-from drivetrain.engine import seeding
-from drivetrain.process_state import ProcessState
-from drivetrain.seed import never_seeded, seed_everything
+from drivetrain import TrainModule
+from drivetrain._engine import seeding
+from drivetrain._runtime import seed
+from drivetrain._runtime.process_state import ProcessState
+from drivetrain._runtime.seed import never_seeded, seed_everything
 from told import told
 
 

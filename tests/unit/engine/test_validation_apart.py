@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from drivetrain import Callback
-from drivetrain.data.own_generators import own_generators
+from drivetrain.data._own_generators import own_generators
 
 
 def draw() -> float:
@@ -125,7 +125,7 @@ def test_weights_are_those_of_a_loop_without_it_to_the_last_bit(
 def test_and_those_of_a_hand_written_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # I-13
     monkeypatch.setattr(
-        "drivetrain.engine.seeding.last_seed", lambda: 0
+        "drivetrain._engine.seeding.last_seed", lambda: 0
     )  # else the order's seed is one draw of torch's
     data = Noisy()
     found = trained(tmp_path, DataLoader(data, 4), DataLoader(data, 4, shuffle=True), val_check_interval=2)

@@ -10,7 +10,7 @@ from engine_case import Bare, fit, loader
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from drivetrain.loops.zero_grad import zero_grad
+from drivetrain._loops.zero_grad import zero_grad
 
 
 class Keeping(SGD):

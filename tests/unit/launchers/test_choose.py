@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher, runners
-from drivetrain.launchers.rerun import rerun_command
-from drivetrain.launchers.runners import runner
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
+from drivetrain.launchers import _runners as runners
+from drivetrain.launchers._rerun import rerun_command
+from drivetrain.launchers._runners import runner
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, file: str | None, spec: str | None = None) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers import CSVLogger, TensorBoardLogger, default_logger
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.loggers._default import default_logger
 from drivetrain.testing import requires_package
 
 

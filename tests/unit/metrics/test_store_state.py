@@ -9,8 +9,8 @@ import torch
 import torchmetrics
 from torch import nn
 
+from drivetrain._metrics import MetricStore
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.metrics import MetricStore
 from mergeable import MergeablePearson
 
 CPU = torch.device("cpu")

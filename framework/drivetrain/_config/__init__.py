@@ -1,0 +1,1 @@
+"""What `Fit` was told: where each setting comes from, and what it may be."""

@@ -1,0 +1,254 @@
+"""Settings and their precedence: code, then environment, then file, then default.
+
+The signature that `resolved_settings` decorates is the one place where arguments, their types and defaults are
+written down. Reading settings never changes anything: no file, no variable, no state.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from drivetrain._config.setting_types import Accepted, accepted_values
+from drivetrain.errors import ConfigurationError, nearest, shortened
+
+PREFIX = "DRIVETRAIN_"
+CONFIG_VARIABLE = PREFIX + "CONFIG"
+CONFIG_FILE = "drivetrain.toml"
+
+P = ParamSpec("P")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One resolved argument.
+
+    Attributes:
+        value: what it is.
+        source: where it came from: ``"code"``, ``"environment DRIVETRAIN_X"``, ``"file PATH"`` or ``"default"``.
+    """
+
+    value: Any
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.value!r} ({self.source})"
+
+
+class Settings(Mapping[str, Setting]):
+    """Every argument by name with where its value came from; ``str()`` gives a table."""
+
+    __slots__ = ("_settings",)
+
+    def __init__(self, settings: Mapping[str, Setting]) -> None:
+        self._settings = dict(settings)
+
+    def __getitem__(self, name: str) -> Setting:
+        return self._settings[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._settings)
+
+    def __len__(self) -> int:
+        return len(self._settings)
+
+    def __str__(self) -> str:
+        rows = [("setting", "value", "source")]
+        rows += [(name, _short(setting.value), setting.source) for name, setting in self.items()]
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._settings!r})"
+
+
+def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+    """Let every keyword-only argument of ``init`` come from code, environment, file or its default, in this order.
+
+    The decorated ``__init__`` sets ``self.settings`` to the `Settings` and then runs ``init`` with the resolved values.
+    What the caller writes counts as set, also where it equals the default.
+
+    The environment gives an argument as ``DRIVETRAIN_<NAME>``, the file (``drivetrain.toml`` in the working directory,
+    or the one that ``DRIVETRAIN_CONFIG`` names) as a top-level key. A value is read as TOML (``4``, ``0.5``, ``true``,
+    ``[0, 1]``), in the environment otherwise as the text it is; ``none`` means None.
+
+    Raises:
+        ConfigurationError: for an unknown argument, variable or key, a value of a type that the annotation does not
+            name, an argument that takes objects given outside code, or a file that is missing or is no TOML.
+    """
+    signature = inspect.signature(init)
+    parameters = {name: p for name, p in signature.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    owner = init.__qualname__.split(".")[0]
+
+    @functools.wraps(init)
+    def resolving(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            initialise(self, *args, **kwargs)
+        except ConfigurationError as error:
+            raise shortened(error)  # noqa: B904 - the same error
+
+    def initialise(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if args:
+            raise ConfigurationError(
+                f"{owner}() was given {', '.join(map(repr, args))} without a name.",
+                "Its arguments are many, and their order means nothing.",
+                f"Write {owner}({next(iter(parameters))}=...).",
+            )
+        for name, value in kwargs.items():
+            if name not in parameters:
+                raise _unknown(name, f"{owner}() has no argument {name!r}.", f"{name}={_short(value)}", parameters)
+        settings = resolve(cast(FunctionType, init), parameters, kwargs, os.environ, Path.cwd)
+        self.settings = settings  # type: ignore[attr-defined]
+        values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
+        init(self, **values)  # type: ignore[call-arg]
+
+    return resolving
+
+
+def resolve(
+    init: FunctionType,
+    parameters: Mapping[str, inspect.Parameter],
+    given: Mapping[str, Any],
+    variables: Mapping[str, str],
+    directory: Callable[[], Path],
+) -> Settings:
+    """Resolve ``parameters`` of ``init`` from what was ``given`` in code, environment ``variables`` and the file.
+
+    Args:
+        init: whose annotations say what is accepted.
+        parameters: the arguments, with their defaults.
+        given: what the caller passed.
+        variables: the environment.
+        directory: tells the working directory.
+
+    Returns:
+        Every argument that has a value, in the order of the signature.
+
+    Raises:
+        ConfigurationError: see `resolved_settings`.
+    """
+    # A mistake in the environment or the file is one even where code overrides it: everything is checked.
+    found: dict[str, Setting] = {}
+    sources = (_from_file(variables, directory, parameters), _from_environment(variables, parameters))
+    for source in sources:  # the later one wins
+        for name, (value, where, is_text) in source.items():
+            accepted = accepted_values(parameters[name].annotation, init.__globals__)
+            found[name] = Setting(_checked(name, value, where, is_text, accepted), where)
+    settings: dict[str, Setting] = {}
+    for name, parameter in parameters.items():
+        if name in given:
+            settings[name] = Setting(given[name], "code")
+        elif name in found:
+            settings[name] = found[name]
+        elif parameter.default is not inspect.Parameter.empty:
+            settings[name] = Setting(parameter.default, "default")
+    return Settings(settings)
+
+
+def _from_environment(
+    variables: Mapping[str, str], parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, tuple[Any, str, bool]]:
+    names = {PREFIX + name.upper(): name for name in parameters}
+    values: dict[str, tuple[Any, str, bool]] = {}
+    for variable, text in variables.items():
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE:
+            continue
+        if variable not in names:
+            known_as = _new_name(variable.removeprefix(PREFIX))
+            if known_as is not None:
+                raise ConfigurationError(
+                    f"The environment variable {variable}={text!r} sets nothing.",
+                    f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
+                    f"Unset it, and {known_as}; {PREFIX}<NAME> sets an argument of that name.",
+                )
+            raise ConfigurationError(
+                f"The environment variable {variable}={text!r} sets nothing."
+                f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
+                f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
+                f"Correct its name, or unset it: unset {variable}",
+            )
+        values[names[variable]] = (text, f"environment {variable}", True)
+    return values
+
+
+def _from_file(
+    variables: Mapping[str, str], directory: Callable[[], Path], parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, tuple[Any, str, bool]]:
+    named = variables.get(CONFIG_VARIABLE)
+    path = Path(named).expanduser() if named is not None else Path(CONFIG_FILE)
+    try:
+        path = directory() / path
+        # Only the file that nobody named may be missing.
+        if named is None and not path.exists():
+            return {}
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if named is None and isinstance(error, FileNotFoundError):  # the working directory itself is gone
+            return {}
+        what = f"{CONFIG_VARIABLE}={named!r}" if named is not None else f"The config file {path}"
+        raise ConfigurationError(
+            f"{what} cannot be read.",
+            f"{type(error).__name__}: {error}",
+            f"Let {CONFIG_VARIABLE} name a TOML file, or unset it." if named is not None else "Repair it or remove it.",
+        ) from error
+    import tomllib
+
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(
+            f"The config file {path} is not TOML.",
+            str(error),
+            "Write one 'name = value' a line; text stands in quotes.",
+        ) from error
+    for key in table:
+        if key not in parameters:
+            what = f"The config file {path} sets {key!r}, which is no setting."
+            raise _unknown(key, what, f"{key} = {_short(table[key])}", parameters)
+    return {key: (value, f"file {path}", False) for key, value in table.items()}
+
+
+def _new_name(name: str) -> str | None:
+    from drivetrain._config.old_names import new_name  # by whoever makes this mistake
+
+    return new_name(name)
+
+
+def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
+    known_as = _new_name(name)
+    if known_as is not None:
+        return ConfigurationError(what, f"{given} has another name here, or another place.", f"{known_as}.")
+    return ConfigurationError(
+        what + nearest(name, parameters),
+        f"{given} would be passed over.",
+        f"The arguments are {', '.join(parameters)}.",
+    )
+
+
+def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepted) -> Any:
+    if accepted.only_objects:
+        raise ConfigurationError(
+            f"{name} was set to {value!r} ({where}).",
+            f"{name} takes Python objects, which neither the environment nor a file can hold.",
+            f"Pass {name}= in code.",
+        )
+    fits, converted = accepted.read(value) if is_text else accepted.take(value)
+    if not fits:
+        raise ConfigurationError(
+            f"{name} was set to {value!r} ({where}).",
+            f"{name} accepts {accepted}.",
+            f"Correct the value in {where}, or remove it there.",
+        )
+    return converted
+
+
+def _short(value: Any, width: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= width else text[: width - 3] + "..."

@@ -1,0 +1,1 @@
+"""Between processes: control plane, collectives, and ranks that fail."""

@@ -1,0 +1,331 @@
+"""The checkpoints of one run: the one it goes on from, and those that it writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from torch.optim import Optimizer
+
+from drivetrain._distributed.control import LocalControl
+from drivetrain._engine.defaults import is_ours
+from drivetrain._engine.seeding import order_seed
+from drivetrain._loops.stopping import limit_reached
+from drivetrain._loops.trainables import restore_frozen
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.strategies._trainable import listed
+
+# What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
+if TYPE_CHECKING:
+    from drivetrain._engine.background import BackgroundSaver
+    from drivetrain._engine.run_checkpoint import RunCheckpoint
+    from drivetrain._engine.session import Session
+    from drivetrain.callbacks import Checkpoint as CheckpointCallback
+    from drivetrain.checkpoint._format import Checkpoint
+
+logger = logging.getLogger("drivetrain")
+
+
+class RunCheckpoints:
+    """Opens, loads and writes checkpoints.
+
+    Args:
+        session: the run.
+        path: what it starts from: a path or URL, "last", "best" or "auto"; None for a fresh start.
+    """
+
+    def __init__(self, session: Session, path: str | None) -> None:
+        self._session = session
+        self._path = path
+        self._background: BackgroundSaver | None = None
+        self.opened: Checkpoint | None = None
+        """What the run goes on from."""
+        self.ended_before: str | None = None
+        """Why nothing is left to train of what was found by "auto"; None where something is."""
+
+    # Reading
+
+    def open(self) -> int:
+        """Open what the run starts from, and return the seed of the order of its samples. Collective.
+
+        Raises:
+            CheckpointError: there is none, or training cannot go on from it.
+        """
+        session = self._session
+        seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
+        path = self._path
+        if path in ("last", "best", "auto"):
+            # Chosen by rank 0, for all: another rank may see a file system that lags behind.
+            path = control.from_rank_0(self._choose(path) if control.rank == 0 else None)
+            if path is None and self._path != "auto":
+                raise CheckpointError(
+                    f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
+                    f"looked in {', '.join(self._folders())}.",
+                    "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
+                )
+            if control.rank == 0:
+                logger.warning("ckpt_path=%r: %s", self._path, f"going on from {path}" if path else "a fresh start.")
+        if path is None:
+            return order_seed(seed, control)
+
+        from drivetrain._engine.fitting import check_goes_on
+        from drivetrain.checkpoint._format import agreed, load
+
+        def opened() -> Checkpoint:
+            checkpoint = load(path)
+            if fitting:
+                check_goes_on(checkpoint, seed)
+            return checkpoint
+
+        self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
+        assert self.opened is not None
+        return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
+
+    def see_what_is_left(self) -> None:
+        """Find out, by the settings of this run, whether the one that it goes on from has ended.
+
+        Raises:
+            ConfigurationError: it has, and was asked for by its path, or as "last" or "best".
+        """
+        if self.opened is None:
+            return
+        trainer, progress = self._session.trainer, self.opened.progress
+        epoch, step = int(progress["epoch"]), int(progress["global_step"])
+        ended, way_out = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
+        if ended is not None and trainer.fast_dev_run:
+            way_out = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
+        elif ended is None:
+            ended, way_out = self._stopped_early(epoch, step), "give it more patience or another threshold"
+        if ended is None or self._path == "auto":
+            self.ended_before = ended
+            return
+        raise ConfigurationError(
+            f"ckpt_path={self._path!r}: {ended}, so that nothing is left to train.",
+            f"{self.opened.path!r} holds {epoch} epoch(s) and {step} optimizer step(s).",
+            f"{way_out}, or evaluate it with validate or test; ckpt_path='auto' ends such a run in order.",
+        )
+
+    def _stopped_early(self, epoch: int, step: int) -> str | None:
+        """Why a callback ended the run; one that is patient for longer now has another key, and finds no state."""
+        assert self.opened is not None
+        trainer, states = self._session.trainer, self.opened.state()["callbacks"]
+        if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
+            return None
+        for callback in filter(is_ours, self._session.callbacks):
+            saved = states.get(callback.state_key)
+            reason = None if saved is None else saved["state"].get("stopping_reason")
+            if reason:
+                return f"{type(callback).__name__} has ended it: {reason}"
+        return None
+
+    def load(self) -> None:
+        """Go on from what was opened, if anything. Collective."""
+        if self.opened is not None:
+            self._contents().load(self.opened)
+            self._session.trainables.resuming(self._frozen() is not None)
+
+    def restore_trainables(self) -> None:
+        """Let the module train what it trained in the run that goes on, before it is wrapped. Talks to nobody."""
+        frozen = self._frozen()
+        if frozen is not None:
+            changed = restore_frozen(dict(self._session.module.named_parameters()), frozen)
+            if changed and self._session.strategy.rank == 0:
+                logger.info(
+                    "As in the run that goes on, and other than in the code, is what trains of %s.", listed(changed)
+                )
+
+    def regroup(self, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers the groups that they had in the run that goes on; what trains stays as it was there."""
+        frozen = self._frozen()
+        if frozen is None or self.opened is None:
+            return
+        session = self._session
+        session.trainables.keep_frozen(frozen, "configure_optimizers")
+        self._contents().regroup(self.opened, optimizers)
+
+    def keep_trainables(self) -> None:
+        """Undo what hooks that begin a resumed run froze or unfroze."""
+        frozen = self._frozen()
+        if frozen is not None:
+            self._session.trainables.keep_frozen(frozen, "on_fit_start or on_train_start")
+            self._session.trainables.resuming(False)
+
+    def _frozen(self) -> set[str] | None:
+        """What did not train in the run that goes on; None for a fresh start, or a checkpoint that does not say."""
+        frozen = None if self.opened is None else self.opened.state().get("frozen")
+        return None if frozen is None else set(frozen)
+
+    def before(self, step: int) -> tuple[str, int] | None:
+        """Return the newest whole one of this run's that holds no step after ``step``, and its own. Collective."""
+        from drivetrain.checkpoint._format import load
+
+        self.finish()
+        control, found = self._session.strategy.control, None
+        if control.rank == 0:
+            for path in {path for one in self._callbacks() for path in one.best_k_models}:
+                with suppress(CheckpointError):  # somebody else has removed it
+                    checkpoint = load(path)
+                    at = int(checkpoint.progress["global_step"])
+                    if at <= step and not checkpoint.weights_only and (found is None or at > found[1]):
+                        found = path, at
+        found = control.from_rank_0(found)
+        return None if found is None else (found[0], found[1])
+
+    def roll_back(self, path: str) -> None:
+        """Go back to a checkpoint of this run as soon as all hooks are through, and train on from there. Collective.
+
+        What the `Checkpoint` callbacks have written until then stays in their lists, and what they wrote after it is
+        removed. Callbacks see their state loaded.
+
+        Raises:
+            CheckpointError: it cannot be opened; later, from the loop: it is damaged.
+        """
+        from drivetrain.checkpoint._format import agreed, load
+
+        session = self._session
+        checkpoint = agreed(session.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path))
+
+        def back() -> None:
+            self.finish()
+            lists = [(one, one.written()) for one in self._callbacks()]
+            self._contents().load(checkpoint, back=True)
+            for one, written in lists:
+                one.go_on_with(written, session.trainer, path)
+
+        session.saves.go_back(back)
+
+    def load_weights(self) -> None:
+        """Take the weights of what was opened, if anything. Collective."""
+        if self.opened is not None:
+            self._contents().load_weights(self.opened)
+
+    def _choose(self, which: str) -> str | None:
+        best = [one.best_model_path for one in self._callbacks() if one.best_model_path]
+        if which == "best" and best:
+            return best[0]
+        from drivetrain.checkpoint._finding import newest
+
+        found = newest(self._folders())
+        if found is None:
+            return None
+        if which != "best":
+            return found.path
+        # Another process wrote them: the newest knows which was the best.
+        states = [one["state"] for one in found.state()["callbacks"].values()]
+        kept = [state["best"] for state in states if state.get("best")]
+        return kept[0] if kept else found.path
+
+    def _folders(self) -> list[str]:
+        from drivetrain.checkpoint._folders import child
+
+        root = child(self._session.trainer.default_root_dir, "checkpoints")
+        return list(dict.fromkeys([*(one.dirpath for one in self._callbacks() if one.dirpath is not None), root]))
+
+    def _contents(self) -> RunCheckpoint:
+        from drivetrain._engine.run_checkpoint import RunCheckpoint
+
+        return RunCheckpoint(self._session)
+
+    def _callbacks(self) -> list[CheckpointCallback]:
+        from drivetrain.callbacks import Checkpoint as CheckpointCallback
+
+        return [one for one in self._session.callbacks if isinstance(one, CheckpointCallback)]
+
+    # Writing
+
+    def save(self, path: str, weights_only: bool) -> None:
+        """Write a checkpoint, within an accumulation window at its end. Collective.
+
+        Raises:
+            ConfigurationError: what a whole one would hold ended with the processes that the run took place in.
+            CheckpointError: on every rank, where it could not be written.
+        """
+        session = self._session
+        if session.was_elsewhere and not weights_only:
+            raise ConfigurationError(
+                "save_checkpoint after a run that took place in other processes.",
+                "its optimizers' states ended with them; here are the trained weights.",
+                "save within the run, from a hook, or with weights_only=True.",
+            )
+        if session.progress.within_window:
+            # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
+            session.saves.ask(lambda: self.write(path, weights_only))
+        else:
+            self.write(path, weights_only)
+
+    def write(
+        self, path: str, weights_only: bool, background: bool = False, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write a checkpoint now. Collective.
+
+        Args:
+            path: a path or an fsspec URL.
+            weights_only: leave out what a run needs to go on.
+            background: copy the state, and write while training goes on.
+            then: called once it is whole.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
+        """
+        from drivetrain.checkpoint._format import save, stage
+
+        session, strategy = self._session, self._session.strategy
+        checkpoint = self._contents()
+        contents = checkpoint.contents(weights_only)
+        if strategy.module is None:
+            # After the run everything is whole on every rank, and nobody is there to write together with.
+            if strategy.rank == 0:
+                save(path, contents, LocalControl())
+                then()
+            return
+        if not weights_only:
+            strategy.save_beside(path)
+        control = strategy.control
+        if not background:
+            save(path, contents, control, checkpoint.shard_of)
+            then()
+            return
+        if self._background is None:
+            from drivetrain._engine.background import BackgroundSaver
+
+            self._background = BackgroundSaver(control, session.saves)
+        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
+        self._background.save(path, staged, then)
+
+    def write_after_failure(self, path: str) -> None:
+        """Write what a failed run had as of its last step, if this is a run of one process."""
+        strategy, progress = self._session.strategy, self._session.progress
+        if strategy.world_size > 1 or strategy.module is None:
+            logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
+            return
+        progress.back_to_the_window()
+        self.write(path, weights_only=False)
+
+    def save_before_leaving(self) -> None:
+        """Write what a later run goes on from, where a `Checkpoint` keeps its own. Collective.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written.
+        """
+        self.finish()
+        savers = sorted(self._callbacks(), key=lambda one: one.save_weights_only)
+        if savers:
+            savers[0].save_before_leaving(self._session.trainer)
+        elif self._session.strategy.rank == 0:
+            logger.warning("The run ends before its time, and nothing is saved: it has no Checkpoint callback.")
+
+    def finish(self) -> None:
+        """Wait for what is being written.
+
+        Raises:
+            CheckpointError: it could not be.
+        """
+        if self._background is not None:
+            self._background.finish()
+
+    def abandon(self) -> None:
+        """Wait for what is being written; the run failed already."""
+        if self._background is not None:
+            self._background.abandon()

@@ -1,0 +1,91 @@
+"""The callbacks and loggers of a run: the user's, and the default ones that do not stand in their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from drivetrain._loops.hooks import HOOKS
+from drivetrain.callback import Callback
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import Logger
+
+
+def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
+    """Return the user's callbacks and, unless there is one of their class, the default ones.
+
+    Raises:
+        ConfigurationError: something given is no `Callback`.
+    """
+    callbacks = checked_callbacks(given, "callbacks holds")
+    # Imported where they are wanted: a run without them starts the sooner.
+    if progress_bar:
+        from drivetrain.callbacks._progress_default import default_progress_bar
+        from drivetrain.callbacks.progress_bar import ProgressBar
+
+        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
+            callbacks.append(default_progress_bar())
+    if model_summary:
+        from drivetrain.callbacks.model_summary import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.append(ModelSummary())
+    if checkpointing:
+        from drivetrain.callbacks.checkpoint import Checkpoint
+
+        if not any(isinstance(callback, Checkpoint) for callback in callbacks):
+            callbacks.append(Checkpoint())
+    return callbacks
+
+
+def default_loggers(given: Any, root: str) -> list[Logger]:
+    """Return the loggers that ``Fit(logger=...)`` means.
+
+    Raises:
+        ConfigurationError: something given is no `Logger`.
+    """
+    if given is False:
+        return []
+    if given is None or given is True:
+        from drivetrain.loggers._default import default_logger
+
+        return [default_logger(root)]
+    loggers = list(given) if isinstance(given, list | tuple) else [given]
+    for one in loggers:
+        if not isinstance(one, Logger):
+            raise ConfigurationError(
+                f"logger holds a {type(one).__name__}, which is no Logger.",
+                "the engine sends it numbers through that interface.",
+                "pass a drivetrain.Logger, a list of them, True, False or None.",
+            )
+    return loggers
+
+
+def checked_callbacks(given: Any, what: str) -> list[Callback]:
+    """Return one callback, several or none as a list.
+
+    Args:
+        given: a callback, a list of them, or None.
+        what: begins the error's sentence: "callbacks holds".
+
+    Raises:
+        ConfigurationError: something in it is no `Callback`, or has a method that looks like a hook and is none.
+    """
+    callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigurationError(
+                f"{what} {named}, which is no Callback.",
+                "the engine calls a Callback's hooks.",
+                "pass an instance of a drivetrain.Callback subclass.",
+            )
+        if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
+            from drivetrain._engine.lookalikes import check_hooks  # by callbacks of the user's
+
+            check_hooks(callback)
+    return callbacks
+
+
+def is_ours(callback: Callback) -> bool:
+    """Whether it is of a class of ours, or of one built on it: what its attributes mean is known."""
+    return any(kind.__module__.startswith("drivetrain.callbacks") for kind in type(callback).__mro__)

@@ -1,0 +1,53 @@
+"""The ranks' handshake: before the first step they make sure that they are about to do the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from drivetrain._distributed.control import ControlPlane, spread
+from drivetrain.errors import DistributedError
+
+
+def shake_hands(control: ControlPlane, facts: Mapping[str, Any]) -> None:
+    """Compare JSON-able facts with rank 0's; where they differ anywhere, say on which ranks and how.
+
+    Raises:
+        DistributedError: on every rank; names each fact that differs, the ranks and their values.
+    """
+    if control.world_size == 1:
+        return
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    (odd,) = control.agree("the handshake", control.from_rank_0(digest) != digest)
+    if not odd:
+        return
+    everybody = control.gather_objects(dict(facts))
+    lines = []
+    for name in sorted({name for other in everybody for name in other}):
+        values = spread([json.dumps(other.get(name)) for other in everybody])
+        if len(values) > 1:
+            told = "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in values.items())
+            lines.append(f"{name}: {told}")
+    raise DistributedError(
+        f"The ranks do not agree on {len(lines)} thing(s): " + " | ".join(lines[:20]),
+        "they would compute different things, or wait for each other in vain.",
+        "look for what only one rank reads or draws: an unseeded split, a flag, an environment variable.",
+    )
+
+
+def facts_about(module: nn.Module) -> dict[str, Any]:
+    """Return what must be alike of a module: each parameter's shape, dtype and whether it trains."""
+    facts: dict[str, Any] = {
+        f"parameter {name!r}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
+        for name, parameter in module.named_parameters()
+    }
+    facts["order of parameters"] = hashlib.blake2b(
+        "\n".join(name for name, _ in module.named_parameters()).encode(), digest_size=8
+    ).hexdigest()
+    facts["torch"] = torch.__version__
+    return facts

@@ -1,0 +1,242 @@
+"""Starting a run: in this process, in those that are there, or in ones that are started for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
+from drivetrain._engine.session import Session
+from drivetrain._engine.signals import awaited_signals
+from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.telling import print_in_a_line, told_by_its_own_rank
+from drivetrain._engine.topology import Place, find_place, place_of_first, stands_alone
+from drivetrain._runtime.accelerators import resolve_devices
+from drivetrain.environments import Environment, environment_by_name
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers import (
+    FunctionLauncher,
+    Launcher,
+    RayLauncher,
+    SubprocessLauncher,
+    choose_launcher,
+    suggested_threads,
+)
+from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import resolve_precision
+from drivetrain.strategies.strategy import Strategy, strategy_by_name
+
+if TYPE_CHECKING:
+    from drivetrain._engine.outcome import Outcome
+    from drivetrain.fit import Fit
+
+logger = logging.getLogger("drivetrain")
+
+DEFAULT_MAX_EPOCHS = 1000
+
+
+class Request(NamedTuple):
+    """What the caller wants run.
+
+    Attributes:
+        trainer: whose settings hold.
+        stage: "fit", "validate", "test" or "predict".
+        module: what is run.
+        given: the loaders or the data module.
+        ckpt_path: what to start from, or None.
+        return_predictions: keep what ``predict_step`` returns.
+    """
+
+    trainer: Fit
+    stage: str
+    module: TrainModule
+    given: Given
+    ckpt_path: str | None
+    return_predictions: bool = True
+
+
+def launch(request: Request) -> Any:
+    """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
+    trainer = request.trainer
+    check_requirements(request.stage, request.module, request.given)
+    setting = trainer.environment
+    environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+    single = trainer.chosen_strategy is not None and trainer.chosen_strategy.single_process
+    ray = _ray_launcher(trainer)
+    if ray is not None and stands_alone(environment):
+        return _on_ray(ray, single, request)
+    devices = resolve_devices(trainer.accelerator, trainer.devices)
+    with told_by_its_own_rank():
+        place = find_place(environment, devices, trainer.num_nodes, single)
+    if place.missing:
+        launcher = choose_launcher(_launcher_setting(trainer), place.placement.local_world_size)
+        if isinstance(launcher, FunctionLauncher):
+            return _in_other_processes(launcher, place, request)
+        assert isinstance(launcher, SubprocessLauncher)
+        world = launcher.launch(place.placement, address=place.address, port=place.port)
+        place = replace(place, store=world.store("runs"), world=world, missing=False)
+    with told_by_its_own_rank(place.placement.rank):
+        return run_here(request, place)
+
+
+def run_here(request: Request, place: Place) -> Any:
+    """Run what is asked for in this process, which has its place."""
+    trainer, stage = request.trainer, request.stage
+    if place.world is not None and place.placement.world_size > 1:
+        place.world.meet()
+    device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
+    if trainer.chosen_strategy is None:
+        trainer.chosen_strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")
+    strategy = trainer.chosen_strategy
+    synchronises = asks_for_sync_batchnorm(trainer, strategy, device)
+    strategy.bind(place.placement, device, resolve_precision(trainer.precision_setting, device), place.store)
+    if stage == "fit" and trainer.max_epochs is None and trainer.max_steps == -1 and trainer.max_time is None:
+        trainer.max_epochs = DEFAULT_MAX_EPOCHS
+        if strategy.rank == 0:
+            logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
+    if strategy.rank == 0:
+        warn_of_unused_loader(stage, request.module, request.given)
+    session = Session(*request, strategy, place)
+    if stage != "fit":
+        session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
+    trainer.session = session
+    trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
+    threads = torch.get_num_threads()
+    if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
+        # The processes started beside this one take their part of the cores; it keeps to its own.
+        torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
+    before = strategy.sync_batchnorm
+    strategy.sync_batchnorm |= synchronises
+    try:
+        result = session.execute()
+    except BaseException as error:
+        trainer.state = "interrupted"
+        if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
+            place.world.left_with = error.code
+        if session.last_line is not None:
+            print_in_a_line(error, session.last_line)
+        raise
+    finally:
+        torch.set_num_threads(threads)
+        strategy.sync_batchnorm = before  # the object may be the user's, and serve another `Fit` next
+    trainer.state = "finished"
+    return result
+
+
+def _launcher_setting(trainer: Fit) -> str | Launcher:
+    own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
+    return own or trainer.launcher
+
+
+def _ray_launcher(trainer: Fit) -> RayLauncher | None:
+    setting = _launcher_setting(trainer)
+    return RayLauncher() if setting == "ray" else setting if isinstance(setting, RayLauncher) else None
+
+
+def asks_for_sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> bool:
+    """Whether the run is to normalise over all ranks.
+
+    Raises:
+        ConfigurationError: the strategy or the device cannot.
+    """
+    if not trainer.sync_batchnorm:
+        return False
+    if not (strategy.single_process or strategy.supports_sync_batchnorm):
+        raise ConfigurationError(
+            f"sync_batchnorm=True with strategy={strategy.name!r}.",
+            "it would go on normalising over each rank's own samples.",
+            "use strategy='ddp', or normalise with GroupNorm or LayerNorm.",
+        )
+    if device.type == "cpu":
+        raise ConfigurationError(
+            "sync_batchnorm=True on the CPU.",
+            "torch's SyncBatchNorm needs an accelerator.",
+            "drop sync_batchnorm, or normalise with GroupNorm or LayerNorm.",
+        )
+    return True
+
+
+# In processes started for the run
+
+
+def _in_other_processes(launcher: FunctionLauncher, place: Place, request: Request) -> Any:
+    trainer = request.trainer
+    _refuse_shards(trainer, request.module)
+    try:
+        outcome = launcher.launch(
+            place.placement,
+            _worker,
+            *request,
+            address=place.address,
+            port=place.port,
+            pass_on=awaited_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else (),
+        )
+    except (SystemExit, KeyboardInterrupt):
+        trainer.state = "interrupted"
+        raise
+    _take_over(outcome, place, request)
+    return outcome.result
+
+
+def _on_ray(launcher: RayLauncher, single: bool, request: Request) -> Any:
+    trainer = request.trainer
+    _refuse_shards(trainer, request.module)
+    devices = launcher.devices(trainer.accelerator, trainer.devices)
+    place = place_of_first(devices, trainer.num_nodes, single)
+    outcome = launcher.launch(place.placement, _worker, *request, device=devices.type)
+    _take_over(outcome, place, request)
+    return outcome.result
+
+
+def _refuse_shards(trainer: Fit, module: TrainModule) -> None:
+    """Refuse a run whose weights would end as shards in processes that end with it.
+
+    Raises:
+        ConfigurationError: they would.
+    """
+    strategy = trainer.chosen_strategy
+    if strategy is not None and strategy.leaves_shards(module):
+        raise ConfigurationError(
+            f"The parameters of {type(module).__name__} take more than the gather_limit of strategy={strategy.name!r}.",
+            "each rank would be left with its part, in a process that was started for the run and ends with it.",
+            "raise the strategy's gather_limit, or use launcher='subprocess' or torchrun, whose ranks stay.",
+        )
+
+
+def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
+    """Make the caller's objects what they would be had the run been here."""
+    trainer = request.trainer
+    outcome.fill(request.module)
+    session = Session(*request, _stand_in(trainer, place), place)
+    session.progress.load_state_dict(outcome.progress)
+    session.metrics.restore(outcome.metrics)
+    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
+        if state:
+            callback.load_state_dict(state)
+    trainer.session = session
+    trainer.state = outcome.state
+
+
+def _stand_in(trainer: Fit, place: Place) -> Strategy:
+    """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
+    if trainer.chosen_strategy is None:
+        trainer.chosen_strategy = strategy_by_name("ddp")
+    trainer.chosen_strategy.placement = place.placement
+    return trainer.chosen_strategy
+
+
+def _worker(
+    trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, return_predictions: bool
+) -> Outcome:
+    """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
+    from drivetrain._engine.layers import Before  # for runs in other processes alone
+    from drivetrain._engine.outcome import Outcome
+
+    before = Before.of(module)
+    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions))
+    _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
+    return Outcome.of(trainer, module, result, before)

@@ -1,0 +1,58 @@
+"""Optimizers, schedulers and what trains: set up once the strategy holds the module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
+from drivetrain._loops.manual_step import handles_of
+
+if TYPE_CHECKING:
+    from drivetrain._engine.session import Session
+
+logger = logging.getLogger("drivetrain")
+
+
+def set_up_optimizers(session: Session) -> None:
+    """Ask the module for its optimizers, and hand them to the strategy; a run that goes on has its groups again."""
+    module, strategy, trainables = session.module, session.strategy, session.trainables
+    with strategy.optimizer_init_context():
+        configured = module.configure_optimizers()
+    optimizers, session.schedulers = read_optimizers(configured)
+    automatic = module.automatic_optimization
+    closure = session.closure = asks_for_closure(configured, optimizers, automatic)
+    strategy.adopt_parameters(optimizers)
+    session.checkpoints.regroup(optimizers)
+    check_optimizers(module, optimizers, session.schedulers, automatic, closure)
+    if strategy.rank == 0:
+        _tell_idle_keys(session.schedulers, automatic)
+    trainables.tell_unheld(optimizers)
+    before = trainables.present()
+    session.optimizers = strategy.setup_optimizers(optimizers)
+    trainables.set_aside(before)
+    session.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
+    trainables.begin(session.optimizers, session.schedulers)
+    if not session.optimizers:
+        logger.warning("configure_optimizers returned None: nothing will be trained.")
+    session.handles = handles_of(session.optimizers, strategy, session.hooks, automatic, closure)
+
+
+def _tell_idle_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
+    """Say which keys beside a scheduler nobody goes by."""
+    for config in schedulers:
+        kind = type(config.scheduler).__name__
+        if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
+            logger.warning(
+                "What configure_optimizers says beside %s about when it steps (interval, frequency, monitor) is not "
+                "heeded in manual optimization: training_step steps it, by self.lr_schedulers().step().",
+                kind,
+            )
+        elif automatic and config.monitor is not None and not config.plateau:
+            logger.warning(
+                "configure_optimizers: 'monitor': %r beside %s, whose step takes no value: it is not heeded. Where it "
+                "takes one, return 'reduce_on_plateau': True with it.",
+                config.monitor,
+                kind,
+            )

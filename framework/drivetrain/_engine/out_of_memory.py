@@ -1,0 +1,179 @@
+"""Out of memory: what takes it, and which setting would take less. Said in a note on the error, which stays itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from drivetrain._runtime.sizes import size_in_words
+
+if TYPE_CHECKING:
+    from drivetrain._engine.session import Session
+
+# What torch's allocator of the host's memory says; a device's has an error of its own.
+_SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
+_LARGEST = 5
+
+
+class _Tensor(NamedTuple):
+    """A tensor that was alive, by a name that its owner knows."""
+
+    kind: str
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.untyped_storage().nbytes()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was what lacked: a device's or the host's."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
+
+
+def explain_out_of_memory(error: BaseException, session: Session) -> None:
+    """Add to an error for want of memory which tensors were the largest, and what to change first.
+
+    To be called before anything is let go of. Does nothing for other errors, and never fails itself.
+    """
+    try:
+        if is_out_of_memory(error):
+            error.add_note(_note(error, session))
+    except Exception:
+        return
+
+
+def _note(error: BaseException, session: Session) -> str:
+    tensors = _distinct([*_of_the_run(session), *_of_the_frames(error)])
+    totals: dict[str, int] = {}
+    for one in tensors:
+        totals[one.kind] = totals.get(one.kind, 0) + one.nbytes
+    strategy, progress = session.strategy, session.progress
+    where = f"rank {strategy.rank}, {strategy.device}, {session.stage}, global_step={progress.global_step}"
+    lines = [f"Out of memory on {where}. On this rank there were:"]
+    lines.append("  " + ", ".join(f"{kind} {_size(nbytes)}" for kind, nbytes in totals.items()))
+    if strategy.device.type == "cuda":
+        held, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
+        lines.append(f"  on the device {_size(held)} in tensors, {_size(reserved)} reserved")
+    lines.append("The largest tensors:")
+    for one in sorted(tensors, key=lambda one: -one.nbytes)[:_LARGEST]:
+        dtype = str(one.tensor.dtype).removeprefix("torch.")
+        lines.append(f"  {_size(one.nbytes)}  {one.kind}: {one.name}, {dtype} of shape {tuple(one.tensor.shape)}")
+    first, *further = _cheaper(session, totals)
+    lines.append(f"Change first: {first}")
+    lines += [f"  then: {step}" for step in further]
+    return "\n".join(lines)
+
+
+# What was there
+
+
+def _of_the_run(session: Session) -> Iterator[_Tensor]:
+    names = {}
+    for name, parameter in session.module.named_parameters():
+        names[id(parameter)] = name
+        yield _Tensor("parameters", name, _local(parameter))
+        if parameter.grad is not None:
+            yield _Tensor("gradients", name, _local(parameter.grad))
+    for name, buffer in session.module.named_buffers():
+        yield _Tensor("buffers", name, _local(buffer))
+    for optimizer in session.optimizers:
+        for parameter, state in getattr(optimizer, "state", {}).items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    name = f"{key} of {names.get(id(parameter), 'a parameter')}"
+                    yield _Tensor("optimizer state", name, _local(value))
+
+
+def _of_the_frames(error: BaseException) -> Iterator[_Tensor]:
+    """Tensors in the variables of the functions that the error went through: inputs, activations, losses."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        for name, value in frame.f_locals.items():
+            for tensor in _tensors_in(value):
+                yield _Tensor("activations and batches", f"{name} in {frame.f_code.co_qualname}", _local(tensor))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        yield from (one for one in value if isinstance(one, torch.Tensor))
+    elif type(value) is dict:
+        yield from (one for one in value.values() if isinstance(one, torch.Tensor))
+
+
+def _distinct(tensors: list[_Tensor]) -> list[_Tensor]:
+    """Each piece of memory once, by the first name that it has."""
+    found: dict[int, _Tensor] = {}
+    for one in tensors:
+        if one.tensor.device.type != "meta":
+            found.setdefault(one.tensor.untyped_storage().data_ptr(), one)
+    return [one for one in found.values() if one.nbytes]
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+def _size(nbytes: int) -> str:
+    return size_in_words(nbytes, ".4g")
+
+
+# What would take less
+
+
+def _cheaper(session: Session, totals: dict[str, int]) -> list[str]:
+    """What to change, first what costs least for the memory that is short."""
+    state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+    device = session.strategy.device
+    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(totals.values())
+    for_state, for_activations = list(_for_state(session)), list(_for_activations(session))
+    return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
+
+
+def _for_activations(session: Session) -> Iterator[str]:
+    trainer, strategy = session.trainer, session.strategy
+    size = None if session.data is None else session.data.batch_size
+    fitting = session.stage == "fit"
+    if size is None or size > 1:
+        half = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"
+        window = (
+            f" with accumulate_grad_batches={2 * trainer.accumulate_grad_batches}: the same steps" if fitting else ""
+        )
+        yield f"{half}{window}"
+    if strategy.precision.name.startswith(("32", "64")):
+        yield "precision='bf16-mixed': activations of half the size"
+    if fitting and not getattr(strategy, "activation_checkpointing", None):
+        how = f" ({type(strategy).__name__}(activation_checkpointing=[Block]))"
+        own = hasattr(strategy, "activation_checkpointing")
+        yield "activation checkpointing" + (how if own else " (torch.utils.checkpoint around each block)")
+
+
+def _for_state(session: Session) -> Iterator[str]:
+    if session.stage != "fit":
+        return
+    strategy = session.strategy
+    name, stage = strategy.name, getattr(strategy, "stage", None)
+    if name in ("single_device", "ddp"):
+        more = " on several devices" if strategy.world_size == 1 else ""
+        yield f"strategy='fsdp'{more}: each rank holds its part of parameters, gradients and optimizer state"
+    elif name == "fsdp":
+        if getattr(strategy, "sharding", "full") != "full":
+            yield "FSDPStrategy(sharding='full')"
+        if not getattr(strategy, "cpu_offload", True):
+            yield "FSDPStrategy(cpu_offload=True): parameters and optimizer state wait in the host's memory"
+    elif name == "deepspeed" and stage in (1, 2):
+        yield f"strategy='deepspeed_stage_{stage + 1}': more is shared out over the ranks"
+    elif name == "deepspeed":
+        yield "strategy='deepspeed_stage_3_offload': parameters and optimizer state wait in the host's memory"
+    if strategy.precision.name.endswith("-mixed"):
+        yield f"precision='{strategy.precision.name.removesuffix('-mixed')}-true': no float32 copy, and less exact"

@@ -1,0 +1,69 @@
+"""What a stage needs of the module and the data, refused before a process is started or a weight is touched."""
+
+from __future__ import annotations
+
+import logging
+from difflib import get_close_matches
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from drivetrain._engine.stage_loaders import Given
+from drivetrain._loops.hooks import is_overridden
+from drivetrain.data import DataModule
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+
+logger = logging.getLogger("drivetrain")
+
+_WRITE = {
+    "training_step": "def training_step(self, batch, batch_idx), returning the loss",
+    "configure_optimizers": "def configure_optimizers(self), returning an optimizer; None trains nothing",
+}
+
+
+def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
+    """Refuse a module without what training calls, or with hooks that nobody calls, and a data set in a loader's place.
+
+    Raises:
+        ConfigurationError: says what is missing and how to write it.
+    """
+    if stage == "fit":
+        for name, signature in _WRITE.items():
+            if not is_overridden(name, module, TrainModule):
+                own = [known for kind in type(module).__mro__ if issubclass(kind, TrainModule) for known in vars(kind)]
+                close = get_close_matches(name, set(own) - set(dir(TrainModule)), n=1)
+                hint = f" It has {close[0]!r}, which nobody calls." if close else ""
+                raise ConfigurationError(
+                    f"{type(module).__name__} has no {name}.{hint}",
+                    "fit cannot train without it.",
+                    f"write {signature}.",
+                )
+    from drivetrain._engine.lookalikes import check_hooks  # by runs
+
+    check_hooks(module, given, stage)
+    if isinstance(given.datamodule, DataModule):
+        check_hooks(given.datamodule, stage=stage)
+    for loaders in (given.train, given.evaluate):
+        for loader in _each(loaders):
+            if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+                raise ConfigurationError(
+                    f"{stage} was given a {type(loader).__name__}, which is a data set.",
+                    "it yields single samples; steps take batches.",
+                    "wrap it: torch.utils.data.DataLoader(dataset, batch_size=32, shuffle=True).",
+                )
+
+
+def warn_of_unused_loader(stage: str, module: TrainModule, given: Given) -> None:
+    """Say that validation loaders were given and nothing runs on them."""
+    if stage == "fit" and given.evaluate is not None and not is_overridden("validation_step", module, TrainModule):
+        logger.warning(
+            "fit was given validation loaders, and %s has no validation_step: nothing is validated.",
+            type(module).__name__,
+        )
+
+
+def _each(loaders: Any) -> list[Any]:
+    if isinstance(loaders, dict):
+        return list(loaders.values())
+    return list(loaders) if isinstance(loaders, list | tuple) else [loaders]

@@ -1,0 +1,255 @@
+"""What a checkpoint holds of a run, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain._engine.fitting import check_optimizers_fit, check_weights_fit
+from drivetrain._engine.own_buffers import own_buffers, take_own_buffers
+from drivetrain._engine.seeding import seed_rank
+from drivetrain._loops.validation import renumbered
+from drivetrain._runtime.seed import derive_seed
+from drivetrain.callback import Callback
+from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
+from drivetrain.checkpoint._ties import tied_names
+from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
+from drivetrain.strategies._trainable import listed
+
+if TYPE_CHECKING:
+    from drivetrain._engine.session import Session
+
+logger = logging.getLogger("drivetrain")
+
+_ANEW = 0x616E6577
+"""Tells the seeds of a run that goes on among other ranks from others derived from the same numbers."""
+
+
+class RunCheckpoint:
+    """What a checkpoint holds of a run.
+
+    Args:
+        session: the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._module = session.module
+        self._strategy = session.strategy
+
+    # Saving
+
+    def contents(self, weights_only: bool) -> Contents:
+        """Return what this rank has of the checkpoint; calls the hooks that add to it."""
+        session, strategy, module = self._session, self._strategy, self._module
+        contents = Contents(
+            weights=strategy.model_state() if self._running else dict(module.state_dict()),
+            aliases=tied_names(module),
+            facts=Facts(
+                strategy=type(strategy).__name__,
+                precision=strategy.precision.name,
+                progress=session.progress.state_dict(),
+                hyper_parameters=dict(module.hparams),
+                weights_only=weights_only,
+            ),
+        )
+        if not weights_only:
+            contents.state = self._state()
+            contents.rank_state = self._rank_state(contents.weights)
+            contents.optimizers = [
+                strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
+                for index, optimizer in enumerate(session.optimizers)
+            ]
+        return contents
+
+    def shard_of(self, value: Any) -> Any:
+        """Return what this rank holds of a value."""
+        held = self._strategy.shard_of(value)
+        # A DTensor that the strategy knows nothing of: the user's own tensor parallelism.
+        return held.full_tensor() if isinstance(held, torch.Tensor) and hasattr(held, "full_tensor") else held
+
+    @property
+    def _running(self) -> bool:
+        return self._strategy.module is not None
+
+    def _state(self) -> dict[str, Any]:
+        """What all ranks have alike."""
+        session, trainer = self._session, self._session.trainer
+        own: dict[str, Any] = {}
+        self._module.on_save_checkpoint(own)
+        callbacks = {}
+        for key, callback in self._keyed():
+            extra: dict[str, Any] = {}
+            callback.on_save_checkpoint(trainer, self._module, extra)
+            callbacks[key] = {"state": callback.state_dict(), "extra": extra}
+        datamodule = session.given.datamodule
+        return {
+            "module": own,
+            "datamodule": {} if datamodule is None else datamodule.state_dict(),
+            "callbacks": callbacks,
+            "schedulers": [config.scheduler.state_dict() for config in session.schedulers],
+            "precision": self._strategy.precision.state_dict(),
+            "frozen": self._frozen(),
+            "loop": {} if session.loop is None else session.loop.state_dict(),
+            "data": session.data_state(),
+        }
+
+    def _frozen(self) -> list[str]:
+        """The names of what does not train."""
+        if self._running and self._session.stage == "fit":
+            return self._session.trainables.frozen()
+        return [name for name, one in self._module.named_parameters() if not one.requires_grad]
+
+    def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """What is this rank's own."""
+        session = self._session
+        source = None if session.data is None else session.data.train
+        return {
+            "draws": session.draws.state(session.progress.batch_idx),
+            "metrics": session.metrics.state_dict(),
+            "source": None if source is None else source.state_dict(),
+            "buffers": self._own_buffers(weights) if self._running else {},
+        }
+
+    def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        aside = self._session.buffers.values()
+        return own_buffers(self._module, weights, aside, self._strategy.control)
+
+    # Loading
+
+    def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
+        """Give optimizers the groups that the saved ones had: some may have been added within that run. Collective.
+
+        Their settings come with their state.
+        """
+        if len(checkpoint.manifest.optimizers) != len(optimizers):
+            return  # refused, with both numbers, where state is loaded
+        saved = self._agreed(
+            checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
+        )
+        named = self._strategy.named_parameters()
+        for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
+            dropped = regrouped(optimizer, groups, named)
+            if dropped and self._strategy.rank == 0:
+                logger.warning(
+                    "Optimizer %d holds %d parameter(s) that are in no group of it in %r: %s. They are left out, as "
+                    "there; optimizer.add_param_group adds them.",
+                    number,
+                    len(dropped),
+                    checkpoint.path,
+                    listed(dropped),
+                )
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint's weights and nothing else.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit; nothing is changed then.
+        """
+        self._strategy.load_model_state(self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
+
+    def load(self, checkpoint: Checkpoint, back: bool = False) -> None:
+        """Take everything that the run goes on from.
+
+        Args:
+            checkpoint: of this run or another.
+            back: the run is under way: what trains, and in which groups, goes back as well.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit; nothing is changed then.
+        """
+        session, strategy = self._session, self._strategy
+
+        def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+            check_optimizers_fit(checkpoint, len(session.optimizers), len(session.schedulers))
+            weights = self._read_weights(checkpoint)
+            states = [
+                checkpoint.optimizer_state(index, strategy.optimizer_regions(index))
+                for index in range(len(session.optimizers))
+            ]
+            state = checkpoint.state()
+            ranks = self._read_rank_states(checkpoint, state["data"])
+            session.metrics.check_states([one["metrics"] for one in ranks])
+            return weights, states, state, ranks
+
+        # All that is needed is read and checked, on every rank, before anything changes.
+        weights, states, state, ranks = self._agreed(checkpoint, read)
+        if back and state.get("frozen") is not None:
+            session.trainables.keep_frozen(state["frozen"], None)
+            self.regroup(checkpoint, session.optimizers)
+            session.trainables.touched = True
+        strategy.load_model_state(weights)
+        for index, optimizer_state in enumerate(states):
+            strategy.load_optimizer_state(optimizer_state, index)
+        for config, scheduler_state in zip(session.schedulers, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(scheduler_state)
+        strategy.precision.load_state_dict(state["precision"])
+        session.progress.load_state_dict(checkpoint.progress)
+        self._go_on(state, ranks)
+        self._load_into_hooks(state)
+
+    def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
+        session, progress, data = self._session, self._session.progress, state["data"]
+        assert session.data is not None
+        source = session.data.train
+        assert source is not None
+        before = progress.batch_idx
+        alike = session.cursor.load_state_dict(data, source, progress)
+        if state["loop"] and session.loop is not None:
+            validation = state["loop"]["validation"]
+            if validation is not None and not alike:
+                validation = renumbered(validation, before, progress.batch_idx)
+            session.loop.load_state_dict({**state["loop"], "validation": validation})
+        if alike:
+            (own,) = ranks
+            session.draws.resume(own["draws"])
+            take_own_buffers(self._module, own.get("buffers", {}))
+            if progress.batch_idx:
+                source.load_state_dict(own["source"])
+        else:
+            seed = derive_seed(_ANEW, data["seed"], progress.epoch, progress.epoch_samples)
+            seed_rank(seed, self._strategy.data_rank)
+        session.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
+
+    def _load_into_hooks(self, state: dict[str, Any]) -> None:
+        session = self._session
+        self._module.on_load_checkpoint(state["module"])
+        if session.given.datamodule is not None:
+            session.given.datamodule.load_state_dict(state["datamodule"])
+        for key, callback in self._keyed():
+            saved = state["callbacks"].get(key)
+            if saved is not None:
+                callback.load_state_dict(saved["state"])
+                callback.on_load_checkpoint(session.trainer, self._module, saved["extra"])
+
+    def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        strategy = self._strategy
+        check_weights_fit(checkpoint, strategy.model_state(), type(self._module).__name__)
+        return checkpoint.weights().staged(strategy.model_regions())
+
+    def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """What the ranks said of themselves whose places this rank takes: one where as many read the data as then."""
+        strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
+        if (saved, parts) == (strategy.world_size, strategy.data_world_size):
+            return [checkpoint.rank_state(strategy.rank)]
+        alike = saved // parts  # so many ranks read the same part then
+        return [
+            checkpoint.rank_state(part * alike) for part in range(strategy.data_rank, parts, strategy.data_world_size)
+        ]
+
+    def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
+        return agreed(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
+
+    def _keyed(self) -> Iterator[tuple[str, Callback]]:
+        """Each callback by its state key; those that do not tell themselves apart are told by their order."""
+        count: Counter[str] = Counter()
+        for callback in self._session.callbacks:
+            key = callback.state_key
+            count[key] += 1
+            yield key if count[key] == 1 else f"{key}#{count[key]}", callback

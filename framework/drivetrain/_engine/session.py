@@ -1,0 +1,486 @@
+"""Session: one run of one stage on one rank, from set-up to putting everything back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from drivetrain._distributed.failure import Failure
+from drivetrain._engine.advice import left_on_the_table
+from drivetrain._engine.batches import Move, batch_mover
+from drivetrain._engine.buffers_aside import BuffersAside
+from drivetrain._engine.checkpoints import RunCheckpoints
+from drivetrain._engine.compiling import CompiledSteps
+from drivetrain._engine.console import heard
+from drivetrain._engine.cursor import Cursor
+from drivetrain._engine.defaults import checked_callbacks
+from drivetrain._engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
+from drivetrain._engine.failing import cause_of, in_vain, tell_others
+from drivetrain._engine.handshake import facts_about, shake_hands
+from drivetrain._engine.optimizer_setup import set_up_optimizers
+from drivetrain._engine.out_of_memory import explain_out_of_memory
+from drivetrain._engine.rank_log import RankLog
+from drivetrain._engine.run_loggers import log_hyper_parameters, share_versions
+from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
+from drivetrain._engine.settings import apply_switches
+from drivetrain._engine.signals import Signals, awaited_signals, interruption
+from drivetrain._engine.stage_data import StageData
+from drivetrain._engine.stage_loaders import Dealing, Given
+from drivetrain._engine.telling import note_inference_tensors, note_where
+from drivetrain._engine.topology import Place
+from drivetrain._engine.training import build_training, estimated_steps, under_context
+from drivetrain._loops.configured_optimizers import SchedulerConfig
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
+from drivetrain._loops.progress import Progress
+from drivetrain._loops.saving import SaveRequests
+from drivetrain._loops.stopping import StopRequest, how_it_ended
+from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.trainables import Trainables
+from drivetrain._metrics import MetricStore
+from drivetrain._runtime.process_state import ProcessState
+from drivetrain.callback import Callback
+from drivetrain.data._ahead import ReadAhead
+from drivetrain.errors import ConfigurationError
+from drivetrain.module._run_handle import attach, detach
+from drivetrain.module.train_module import TrainModule, hold, release
+from drivetrain.strategies.run_settings import RunSettings
+from drivetrain.strategies.strategy import StepRunner, Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._engine.monitors import Monitors
+    from drivetrain.fit import Fit
+
+logger = logging.getLogger("drivetrain")
+
+
+class Session:
+    """One run of one stage.
+
+    Args:
+        trainer: whose settings hold; handed to callbacks.
+        stage: "fit", "validate", "test" or "predict".
+        module: what is run.
+        given: the loaders or the data module.
+        ckpt_path: what to start from, or None.
+        return_predictions: keep what ``predict_step`` returns.
+        strategy: where.
+        place: this process among all.
+    """
+
+    def __init__(
+        self,
+        trainer: Fit,
+        stage: str,
+        module: TrainModule,
+        given: Given,
+        ckpt_path: str | None,
+        return_predictions: bool,
+        strategy: Strategy,
+        place: Place,
+    ) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.module = module
+        self.given = given
+        self.return_predictions = return_predictions
+        self.strategy = strategy
+        self.place = place
+        self.progress = Progress()
+        self.cursor = Cursor()
+        self.draws = ReadAhead(strategy.device)
+        self.buffers = BuffersAside(module, strategy)
+        self.saves = SaveRequests()
+        self.seed = 0
+        """Of the order of samples, the same on every rank."""
+        self.loop: TrainLoop | None = None
+        self._trainables: Trainables | None = None
+        self.checkpoints = RunCheckpoints(self, ckpt_path)
+        self.metrics = MetricStore(module)
+        self.stop = StopRequest(strategy.control, None, None, None)
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.handles: list[OptimizerHandle] = []
+        self.closure = False
+        """Whether the optimizer evaluates the loss anew within its step."""
+        self.manual: ManualStep | None = None
+        self.callbacks: list[Callback] = []
+        self._own: list[Callback] = []  # what configure_callbacks returned
+        self._given_callbacks: list[Callback] = []  # trainer.callbacks as they were when they were taken
+        self._hooks: HookTable | None = None
+        self.data: StageData | None = None
+        self.lengths = Lengths(strategy.control)
+        self.estimate_was_read = False
+        """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""
+        self.sanity_checking = False
+        self._monitors: Monitors | None = None
+        self.gradient_norm: torch.Tensor | None = None
+        self.validate: Callable[[], list[dict[str, float]]] | None = None
+        self._teardowns: list[Callable[[str], None]] = []
+        """Those still to be called, from when the first set-up is."""
+        self._compiled: CompiledSteps | None = None
+        awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
+        self._signals = Signals(awaited, self._asked_to_leave)
+        self._log = RankLog(trainer, strategy.rank, strategy.world_size)
+        self.last_line: str | None = None
+        """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
+        self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
+
+    def execute(self) -> Any:
+        """Run the stage; returns what it returns. Everything that is not ours is as before afterwards.
+
+        Raises:
+            Exception: whatever failed, or `RankFailedError` where another rank did.
+        """
+        seed = self.trainer.seed
+        flags = [(child, child.training) for child in self.module.modules()]
+        listen = self.strategy.rank == 0 and not self.trainer.barebones
+        state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        from drivetrain.data.splitting import read_from
+
+        with self._signals, state, heard(listen), self._log, read_from(self._place_in_the_data):
+            try:
+                result = self._run()
+            except BaseException as error:
+                explain_out_of_memory(error, self)
+                cause = self._fail(error)
+                try:
+                    if cause is error:
+                        raise
+                    raise cause from error
+                finally:
+                    del cause  # the error would hold this frame, and the frame the error
+            finally:
+                for child, training in flags:
+                    child.training = training
+                self._detach()
+        if self._left_with is not None:
+            if self.strategy.rank == 0:
+                from drivetrain._engine.requeue import requeue  # by whoever is asked to leave
+
+                requeue(self.stop.leaving, os.environ)
+            raise self._left_with
+        return result
+
+    # The course of a run
+
+    def _run(self) -> Any:
+        trainer, strategy = self.trainer, self.strategy
+        apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
+        if trainer.seed is not None:
+            seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
+        strategy.setup_environment()
+        if self.place.world is not None and strategy.world_size > 1:
+            strategy.control.hearsay = self.place.world.failures
+        self.draws.device = strategy.device
+        self.metrics.control = self.lengths.control = strategy.control
+        self.metrics.speaks = strategy.speaks_for_data
+        self.metrics.objects.group = partial(getattr, strategy, "data_group")
+        attach(self.module, trainer)
+        if self.given.datamodule is not None:
+            attach(self.given.datamodule, trainer)
+        share_versions(trainer.loggers, strategy.control)
+        strategy.control.keep_records(self._log.folder)
+        self._assemble()
+        self._prepare_data()
+        self._set_up()
+        if self._keeps_files:
+            from drivetrain._engine.writable import check_folders
+
+            check_folders(self)
+        self.seed = self.checkpoints.open()
+        if self.stage == "fit":
+            self.checkpoints.see_what_is_left()
+        if (
+            trainer.built_unseeded
+            and trainer.seed is not None
+            and self.checkpoints.opened is None
+            and strategy.rank == 0
+        ):
+            tell_of_unseeded(self.module, trainer.seed)
+        self.cursor.world_size = strategy.data_world_size
+        dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
+        self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
+        runner = self._set_up_module(self.data)
+        if trainer.seed is not None and strategy.data_rank > 0:
+            seed_rank(trainer.seed, strategy.data_rank)
+        move = batch_mover(self.module, self.given.datamodule, strategy)
+        result = self._stage_result(runner, move)
+        release(self.module)
+        strategy.restore_module()
+        while self._teardowns:
+            self._teardowns.pop(0)(self.stage)
+        self._finish("success" if self._left_with is None else "interrupted")
+        strategy.control.leave()
+        strategy.teardown()
+        return result
+
+    def _place_in_the_data(self) -> tuple[int, int]:
+        return self.strategy.data_rank, self.strategy.data_world_size
+
+    @property
+    def _keeps_files(self) -> bool:
+        saves = self.stage == "fit" and any(hasattr(callback, "dirpath") for callback in self.callbacks)
+        return saves or bool(self.trainer.loggers)
+
+    def _stage_result(self, runner: StepRunner, move: Move | None) -> Any:
+        if self.stage != "fit":
+            return self._evaluate(runner, move)
+        self._fit(runner, move)
+        return None
+
+    def _fit(self, runner: StepRunner, move: Move | None) -> None:
+        hooks = self.hooks
+        set_up_optimizers(self)
+        if self._data().sources.get("validate"):
+            self.validate = build_validation(self, runner, move)
+        loop = self.loop = build_training(self, runner, move)
+        self.checkpoints.load()
+        logger.info(self.strategy.precision.describe())
+        advice = left_on_the_table(self.optimizers)
+        if advice is not None:
+            logger.info(advice)
+        if self.strategy.rank == 0:
+            log_hyper_parameters(self.trainer.loggers, self.module, self.given.datamodule)
+        for hook in hooks.on_fit_start:
+            hook()
+        if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
+            try_validation(self, runner, move)
+        self.metrics.enter("train", reset=self.checkpoints.opened is None)
+        self._signals.listen()  # before, there is nothing to save
+        for hook in hooks.on_train_start:
+            hook()
+        self.checkpoints.keep_trainables()
+        ended_before = self.checkpoints.ended_before
+        if ended_before is None:
+            loop.run()
+        self.metrics.enter(None)
+        if self.stop.leaving:
+            self._leave(self.stop.leaving)
+            return
+        for hook in (*hooks.on_train_end, *hooks.on_fit_end):
+            hook()
+        self.draws.end()
+        self.saves.run()
+        self.checkpoints.finish()
+        if self.strategy.rank == 0:
+            reasons = loop.why_it_ended() if ended_before is None else [ended_before]
+            logger.info(how_it_ended(reasons, self.progress, nothing_left=ended_before is not None))
+
+    def _asked_to_leave(self, number: int) -> None:
+        self.stop.signal = number
+        if self.strategy.rank == 0:
+            name = signal.Signals(number).name
+            logger.warning("%s: the run saves and ends after a step or a few; once more, and it ends at once.", name)
+
+    def _leave(self, number: int) -> None:
+        """End what a signal has cut short: it is saved, and neither the epoch nor the training is over."""
+        self._signals.answered = True
+        self._left_with = interruption(number)
+        self.draws.end()
+        self.checkpoints.finish()
+        if self.strategy.rank == 0:
+            reason = f"{signal.Signals(number).name} asked it to save and leave"
+            logger.info(how_it_ended([reason], self.progress, nothing_left=False))
+        for hook in self.hooks.on_exception:
+            hook(self._left_with)
+
+    def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
+        self.strategy.setup_optimizers([])
+        self.checkpoints.load_weights()
+        if self.stage == "predict":
+            return build_prediction(self, runner, move)()
+        return build_evaluation(self, self.stage, runner, move)()
+
+    # Set-up
+
+    def _prepare_data(self) -> None:
+        if self.strategy.local_rank == 0:
+            if self.given.datamodule is not None:
+                self.given.datamodule.prepare_data()
+            self.module.prepare_data()
+        self.strategy.control.agree("the end of prepare_data")
+
+    def _assemble(self) -> None:
+        self._own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
+        self._take_callbacks()
+
+    def _take_callbacks(self) -> None:
+        given = self._given_callbacks = checked_callbacks(self.trainer.callbacks, "trainer.callbacks holds")
+        replaced = {type(callback) for callback in self._own}
+        self.callbacks = [callback for callback in given if type(callback) not in replaced] + self._own
+        self._hooks = HookTable(self.trainer, self.module, self.callbacks)
+
+    def _come_since(self) -> list[Callback]:
+        """The callbacks that somebody has appended to ``trainer.callbacks`` since they were taken."""
+        taken = {id(callback) for callback in self._given_callbacks}
+        return [callback for callback in self.trainer.callbacks if id(callback) not in taken]
+
+    def settle(self) -> None:
+        """Look, as an epoch begins, what its hooks have changed."""
+        late = self._come_since()
+        if late:
+            raise ConfigurationError(
+                f"{type(late[0]).__name__} was appended to trainer.callbacks after the set-up.",
+                "who hears of what is looked up once, before training: it would never be called.",
+                "append it in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
+            )
+        self.trainables.settle()
+
+    def _set_up_module(self, data: StageData) -> StepRunner:
+        module, strategy = self.module, self.strategy
+        strategy.take_settings(self._settings(data))
+        with strategy.module_init_context():
+            module.configure_model()
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            from drivetrain._engine.uninitialised import refuse_lazy
+
+            refuse_lazy(module)
+        if self.stage == "fit":
+            self.checkpoints.restore_trainables()  # a strategy wraps what trains
+        strategy.check(module)
+        facts = {"stage": self.stage, **self.trainer.facts(), **data.facts(), **facts_about(module)}
+        shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
+        self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
+        runner = under_context(strategy.setup_module(module), strategy.precision)
+        hold(module)
+        if self.stage == "fit":
+            self._trainables = Trainables(module, strategy)
+        return runner
+
+    def _settings(self, data: StageData) -> RunSettings:
+        trainer = self.trainer
+        return RunSettings(
+            self.stage,
+            trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            trainer.gradient_clip_algorithm,
+            data.batch_size,
+            self.module.automatic_optimization,
+        )
+
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of how the data is dealt."""
+        source = None if self.data is None else self.data.train
+        return {**self.cursor.state_dict(source), "seed": self.seed}
+
+    # Reads
+
+    @property
+    def was_elsewhere(self) -> bool:
+        """Whether this stands for a run that took place in other processes."""
+        return self._hooks is None
+
+    @property
+    def hooks(self) -> HookTable:
+        """Who overrode what; there from when the callbacks are known."""
+        assert self._hooks is not None
+        return self._hooks
+
+    @property
+    def monitors(self) -> Monitors:
+        """Compares what is monitored with what is logged."""
+        if self._monitors is None:
+            from drivetrain._engine.monitors import Monitors  # for training
+
+            self._monitors = Monitors(self)
+        return self._monitors
+
+    @property
+    def trainables(self) -> Trainables:
+        """Watches what trains; there from when the strategy holds the module of a fit."""
+        assert self._trainables is not None
+        return self._trainables
+
+    @property
+    def estimated_steps(self) -> int | float:
+        """Optimizer steps of the whole run; infinite where neither data nor limits bound it."""
+        self.estimate_was_read = True
+        return estimated_steps(self)
+
+    def logger_call(self) -> Callable[[dict[str, float]], None] | None:
+        """Return what sends numbers to the loggers, or None where there are none on this rank."""
+        if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
+            return None
+        return self.trainer.log_metrics
+
+    def _data(self) -> StageData:
+        assert self.data is not None
+        return self.data
+
+    def _set_up(self) -> None:
+        datamodule, hooks = self.given.datamodule, self.hooks
+        setups: list[Callable[[str], None]] = [*hooks.setup]
+        if datamodule is not None:
+            setups.insert(0, datamodule.setup)
+        self._plan_teardowns()
+        for setup in setups:
+            setup(self.stage)
+        while late := self._come_since():
+            self._take_callbacks()
+            for callback in late:
+                callback.setup(self.trainer, self.module, self.stage)
+        if len(self.trainer.callbacks) < len(self._given_callbacks):  # some were taken out
+            self._take_callbacks()
+        self._plan_teardowns()
+
+    def _plan_teardowns(self) -> None:
+        datamodule = self.given.datamodule
+        self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.hooks.teardown]
+
+    # The end
+
+    def _finish(self, status: str) -> None:
+        if self.data is not None:
+            self.data.close()
+        if self.strategy.rank == 0:
+            for one in self.trainer.loggers:
+                one.finalize(status)
+
+    def _detach(self) -> None:
+        if self._trainables is not None:
+            self._trainables.end()
+        release(self.module)
+        detach(self.module)
+        self.strategy.precision.at_floor = None
+        if self._compiled is not None:
+            self._compiled.undo()
+        if self.given.datamodule is not None:
+            detach(self.given.datamodule)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Tell hooks and ranks, let go of everything, and return what to raise."""
+        control, raised_at = self.strategy.control, error.__traceback__
+        error = in_vain(control, error)
+        note_where(error, raised_at, self)
+        note_inference_tensors(error)
+        failure = Failure.of_exception(self.strategy.rank, error)
+        tell_others(control, failure)
+        self._log.add_failure(error, failure.traceback)
+        release(self.module)
+        calls: list[Callable[[], Any]] = []
+        if self._hooks is not None:
+            calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
+            calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        calls += [self.checkpoints.abandon, lambda: self._finish(status), self.strategy.teardown]
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                logger.exception("While a failed run was taken down, this failed too:")
+        cause, told_by = cause_of(control, self.place.world, failure, error)
+        if told_by is not None:
+            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
+        if cause is not error:
+            self._log.add_cause(cause)
+        return cause

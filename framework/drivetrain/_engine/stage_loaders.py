@@ -1,0 +1,162 @@
+"""Which loaders a stage reads, and how much of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain._loops.evaluate import NAMES
+from drivetrain._loops.hooks import is_overridden
+from drivetrain.data import CombinedLoader, DataModule
+from drivetrain.data._loaders import prepare_loader
+from drivetrain.data._source import BatchSource
+from drivetrain.data.combined import is_loader
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+
+_LOOKED_AT = 8
+"""Entries of a list that tell whether it holds loaders or batches."""
+
+_KINDS = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What `Fit.fit` and its like were given."""
+
+    train: Any = None
+    evaluate: Any = None
+    datamodule: DataModule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dealing:
+    """How loaders are dealt to ranks.
+
+    Attributes:
+        rank: this rank among those that get different data.
+        world_size: how many those are.
+        seed: of the order, the same on every rank.
+        replace_sampler: ``Fit(use_distributed_sampler=...)``.
+    """
+
+    rank: int
+    world_size: int
+    seed: int
+    replace_sampler: bool
+
+
+def loader_method(kind: str) -> str:
+    """What the method is called that returns the loader(s) for ``kind``."""
+    return f"{_KINDS[kind]}_dataloader"
+
+
+def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
+    """Return the loader(s) for ``kind`` ("train", "validate", "test", "predict"), or None where there are none.
+
+    What the call was given comes first, then the data module, then the module.
+
+    Raises:
+        ConfigurationError: loaders and a data module were both given.
+    """
+    name = loader_method(kind)
+    if given is not None and datamodule is not None:
+        raise ConfigurationError(
+            f"Both {kind} loaders and a datamodule were given.",
+            "one of them would be ignored.",
+            "pass the loaders, or datamodule=.",
+        )
+    if given is not None:
+        return given
+    if datamodule is not None and is_overridden(name, datamodule, DataModule):
+        return getattr(datamodule, name)()
+    if is_overridden(name, module, TrainModule):
+        return getattr(module, name)()
+    return None
+
+
+def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSource:
+    """Prepare the training loader; several at once are combined, the longest ending the epoch."""
+    if _is_several(loaders):
+        loaders = CombinedLoader(loaders, mode="max_size_cycle")
+    return _prepared("training loader", loaders, dealing, training=True, predicting=sequential)
+
+
+def evaluation_sources(stage: str, loaders: Any, dealing: Dealing) -> list[BatchSource]:
+    """Prepare one or several evaluation loaders of a stage, "validate", "test" or "predict"."""
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        several = loaders.flattened
+    elif _is_several(loaders):
+        several = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+    else:
+        several = [loaders]
+    sources = []
+    for index, loader in enumerate(several):
+        name = f"{NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
+        sources.append(_prepared(name, loader, dealing, training=False, predicting=stage == "predict"))
+    return sources
+
+
+def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
+    """Turn a limit into a number of micro-batches; None for all there are, which may be another number than ``length``.
+
+    Raises:
+        ConfigurationError: a part of an unknown length.
+    """
+    if setting is None or (isinstance(setting, float) and setting == 1.0):
+        return None
+    if isinstance(setting, int):
+        return setting
+    if setting == 0.0:
+        return 0
+    if length is None:
+        raise ConfigurationError(
+            f"{name}={setting} with a loader of unknown length.",
+            "a part can only be taken of what is known.",
+            f"give the number of micro-batches as an int, such as {name}=100.",
+        )
+    limit = int(length * setting)
+    if limit == 0:
+        raise ConfigurationError(
+            f"{name}={setting} of {length} micro-batches is none at all.",
+            "it would train or measure nothing.",
+            f"raise it to at least {1 / length:.3g}, or use 0 to leave the loader out.",
+        )
+    return limit
+
+
+def shorter(limit: int | None, length: int | None) -> int | None:
+    """Return how many micro-batches are to be expected; None where neither is known."""
+    return limit if length is None else length if limit is None else min(limit, length)
+
+
+def _prepared(name: str, loader: Any, dealing: Dealing, *, training: bool, predicting: bool) -> BatchSource:
+    try:
+        return prepare_loader(
+            loader,
+            training=training,
+            predicting=predicting,
+            rank=dealing.rank,
+            world_size=dealing.world_size,
+            seed=dealing.seed,
+            replace_sampler=dealing.replace_sampler,
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"The {name}: {error.what}", error.why, error.fix) from error.__cause__
+
+
+def _is_several(loaders: Any) -> bool:
+    """Whether this is a collection of loaders, and not one loader that happens to be a list of batches."""
+    if isinstance(loaders, Mapping):
+        return True
+    if not isinstance(loaders, list | tuple):
+        return False
+    first = loaders[:_LOOKED_AT]  # a list of batches may be long, and all of a kind
+    return any(is_loader(loader) or isinstance(loader, Mapping) or _is_several(loader) for loader in first) and not any(
+        isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in first
+    )
+
+
+def _holds_loaders(loaders: Mapping[Any, Any]) -> bool:
+    return any(is_loader(loader) for loader in loaders.values())

@@ -1,0 +1,169 @@
+"""Who this process is among how many, and whether more have to be started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from drivetrain._distributed.failure import RankFailedError, first_cause
+from drivetrain._runtime.accelerators import Devices
+from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers import World, current_world
+
+_CONNECT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process stands.
+
+    Attributes:
+        placement: among all processes; with ``missing``, the placement the first process of this node will have.
+        store: the way to the others; None where this process is alone, or a process group of the user's leads there.
+        world: the processes that we started, where we did.
+        missing: the other processes of this node have yet to be started.
+        address: of the first node, where processes are started on several.
+        port: of the store there; 0 lets the system choose.
+    """
+
+    placement: Placement
+    store: Store | None = None
+    world: World | None = None
+    missing: bool = False
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+def find_place(environment: Environment, devices: Devices, num_nodes: int, single: bool) -> Place:
+    """Find this process's place for a run on ``devices`` of each of ``num_nodes`` nodes.
+
+    Args:
+        environment: who started the processes.
+        devices: what the run asks for on this node.
+        num_nodes: over how many nodes.
+        single: the strategy takes one process, whatever others there are.
+
+    Raises:
+        ConfigurationError: the processes that are there are not as many as asked for.
+    """
+    asked = len(devices.indices) * num_nodes
+    _check_single(asked, single)
+    if single and devices.chosen is False:
+        asked = 1
+    alone = single or (devices.chosen and asked == 1)
+    if dist.is_available() and dist.is_initialized() and not single:
+        return Place(_in_users_group(environment, asked, devices.chosen))
+    world = current_world()
+    if world is not None:
+        return _in_world(world, asked, devices.chosen, alone)
+    if environment.started_us:
+        placement = environment.placement()
+        if single:
+            return Place(Placement())
+        _check_size(placement, asked, devices.chosen, environment.name)
+        return Place(placement, _store_of(environment, placement))
+    if asked == 1:
+        return Place(Placement(), HashStore())
+    assert isinstance(environment, PlainEnvironment)
+    first = environment.first_on_node(num_nodes, len(devices.indices))
+    if num_nodes == 1:
+        return Place(first, missing=True)
+    return Place(first, missing=True, address=environment.main_address, port=environment.main_port)
+
+
+def stands_alone(environment: Environment) -> bool:
+    """Whether this process is of no run yet: neither a cluster nor a launcher nor a process group makes it one rank."""
+    in_group = dist.is_available() and dist.is_initialized()
+    return not (environment.started_us or in_group or current_world() is not None)
+
+
+def place_of_first(devices: Devices, num_nodes: int, single: bool) -> Place:
+    """Return rank 0's place in a run whose processes are all started elsewhere, on ``devices`` of each node.
+
+    Raises:
+        ConfigurationError: the strategy takes one process, and there would be more.
+    """
+    local_world_size = len(devices.indices)
+    _check_single(local_world_size * num_nodes, single)
+    placement = Placement(
+        world_size=local_world_size * num_nodes, local_world_size=local_world_size, num_nodes=num_nodes
+    )
+    return Place(placement, missing=True)
+
+
+def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
+    """Where this process will stand in a run that has not begun, for what a script prints or reads before it.
+
+    In a process that runs the caller's script again it is the rank that the process was started for. What does not fit
+    together is refused when the run begins, not here.
+    """
+    if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
+        return Placement()  # every rank of the script's runs by itself
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return Placement(rank, world_size, rank, world_size)
+    environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+    return environment.placement() if environment.started_us else Placement()
+
+
+def _check_single(asked: int, single: bool) -> None:
+    if single and asked > 1:
+        raise ConfigurationError(
+            f"strategy='single_device' with {asked} devices.",
+            "it trains one replica on one device.",
+            "use strategy='ddp', or devices=1.",
+        )
+
+
+def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Placement:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    placement = environment.placement() if environment.started_us else None
+    if placement is None or placement.world_size != world_size:
+        placement = Placement(rank, world_size, rank, world_size)
+    _check_size(placement, asked, chosen, "the process group that is there")
+    return placement
+
+
+def _in_world(world: World, asked: int, chosen: bool, alone: bool) -> Place:
+    if alone:
+        return Place(Placement(), HashStore(), world)
+    failures = world.failures()
+    if failures:  # a process that has ended cannot come back
+        raise RankFailedError(first_cause(failures))
+    size = world.placement.world_size
+    if chosen and asked != size:
+        raise ConfigurationError(
+            f"{asked} processes are asked for, and this script runs in {size}.",
+            "its processes were started by an earlier run, and last until the script ends.",
+            f"ask for {size} again, or for 1 (every rank then runs by itself).",
+        )
+    return Place(world.placement, world.store("runs"), world)
+
+
+def _check_size(placement: Placement, asked: int, chosen: bool, who: str) -> None:
+    if chosen and asked not in (placement.world_size, placement.local_world_size):
+        raise ConfigurationError(
+            f"devices x num_nodes = {asked}, and {who} has {placement.world_size} processes.",
+            "what was asked for is what runs.",
+            "leave devices out, or make the numbers agree.",
+        )
+
+
+def _store_of(environment: Environment, placement: Placement) -> Store:
+    if placement.world_size == 1:
+        return HashStore()
+    hosts = placement.rank == 0 and not environment.agent_store
+    store = _connect(environment.main_address, environment.main_port, placement.world_size, hosts)
+    # A store that outlives the processes still holds the keys of those before a restart.
+    return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
+
+
+@lru_cache(maxsize=8)
+def _connect(address: str, port: int, world_size: int, hosts: bool) -> TCPStore:
+    # Kept for the life of the process: rank 0 cannot host a second store on the port.
+    return TCPStore(address, port, world_size, is_master=hosts, timeout=_CONNECT, wait_for_workers=False)

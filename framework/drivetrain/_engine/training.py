@@ -1,0 +1,287 @@
+"""Puts the training loop together: every feature picks its code path here, before the first step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from drivetrain._config.arguments import duration
+from drivetrain._engine.batches import Move, moved
+from drivetrain._loops.closure_step import ClosureStep
+from drivetrain._loops.hooks import is_overridden
+from drivetrain._loops.lengths import Tally
+from drivetrain._loops.manual_step import ManualStep, OverriddenSteps
+from drivetrain._loops.schedulers import Outlook, Schedulers
+from drivetrain._loops.step import AutomaticStep, TrainStep
+from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._loops.stopping import StopRequest
+from drivetrain._loops.train import TrainLimits, TrainLoop
+from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.watch import EpochWatch
+from drivetrain._loops.windows import MicroBatch, dealt_windows, exchanged_windows, single_windows, weighed_windows
+from drivetrain.callbacks import GradientAccumulationScheduler
+from drivetrain.data._keeping import own_memory
+from drivetrain.data._source import NO_BATCH
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import Precision
+from drivetrain.strategies.strategy import StepRunner, Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._engine.session import Session
+
+
+logger = logging.getLogger("drivetrain")
+
+
+def build_training(session: Session, runner: StepRunner, move: Move | None) -> TrainLoop:
+    """Return the loop that trains ``session``'s module."""
+    trainer, metrics, strategy = session.trainer, session.metrics, session.strategy
+    step = _step(session, runner)
+    if trainer.detect_anomaly:
+        from drivetrain._loops.anomaly import AnomalyStep
+
+        step = AnomalyStep(step, session.progress, strategy.rank)
+    max_time = None if trainer.max_time is None else duration(trainer.max_time)
+    session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    if strategy.rank == 0:
+        strategy.precision.at_floor = _SaysOnce()
+    module = session.module
+    scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
+    data = session.data
+    assert data is not None
+    assert data.train is not None
+    tally = Tally("training loader", data.train.length, not data.train.static, session.lengths)
+    return TrainLoop(
+        step=step,
+        micro_batches=_micro_batches(session, move, tally),
+        hooks=session.hooks,
+        metrics=metrics,
+        progress=session.progress,
+        limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
+        stop=session.stop,
+        schedulers=Schedulers(
+            session.schedulers if module.automatic_optimization else [],
+            scheduler_step,
+            metrics.agreed,
+            lambda: list(metrics.callback_metrics()),
+            Outlook(estimated_steps(session), data.train_length, session.estimate_was_read),
+            tells=strategy.rank == 0,
+        ),
+        validation=ValidationPlan(
+            session.validate,
+            trainer.val_check_interval,
+            trainer.check_val_every_n_epoch,
+            data.train_length,
+            session.stop,
+            metrics,
+            tells=strategy.control.rank == 0,
+        ),
+        control=strategy.control,
+        length=data.train_length,
+        certain=data.train_certain or data.train.stateful,
+        tally=tally,
+        lengths=session.lengths,
+        log=session.logger_call(),
+        saves=session.saves,
+        draws=session.draws,
+        save=session.checkpoints.save_before_leaving,
+        settle=session.settle,
+        watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, session.monitors.after_first_batch),
+    )
+
+
+def estimated_steps(session: Session) -> int | float:
+    """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
+    trainer, data = session.trainer, session.data
+    assert data is not None
+    length = data.train_length
+    if length is None or trainer.max_epochs in (None, -1):
+        return math.inf if trainer.max_steps == -1 else trainer.max_steps
+    schedule = next((one for one in session.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+    if schedule is None:
+        steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
+    else:
+        steps = sum(math.ceil(length / schedule.window(epoch)) for epoch in range(trainer.max_epochs))
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+class _SaysOnce:
+    """Says that the loss scale has come to its floor."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, scale: float) -> None:
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite over and over, "
+                "small as the loss was made, and each such step was skipped. Look whether the loss itself is NaN "
+                "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. Said once.",
+                round(math.log2(scale)),
+            )
+
+
+def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
+    """Return a runner whose steps run in the precision's forward context; the same one where it has none."""
+    if not precision.has_forward_context:
+        return runner
+    # One context, entered anew by each step: building it costs more than entering it.
+    context = precision.forward_context()
+
+    def run(step: Callable[..., Any], *args: Any) -> Any:
+        with context:
+            return runner(step, *args)
+
+    return run
+
+
+def _step(session: Session, runner: StepRunner) -> TrainStep:
+    module, strategy, hooks = session.module, session.strategy, session.hooks
+    takes = StepArguments(module.training_step)
+    arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
+    if not module.automatic_optimization:
+        _check_manual(session)
+        session.manual = ManualStep(
+            module, runner, strategy, session.handles, hooks, session.metrics, session.trainables, arguments
+        )
+        return session.manual
+    kind: Callable[..., TrainStep] = AutomaticStep
+    if session.closure:
+        assert session.data is not None
+        assert session.data.train is not None
+        kind = partial(ClosureStep, lasting=session.data.train.lasting)
+        if strategy.precision.scales_loss:
+            raise ConfigurationError(
+                f"precision={strategy.precision.name!r} with {type(session.optimizers[0]).__name__}.",
+                "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
+                "use precision='bf16-mixed' or '32-true'.",
+            )
+    steps = None
+    if is_overridden("optimizer_step", module, TrainModule):
+        steps = OverriddenSteps(module, session.handles, session.progress)
+    return kind(
+        module,
+        runner,
+        strategy,
+        session.optimizers,
+        hooks,
+        session.metrics,
+        session.trainables,
+        _clipping(session),
+        arguments,
+        steps,
+        _unscales_apart(session),
+    )
+
+
+def _check_manual(session: Session) -> None:
+    trainer = session.trainer
+    for name, value, idle in (
+        ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
+        ("gradient_clip_val", trainer.gradient_clip_val, None),
+    ):
+        if value != idle and not (name == "gradient_clip_val" and value == 0):
+            raise ConfigurationError(
+                f"{name}={value} with manual optimization.",
+                "training_step runs backward and steps itself.",
+                f"drop {name}; step every so many batches, or call self.clip_gradients, in training_step.",
+            )
+
+
+def _clipping(session: Session) -> Callable[[Sequence[Optimizer]], Any] | None:
+    trainer, module, strategy = session.trainer, session.module, session.strategy
+    value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    if is_overridden("configure_gradient_clipping", module, TrainModule):
+
+        def overridden(optimizers: Sequence[Optimizer]) -> None:
+            for optimizer in optimizers:
+                module.configure_gradient_clipping(optimizer, value, algorithm)
+
+        return overridden
+    if not value:
+        return None
+
+    def clip(optimizers: Sequence[Optimizer]) -> None:
+        session.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+
+    return clip
+
+
+def _unscales_apart(session: Session) -> bool:
+    """Whether scaled gradients are unscaled in a pass of their own: where nothing clips, or somebody looks before."""
+    trainer, module, strategy = session.trainer, session.module, session.strategy
+    looked_at = bool(session.hooks.on_before_optimizer_step) or is_overridden(
+        "configure_gradient_clipping", module, TrainModule
+    )
+    clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
+    precision = strategy.precision
+    return precision.scales_loss and (looked_at or not clips or not precision.clips_scaled)
+
+
+def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callable[[int, int], Iterator[MicroBatch]]:
+    """Return what begins an epoch: ``micro_batches(epoch, first)``."""
+    data, strategy, trainer, module = session.data, session.strategy, session.trainer, session.module
+    assert data is not None
+    assert data.train is not None
+    source = data.train
+    weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
+    if not module.automatic_optimization:
+        weigh = None
+    ranks = strategy.data_world_size
+    exchanged = ranks > 1 and (weigh is not None or not source.static)
+    read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
+    trained = (lambda: session.progress.batch_idx) if read_ahead else None
+
+    def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
+        limit, size = data.train_limit, trainer.accumulate_grad_batches
+        origin = session.cursor.origin(epoch)
+        # What is left of an epoch that began under another dealing ends with its data.
+        room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
+        # The epoch's order stays the first one's where the run overfits a few batches.
+        order = 0 if trainer.overfit_batches else epoch
+        pairs = source.epoch(order, first, origin)
+        if not origin.samples:
+            pairs = tally.follow(pairs, first)
+        pairs = session.draws.follow(pairs, first, trained)
+        if source.to_compare:
+            from drivetrain._loops.same_data import compared  # for whoever has such data
+
+            pairs = compared(pairs, source, "training loader", strategy)
+        shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
+        lasting = source.lasting
+        if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):
+            # These wait for their turn while others are read, which the loader may write into the same memory.
+            pairs = ((own_memory(batch), share) for batch, share in pairs)
+            lasting = True
+        if room is not None:
+            pairs = islice(pairs, room)
+            shares = shares and islice(shares, room)
+        if exchanged:
+            micro_batches = exchanged_windows(
+                pairs,
+                size,
+                strategy.control,
+                weigh,
+                room,
+                ranks,
+                strategy.speaks_for_data,
+                last=getattr(source, "last", NO_BATCH),
+                ahead=not source.stateful,
+            )
+        elif ranks == 1 and size == 1 and weigh is None:
+            micro_batches = single_windows(pairs)
+        elif weigh is not None:
+            micro_batches = weighed_windows(pairs, size, weigh)
+        else:
+            micro_batches = dealt_windows(pairs, size, ranks, shares)
+        return moved(micro_batches, move, strategy.device, ahead=not source.stateful, lasting=lasting)
+
+    return begin

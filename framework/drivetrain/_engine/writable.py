@@ -1,0 +1,73 @@
+"""Folders that a run will write to, tried before its first step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from drivetrain._engine.defaults import is_ours
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.loggers._directory_logger import DirectoryLogger
+
+if TYPE_CHECKING:
+    from drivetrain._engine.session import Session
+
+
+def check_folders(session: Session) -> None:
+    """Refuse folders that cannot be written to, on every rank alike. It makes none, and leaves nothing. Collective.
+
+    Raises:
+        ConfigurationError: names the folder, whose it is, what the system says, and the ranks.
+    """
+    control, strategy = session.strategy.control, session.strategy
+    # The ranks of a node see the same disks.
+    found = next(_problems(session), None) if strategy.local_rank == 0 else None
+    (failing,) = control.agree("folders that can be written to", found is not None)
+    if not failing:
+        return
+    problems = {rank: one for rank, one in enumerate(control.gather_objects(found)) if one is not None}
+    what, why, fix = next(iter(problems.values()))
+    where = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
+    raise ConfigurationError(f"{what}{where}.", why, fix)
+
+
+def _problems(session: Session) -> Iterator[tuple[str, str, str]]:
+    saving = "the run would train until its first save, and fail there."
+    for callback in session.callbacks if session.stage == "fit" else ():
+        folder = getattr(callback, "dirpath", None)  # a user's own callback may only read there
+        if isinstance(folder, str) and is_ours(callback) and (problem := _why_not(folder)) is not None:
+            name = type(callback).__name__
+            fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
+            yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
+    # Predictions log nothing.
+    for logger in session.trainer.loggers if session.strategy.rank == 0 and session.stage != "predict" else ():
+        if not isinstance(logger, DirectoryLogger) or "://" in logger.save_dir:
+            continue
+        if (problem := _why_not(logger.save_dir)) is not None:
+            name = type(logger).__name__
+            fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
+            yield f"{name} cannot write to {logger.save_dir!r}: {problem}", "it would fail at its first row.", fix
+
+
+def _why_not(folder: str) -> str | None:
+    """What is in the way of writing to a folder, or of making it; None where nothing is, as far as can be seen."""
+    from drivetrain.checkpoint._format.place import filesystem_of  # by runs that keep something
+
+    try:
+        filesystem, path = filesystem_of(folder)
+    except CheckpointError as error:
+        return error.what
+    if filesystem is not None:
+        return None  # what a store allows shows when an object is written
+    path = os.path.abspath(path)
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path):
+        return f"{path!r} is no folder"
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)

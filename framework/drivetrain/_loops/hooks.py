@@ -1,0 +1,58 @@
+"""Which hooks somebody overrode, resolved once into flat tuples of bound calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from drivetrain.callback import Callback
+from drivetrain.module._module_hooks import ModuleHooks
+
+Call = Callable[..., Any]
+
+HOOKS: tuple[str, ...] = tuple(
+    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+)
+
+
+def is_overridden(name: str, owner: object, base: type) -> bool:
+    """Whether ``owner`` has a method ``name`` of its own: its class's, or one set on the object."""
+    if name in getattr(owner, "__dict__", {}):
+        return True
+    return getattr(type(owner), name, None) is not getattr(base, name, None)
+
+
+class HookTable:
+    """For each hook, the calls to make: callbacks by descending priority, the module, then callbacks below zero.
+
+    ``table.on_train_batch_start`` is a tuple, empty where nobody overrides the hook. A callback's entries already
+    carry ``(trainer, module)``, so that every entry of a hook takes the same arguments.
+
+    ``table.early[name]`` and ``table.late[name]`` split it after the module's own hook.
+    """
+
+    def __init__(self, trainer: Any, module: Any, callbacks: Sequence[Callback]) -> None:
+        ordered = sorted(callbacks, key=lambda callback: -callback.priority)
+        self.early: dict[str, tuple[Call, ...]] = {}
+        self.late: dict[str, tuple[Call, ...]] = {}
+        for name in HOOKS:
+            calls = {
+                id(callback): partial(getattr(callback, name), trainer, module)
+                for callback in ordered
+                if is_overridden(name, callback, Callback)
+            }
+            first = [calls[id(callback)] for callback in ordered if callback.priority >= 0 and id(callback) in calls]
+            last = [calls[id(callback)] for callback in ordered if callback.priority < 0 and id(callback) in calls]
+            if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
+                first.append(getattr(module, name))
+            self.early[name] = tuple(first)
+            self.late[name] = tuple(last)
+
+    def __getattr__(self, name: str) -> tuple[Call, ...]:
+        # Reached once a name: afterwards the tuple is an ordinary attribute.
+        if name not in HOOKS:
+            raise AttributeError(name)
+        calls = self.early[name] + self.late[name]
+        setattr(self, name, calls)
+        return calls

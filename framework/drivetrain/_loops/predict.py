@@ -1,0 +1,135 @@
+"""The prediction loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from drivetrain._loops.evaluate import evaluating, evaluation_pairs
+from drivetrain._loops.hooks import HookTable, is_overridden
+from drivetrain._loops.joining import leaving_no_trace
+from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._metrics import MetricStore
+from drivetrain.data._source import BatchSource
+from drivetrain.module.train_module import TrainModule
+from drivetrain.strategies.strategy import StepRunner, Strategy
+
+
+class PredictLoop:
+    """Runs ``predict_step`` over one or several loaders and gathers what it returns.
+
+    Args:
+        module: whose step is run.
+        runner: the strategy's callable that every step runs through.
+        strategy: where.
+        hooks: who overrode what.
+        metrics: told the stage, in which nothing may be logged.
+        sources: one for each loader.
+        limits: micro-batches of each loader at most; None for all.
+        lengths: says which loader's length proved wrong.
+        move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
+        inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
+        keeps: keep what the steps return, for `run` to return it.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: TrainModule,
+        runner: StepRunner,
+        strategy: Strategy,
+        hooks: HookTable,
+        metrics: MetricStore,
+        sources: Sequence[BatchSource],
+        limits: Sequence[int | None],
+        lengths: Lengths,
+        move: Callable[[Any, int], Any] | None,
+        inference_mode: bool,
+        keeps: bool,
+    ) -> None:
+        self._module = module
+        self._run = runner
+        self._strategy = strategy
+        self._hooks = hooks
+        self._metrics = metrics
+        self._sources = sources
+        self._limits = limits
+        self._lengths = lengths
+        self._move = move
+        self._inference_mode = inference_mode
+        self._keeps = keeps
+        # The plain one predicts alike on every loader.
+        several = len(sources) > 1 and is_overridden("predict_step", module, TrainModule)
+        self._arguments = StepArguments(module.predict_step, several)
+
+    def run(self) -> list[Any] | None:
+        """Predict; returns each micro-batch's output in data-set order, on every rank; a list for each loader.
+
+        None where nothing is kept.
+        """
+        hooks = self._hooks
+        self._strategy.sync_buffers(self._module)
+        gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
+        with evaluating(self._module, gradient):
+            self._metrics.enter("predict")
+            for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
+                hook()
+            own = [
+                self._predict(index, source, limit)
+                for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
+            ]
+            for hook in (*hooks.on_predict_epoch_end, *hooks.on_predict_end):
+                hook()
+        self._metrics.enter(None)
+        (noticed,) = self._strategy.control.agree("the end of prediction", self._lengths.noticed)
+        self._lengths.settle(noticed)
+        if not self._keeps:
+            return None
+        from drivetrain._loops.outputs import exchange
+
+        outputs = [_merged(exchange(part, self._strategy.control)) for part in own]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
+        from drivetrain._loops.outputs import on_host  # by whoever predicts
+
+        several = len(self._sources) > 1
+        kept, came = [], 0
+        name = f"prediction loader {index}" if several else "prediction loader"
+        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
+            came += not share.joins or share.start >= 0  # nobody else's batch counts
+            if share.joins and not self._strategy.collective_forward:
+                continue
+            batch = given if self._move is None else self._move(given, index)
+            arguments = self._arguments(batch, batch_idx, index)
+            if share.joins:
+                with leaving_no_trace(self._module, self._metrics):
+                    self._run(self._module.predict_step, *arguments)
+                continue
+            where = (batch, batch_idx, index) if several else (batch, batch_idx)
+            for hook in self._hooks.on_predict_batch_start:
+                hook(*where)
+            output = self._run(self._module.predict_step, *arguments)
+            for hook in self._hooks.on_predict_batch_end:
+                hook(output, *where)
+            if self._keeps:
+                start = share.start if source.static else batch_idx
+                kept.append((start, batch_idx, on_host(output, source.lasting)))
+            del output  # not held while the next step computes
+        self._lengths.note(name, source.length, came, over=limit is None or came < limit)
+        return kept if self._strategy.speaks_for_data else []
+
+
+def _merged(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
+    """Put all ranks' outputs in the order of the data set; where that is unknown, by micro-batch and then rank."""
+    if len(by_rank) == 1:
+        return [output for _, _, output in by_rank[0]]
+    everything = [
+        (start, batch_idx, rank, output) for rank, part in enumerate(by_rank) for start, batch_idx, output in part
+    ]
+    everything.sort(key=lambda item: item[:3])
+    return [output for *_, output in everything]

@@ -1,0 +1,262 @@
+"""When a run stops, decided once for all ranks, and why, in words."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+
+from drivetrain._distributed.control import ControlPlane
+from drivetrain._loops.progress import Progress
+
+AGREE_EVERY = 16
+"""Windows between two looks at the store, at most."""
+
+_LOOK = 0.5
+"""Seconds between two looks that are aimed at: who asks for a signal's sake has half a minute, or less."""
+
+_TIME_IS_UP = 2
+"""Beside an ordinary request (1): the run shall go on some other day."""
+
+
+class Appointment:
+    """A window after which all ranks do something, agreed without a collective.
+
+    Each rank publishes the window at which it will look next, and then looks for a request. Who requests first reads
+    what all have published, and names the furthest of these windows. A rank that looked too early to see the request
+    had published its next look before, so the named window is at or after that look.
+
+    Args:
+        control: the way to the other ranks.
+        name: of its keys in the store.
+    """
+
+    def __init__(self, control: ControlPlane, name: str) -> None:
+        self._control = control
+        self._store = control.store
+        self._name = name
+        self.asked = False
+        self.window: int | None = None
+        """Known once a look has found a request."""
+        self.why = 0
+        """The first request's reason, never 0; the same on all ranks."""
+
+    def ask(self, window: int, why: int) -> None:
+        """Request one, at this rank's ``window``. The first request stands."""
+        store = self._store
+        assert store is not None
+        self.asked = True
+        if store.add(f"{self._name}/asking", 1) == 1:
+            store.set(f"{self._name}/asked", "")  # from here on nobody publishes a look and goes on
+            windows = [window]
+            for rank in range(self._control.world_size):
+                if store.check([f"looks/{rank}"]):
+                    windows.append(int(store.get(f"looks/{rank}")))
+            store.set(f"{self._name}/after", f"{max(windows)} {why}")
+        self._take()
+
+    def look(self) -> None:
+        """See whether anybody has requested one."""
+        assert self._store is not None
+        if self.window is None and self._store.check([f"{self._name}/asked"]):
+            self._take()
+
+    def is_kept(self, window: int) -> bool:
+        """Whether its window has come."""
+        return self.window is not None and window >= self.window
+
+    def settle(self, asking: int) -> int:
+        """Where all ranks stand at the same point, ``asking`` of them with a request: return why, or 0.
+
+        Who asks has called `leave_word` before the ranks counted.
+        """
+        if asking:
+            self.window, self.asked = 0, True
+            if self._store is not None:
+                self.why = int(self._store.get(f"{self._name}/word"))
+        return self.why
+
+    def leave_word(self, why: int) -> bool:
+        """Say ``why`` this rank asks, before the ranks count who does; returns whether it does."""
+        if why and self._store is not None:
+            self._store.compare_set(f"{self._name}/word", "", str(why))
+        elif why:
+            self.why = why
+        return why > 0
+
+    def _take(self) -> None:
+        assert self._store is not None
+        window, why = self._store.get(f"{self._name}/after").split()
+        self.window, self.why, self.asked = int(window), int(why), True
+
+
+class StopRequest:
+    """Anybody may ask to stop, on any rank; all ranks then stop after the same window.
+
+    There are two kinds. A stop ends the run in its ordinary way, and not before ``min_steps`` and ``min_epochs``. To
+    *leave*, for a signal's sake, is to save and be gone: nothing holds that back.
+
+    Windows are counted rather than the optimizer's steps: a window may make none, and a run none at all.
+
+    Args:
+        control: the way to the other ranks.
+        max_time: after which a stop is requested; None for never.
+        min_steps: optimizer steps before which nothing stops the run.
+        min_epochs: epochs before which nothing stops the run.
+    """
+
+    def __init__(
+        self, control: ControlPlane, max_time: timedelta | None, min_steps: int | None, min_epochs: int | None
+    ) -> None:
+        self._control = control
+        self._store = control.store
+        self._max_time = max_time
+        self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
+        self._min_steps = min_steps or 0
+        self._min_epochs = min_epochs or 0
+        self._stop = Appointment(control, "stop")
+        self._leave = Appointment(control, "leave")
+        self._agreed = False
+        self._late = False  # the time was up before anybody asked for anything
+        self._window = 0  # how many were closed, the same on every rank
+        self._look_at = 0
+        self._looked: tuple[int, float] | None = None
+        self.requested = False
+        """Set to ask for a stop; ``trainer.should_stop``."""
+        self.because: str | None = None
+        """Why this rank asked first, in words."""
+        self.signal = 0
+        """Set to ask to leave: the number of the signal that wants it."""
+        self.leaving = 0
+        """The signal for whose sake all ranks leave now."""
+
+    @property
+    def goes_on_later(self) -> bool:
+        """Whether the run ends before its time, so that what it has come to must be saved."""
+        return self.leaving > 0 or (self._late if self._store is None else self._stop.why == _TIME_IS_UP)
+
+    def ask(self, because: str) -> None:
+        """Ask for a stop, and say why."""
+        self.requested = True
+        self.because = self.because or because
+
+    @property
+    def reason(self) -> str | None:
+        """Why the ranks stop, by the first that asked; None where nobody did. Not collective."""
+        if self._store is not None and self._store.check(["stop/because"]):
+            return str(self._store.get("stop/because").decode())
+        return self.because
+
+    def after_window(self, step: int, epoch: int) -> bool:
+        """Whether to stop now, in epoch ``epoch`` with ``step`` optimizer steps made. Called on every rank after each
+        window, whether it made a step or not.
+        """
+        if self._deadline is not None:
+            self._heed_deadline()
+        if self._store is None:
+            self.leaving = self.signal
+            return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
+        self._window = window = self._window + 1
+        if self.signal and not self._leave.asked:
+            self._leave.ask(window, self.signal)
+        if self.requested and not self._stop.asked:
+            self._leave_reason()
+            self._stop.ask(window, self._reason())
+        if window >= self._look_at:
+            self._look(window)
+        if self._leave.is_kept(window):
+            self.leaving = self._leave.why
+            return True
+        if not self._stop.is_kept(window):
+            return False
+        self.requested = True
+        return self._may_stop(step, epoch)
+
+    def agree(self, purpose: str) -> None:
+        """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
+        self._heed_deadline()  # an epoch may close no window
+        why = 0 if self._agreed or not self.requested else self._reason()
+        if why:
+            self._leave_reason()
+        stops, leaves = self._stop.leave_word(why), self._leave.leave_word(self.signal)
+        stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
+        if stopping and not self._agreed:
+            self._stop.settle(stopping)
+        self._leave.settle(leaving)
+        self.requested = self._agreed = stopping > 0
+
+    def went_back(self) -> None:
+        """Learn whether any rank asks for anything, the run having gone back to an earlier checkpoint. Collective.
+
+        What was agreed for a later window is due at once, and who asks from here on is heard soon.
+        """
+        self._looked, self._look_at = (self._window, -math.inf), self._window + 1
+        if self._store is not None:  # before anybody goes on, who may ask then
+            self._store.set(f"looks/{self._control.rank}", str(self._look_at))
+        self.agree("going back to an earlier checkpoint")
+
+    def after_epoch(self, step: int, epochs: int) -> bool:
+        """Whether to stop between epochs, as `agree` has found."""
+        self.leaving = self._leave.why
+        return self.leaving > 0 or (self.requested and self._may_stop(step, epochs))
+
+    def _may_stop(self, step: int, epochs: int) -> bool:
+        return step >= self._min_steps and epochs >= self._min_epochs
+
+    def _heed_deadline(self) -> None:
+        if self._deadline is not None and not self.requested and time.monotonic() >= self._deadline:
+            self._late = True
+            self.ask(f"max_time={self._max_time} is up")
+
+    def _leave_reason(self) -> None:
+        if self._store is not None and self.because is not None:
+            self._store.compare_set("stop/because", "", self.because)
+
+    def _reason(self) -> int:
+        return _TIME_IS_UP if self._late else 1
+
+    def _look(self, window: int) -> None:
+        store = self._store
+        assert store is not None
+        now, apart = time.monotonic(), 1
+        if self._looked is None:
+            self._control.after_first_step()
+        else:
+            before, then = self._looked
+            # Long windows are looked after one by one, and short ones seldom.
+            apart = min(AGREE_EVERY, max(1, int(_LOOK * (window - before) / max(now - then, 1e-9))))
+        self._looked = window, now
+        self._look_at = window + apart
+        store.set(f"looks/{self._control.rank}", str(self._look_at))
+        self._leave.look()
+        self._stop.look()
+
+
+def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_step: int) -> str | None:
+    """Return which limit a run has come to; None where it may go on.
+
+    Args:
+        max_epochs: None or -1 for no limit.
+        max_steps: -1 for no limit.
+        epoch: epochs completed.
+        global_step: optimizer steps made.
+    """
+    by_steps = 0 <= max_steps <= global_step
+    by_epochs = max_epochs is not None and 0 <= max_epochs <= epoch
+    if not by_steps:
+        return f"max_epochs={max_epochs} is reached" if by_epochs else None
+    return f"max_steps={max_steps} {f'and max_epochs={max_epochs} are' if by_epochs else 'is'} reached"
+
+
+def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool) -> str:
+    """Return the line that a run ends with.
+
+    Args:
+        reasons: what ended it: limits, then who asked for it.
+        progress: how far it came.
+        nothing_left: it went on from where it had ended before, and made no step.
+    """
+    epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
+    steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"
+    more = "; nothing was left to train" if nothing_left else ""
+    return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){more}."

@@ -1,0 +1,369 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+import torch
+
+from drivetrain._distributed.control import ControlPlane
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.joining import Joining
+from drivetrain._loops.lengths import Lengths, Tally
+from drivetrain._loops.progress import Progress
+from drivetrain._loops.saving import SaveRequests
+from drivetrain._loops.schedulers import Schedulers
+from drivetrain._loops.step import TrainStep
+from drivetrain._loops.stopping import StopRequest, limit_reached
+from drivetrain._loops.validation import ValidationPlan
+from drivetrain._loops.watch import EpochWatch
+from drivetrain._loops.windows import MicroBatch
+from drivetrain._metrics import MetricStore
+from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.transfer import map_tensors
+from drivetrain.data._ahead import ReadAhead
+
+logger = logging.getLogger("drivetrain")
+
+_SKIP_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLimits:
+    """How long to train. Whatever is reached first ends the run.
+
+    Attributes:
+        max_epochs: None or -1 for no limit.
+        max_steps: optimizer steps; -1 for no limit.
+        log_every_n_steps: optimizer steps between two flushes to the loggers; 0 for never.
+    """
+
+    max_epochs: int | None
+    max_steps: int
+    log_every_n_steps: int
+
+
+class Ended(Enum):
+    """Why an epoch's loop came to its end."""
+
+    DATA = "no data left"
+    LIMIT = "max_steps"
+    STOPPED = "somebody asked to stop"
+    LEFT = "a signal asked to save and leave"
+    BACK = "somebody asked to go back to a checkpoint"
+
+
+class TrainLoop:
+    """Takes micro-batches, trains on them, and tells the hooks.
+
+    Args:
+        step: what happens to a micro-batch and to a closed window.
+        micro_batches: begins an epoch: ``micro_batches(epoch, first)`` iterates from micro-batch ``first``.
+        hooks: who overrode what.
+        metrics: where steps log.
+        progress: the counters.
+        limits: how long.
+        stop: who asks to end early.
+        schedulers: of learning rates.
+        validation: when to validate, and how.
+        control: the way to the other ranks.
+        length: micro-batches that an epoch should have; None where nothing says.
+        certain: whether it has exactly as many.
+        tally: of an epoch's batches.
+        lengths: says which length proved wrong.
+        log: sends a dict of numbers to the loggers; None where there is none.
+        saves: the checkpoints that were asked for.
+        draws: brings the random generators back to where they stood when a resumed run was saved.
+        save: writes what a later run goes on from, where this one ends before its time.
+        settle: looks what trains, once the hooks that begin an epoch have been called.
+        watch: says what only an epoch as a whole shows.
+    """
+
+    def __init__(
+        self,
+        *,
+        step: TrainStep,
+        micro_batches: Callable[[int, int], Iterator[MicroBatch]],
+        hooks: HookTable,
+        metrics: MetricStore,
+        progress: Progress,
+        limits: TrainLimits,
+        stop: StopRequest,
+        schedulers: Schedulers,
+        validation: ValidationPlan,
+        control: ControlPlane,
+        length: int | None,
+        certain: bool,
+        tally: Tally,
+        lengths: Lengths,
+        log: Callable[[dict[str, float]], None] | None,
+        saves: SaveRequests,
+        draws: ReadAhead,
+        save: Callable[[], None],
+        settle: Callable[[], None],
+        watch: EpochWatch,
+    ) -> None:
+        self._step = step
+        self._micro_batches = micro_batches
+        self._hooks = hooks
+        self._metrics = metrics
+        self._progress = progress
+        self._limits = limits
+        self._stop = stop
+        self._schedulers = schedulers
+        self._validation = validation
+        self._control = control
+        self._length = length
+        self._certain = certain
+        self._tally = tally
+        self._lengths = lengths
+        self._log = log
+        self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
+        self._flushed_at = 0
+        self._steps_before: int | None = None  # the epoch; None where it was begun by another run
+        self._said_idle = False
+        self._saves = saves
+        self._draws = draws
+        self._save = save
+        self._settle = settle
+        self._watch = watch
+        self._resumed: Mapping[str, Any] | None = None
+        self._data_is_over = False
+
+    # What a checkpoint keeps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where between an epoch's data and its end the loop stands."""
+        return {"data_is_over": self._data_is_over, "validation": self._validation.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on, with `run`, where a run stood when `state_dict` was called."""
+        self._resumed = state
+
+    def run(self) -> None:
+        """Train until a limit is reached or somebody asks to stop."""
+        if self._length == 0:  # limit_train_batches=0
+            return
+        self._flushed_at = self._progress.micro_batches
+        resumed, self._resumed = self._resumed, None
+        fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
+        while not self._finished():
+            self._validation.begin_epoch(self._progress)
+            self._steps_before = self._progress.global_step if self._progress.batch_idx == 0 else None
+            if self._progress.batch_idx == 0:
+                self._draws.settle()
+                self._metrics.enter("train", reset=fresh)
+                for hook in self._hooks.on_train_epoch_start:
+                    hook()
+                self._settle()
+            else:
+                self._metrics.enter("train", reset=False)  # resumed within an epoch
+                if resumed is not None and resumed["validation"] is not None:
+                    self._validation.load_state_dict(resumed["validation"], self._progress)
+            over = resumed is not None and resumed["data_is_over"]
+            fresh, resumed = True, None
+            ended = Ended.DATA if over else self._train_epoch()
+            over = ended is not Ended.BACK and self._end_epoch(ended)
+            if self._saves.back is not None and not self._stop.leaving:
+                resumed = self._go_back(self._saves.back)
+            elif over:
+                return
+
+    def _go_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
+        """Let ``load`` put everything where it was at a checkpoint; return where the loop stood then."""
+        self._saves.back = None
+        load()
+        self._flushed_at = self._progress.micro_batches
+        self._stop.went_back()
+        resumed, self._resumed = self._resumed, None
+        return resumed
+
+    def _finished(self) -> bool:
+        return self._limit_reached() is not None
+
+    def _limit_reached(self) -> str | None:
+        limits, progress = self._limits, self._progress
+        return limit_reached(limits.max_epochs, limits.max_steps, progress.epoch, progress.global_step)
+
+    def why_it_ended(self) -> list[str]:
+        """Return what ended `run`, in words: a limit, and who asked for it."""
+        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
+        asked = self._stop.reason if self._stop.requested else None
+        return reasons + [one for one in (self._limit_reached(), asked) if one is not None]
+
+    def _train_epoch(self) -> Ended:
+        """Train on one epoch's micro-batches."""
+        progress, metrics, step, stop = self._progress, self._metrics, self._step, self._stop
+        batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
+        max_steps, log_every = self._limits.max_steps, self._log_every
+        step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
+        validation, waiting = self._validation, self._saves.waiting
+        joining: Joining | None = None
+        if progress.batch_idx == validation.next_at:  # saved just before it
+            self._draws.before_reading(validation.run)
+
+        micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
+        for micro in micro_batches:
+            batch, batch_idx = micro.batch, progress.batch_idx
+            if micro.opens:
+                progress.window = batch_idx, progress.samples_seen
+            metrics.batch = batch
+            metrics.samples = samples = micro.samples
+            if samples:
+                metrics.had_data = True
+            else:
+                joining = Joining(metrics)
+            if batch_start and self._told_to_skip(batch_start, batch, batch_idx):
+                step.drop_window()
+                progress.within_window = False
+                metrics.batch = None
+                if joining is not None:
+                    joining.end()
+                return Ended.DATA
+            output = step.micro_batch(micro, batch_idx)
+            stepped = micro.closes and step.close_window(micro)
+            progress.batch_idx = batch_idx + 1
+            progress.micro_batches += 1
+            progress.samples_seen += micro.total
+            progress.epoch_samples += micro.total
+            progress.within_window = not micro.closes
+            if stepped:
+                progress.global_step += 1
+                if step_schedulers is not None:
+                    step_schedulers(progress.global_step)
+            if batch_end:
+                outputs = detached(output)
+                for hook in batch_end:
+                    hook(outputs, batch, batch_idx)
+            metrics.batch = None
+            if joining is not None:
+                joining.end()
+                joining = None
+            if stepped and log_every and progress.global_step % log_every == 0:
+                self._flush()
+            if waiting and micro.closes:
+                self._saves.run()
+                if self._saves.back is not None:
+                    return Ended.BACK
+            if progress.batch_idx == validation.next_at:
+                validation.run()
+                if waiting and micro.closes:
+                    self._saves.run()
+                    if self._saves.back is not None:
+                        return Ended.BACK
+            if stepped and progress.global_step == max_steps:
+                return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT
+            # Asked after a window that made no step too: a run may never make one.
+            if micro.closes and stop.after_window(progress.global_step, progress.epoch):
+                if stop.goes_on_later:
+                    self._save()
+                if stop.leaving:
+                    return Ended.LEFT
+                return Ended.DATA if self._is_last(micro_batches) else Ended.STOPPED
+        return Ended.DATA
+
+    def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
+        """Whether the run, which ends here, has come to the end of the epoch's data as well."""
+        if self._progress.batch_idx != self._length or self._certain:
+            return self._progress.batch_idx == self._length
+        with kept_generators(self._draws.device):  # a run that goes on from here reads that batch again
+            return next(micro_batches, None) is None
+
+    def _told_to_skip(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
+        answers = [hook(batch, batch_idx) for hook in hooks]
+        if not any(isinstance(answer, int) and answer == -1 for answer in answers):
+            return False
+        # Nobody else would learn of it in time: those who go on wait in a collective, and are named.
+        purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
+        self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
+        return True
+
+    def _end_epoch(self, ended: Ended) -> bool:
+        """Validate where due, reduce what the epoch logged, tell the hooks; True ends the run."""
+        if ended is Ended.LEFT:
+            return True
+        progress, metrics, hooks = self._progress, self._metrics, self._hooks
+        if self._steps_before == progress.global_step:
+            self._say_idle()
+        self._tally.settle(progress.batch_idx)
+        self._draws.settle()
+        self._data_is_over = ended is Ended.DATA
+        if ended is not Ended.LIMIT:
+            self._validation.run_at_epoch_end(ended is Ended.STOPPED, self._data_is_over)
+            self._saves.run()
+        results = self._reduce_epoch()
+        for hook in hooks.early["on_train_epoch_end"]:
+            hook()
+        if hooks.early["on_train_epoch_end"]:
+            results = self._reduce_epoch()  # with what these hooks logged
+        metrics.reset_metrics()
+        if self._log_every and progress.micro_batches != self._flushed_at:
+            self._reduce_steps()
+        if self._log is not None:
+            self._flush_epoch(results)
+        for hook in hooks.late["on_train_epoch_end"]:
+            hook()
+        self._watch.end(progress.epoch)
+        if ended is Ended.DATA:
+            progress.epoch += 1
+            progress.batch_idx = progress.epoch_samples = 0
+            self._schedulers.after_epoch(progress.epoch)
+        self._data_is_over = False
+        self._saves.run()
+        stop = self._stop
+        stop.agree("the end of a training epoch")
+        if ended is not Ended.DATA or self._finished():
+            return True  # who asks to leave now has come too late
+        stopping = stop.after_epoch(progress.global_step, progress.epoch)
+        if stopping and stop.goes_on_later:
+            self._save()
+        return stopping
+
+    def _say_idle(self) -> None:
+        if not self._said_idle and self._control.rank == 0:
+            logger.warning(
+                "Training went through epoch %d without one optimizer step: every window's losses were None, its "
+                "weights zero, its gradients in fp16 not finite, or the step was left out by a hook. Said once.",
+                self._progress.epoch,
+            )
+        self._said_idle = True
+
+    def _reduce_epoch(self) -> dict[str, torch.Tensor]:
+        wanting, noticed = self._control.agree(
+            "the reduction of an epoch's values", self._metrics.wants_reduction(), self._lengths.noticed
+        )
+        self._lengths.settle(noticed)
+        return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
+
+    def _reduce_steps(self) -> None:
+        self._flushed_at = self._progress.micro_batches
+        self._metrics.reduce_steps()
+
+    def _flush(self) -> None:
+        self._reduce_steps()
+        if self._log is not None:
+            self._log(self._metrics.flush_steps())
+
+    def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
+        assert self._log is not None
+        values = self._metrics.flush_steps() if self._log_every else {}
+        wanted = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
+        values.update({name: float(value) for name, value in results.items() if name in wanted})
+        if values:
+            self._log(values)
+
+
+def detached(output: Any) -> Any:
+    """What ``on_train_batch_end`` gets of what ``training_step`` returned: nothing in it holds on to the graph."""
+    if isinstance(output, torch.Tensor):
+        return {"loss": output.detach()}
+    return {} if output is None else map_tensors(output, _without_graph)
+
+
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,1 @@
+"""The process and its devices: generators, and state that a run puts back."""

@@ -1,0 +1,15 @@
+"""The value that a callback goes by, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain._metrics.agreed_value import agreed_value
+
+if TYPE_CHECKING:
+    from drivetrain.fit import Fit
+
+
+def monitored_value(trainer: Fit, name: str) -> float | None:
+    """Return the logged value ``name``, the same on every rank; None where no rank has it. Collective."""
+    return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))

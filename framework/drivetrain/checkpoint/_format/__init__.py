@@ -1,0 +1,25 @@
+"""The checkpoint on disk: what its files hold, how they are written and read. Knows nothing of modules or runs."""
+
+from drivetrain.checkpoint._format.agreement import agreed
+from drivetrain.checkpoint._format.dealing import Sizes
+from drivetrain.checkpoint._format.manifest import Facts, Manifest
+from drivetrain.checkpoint._format.reader import Checkpoint, Weights, load
+from drivetrain.checkpoint._format.staging import Contents, Staged, stage
+from drivetrain.checkpoint._format.verifying import verify
+from drivetrain.checkpoint._format.writing import commit, save
+
+__all__ = [
+    "Checkpoint",
+    "Contents",
+    "Facts",
+    "Manifest",
+    "Sizes",
+    "Staged",
+    "Weights",
+    "agreed",
+    "commit",
+    "load",
+    "save",
+    "stage",
+    "verify",
+]

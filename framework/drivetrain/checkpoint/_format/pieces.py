@@ -1,0 +1,155 @@
+"""Tensors in pieces of bounded size: what a rank holds of one, and where it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drivetrain._distributed.shards import Region, Span
+from drivetrain.checkpoint._format.tensor_file import Spec
+
+_WHOLE = 16 * 2**20  # bytes of a piece that does not travel: on the CPU it is memory that is there anyway
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The rows from ``first`` to before ``last`` of a tensor."""
+
+    spec: Spec
+    first: int
+    last: int
+
+    @property
+    def numel(self) -> int:
+        return (self.last - self.first) * row_size(self.spec.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.spec.dtype.itemsize
+
+
+def as_rows(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return ``shape`` with at least one dimension; a number is a row of one."""
+    return tuple(shape) or (1,)
+
+
+def row_size(shape: Sequence[int]) -> int:
+    """Return the number of elements in a row, which is whatever the first dimension counts."""
+    size = 1
+    for length in as_rows(shape)[1:]:
+        size *= length
+    return size
+
+
+def pieces_of(spec: Spec, limit: int) -> Iterator[Piece]:
+    """Cut a tensor into pieces of at most ``limit`` bytes, a row at least."""
+    rows = as_rows(spec.shape)[0]
+    step = max(1, limit // max(1, row_size(spec.shape) * spec.dtype.itemsize))
+    for first in range(0, rows, step):
+        yield Piece(spec, first, min(first + step, rows))
+
+
+def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Iterator[list[Piece]]:
+    """Put the pieces of a file, in their order, into rounds that hold at most ``limit`` bytes of sharded tensors."""
+    gathered: list[Piece] = []
+    filled = 0
+    for spec in specs:
+        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _WHOLE)):
+            nbytes = piece.nbytes if spec.name in sharded else 0
+            if filled and filled + nbytes > limit:
+                yield gathered
+                gathered, filled = [], 0
+            gathered.append(piece)
+            filled += nbytes
+    if gathered:
+        yield gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What a region has of a piece.
+
+    Attributes:
+        source: where it lies in the rank's part.
+        target: where it goes in the piece.
+        shape: of both.
+        flat: whether the indices are into the row-major run of elements, not into rows.
+    """
+
+    source: tuple[slice, ...]
+    target: tuple[slice, ...]
+    shape: tuple[int, ...]
+    flat: bool
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+def overlap(region: Region, piece: Piece) -> Overlap | None:
+    """Return what ``region`` has of ``piece``, or None."""
+    if isinstance(region, Span):
+        row = row_size(piece.spec.shape)
+        begin, end = piece.first * row, piece.last * row
+        low, high = max(region.start, begin), min(region.stop, end)
+        if low >= high:
+            return None
+        source, target = slice(low - region.start, high - region.start), slice(low - begin, high - begin)
+        return Overlap((source,), (target,), (high - low,), True)
+    offsets, sizes = region.offsets or (0,), region.sizes or (1,)
+    low, high = max(offsets[0], piece.first), min(offsets[0] + sizes[0], piece.last)
+    if low >= high or 0 in sizes:
+        return None
+    across = tuple(slice(offset, offset + size) for offset, size in zip(offsets[1:], sizes[1:], strict=True))
+    return Overlap(
+        (slice(low - offsets[0], high - offsets[0]),),
+        (slice(low - piece.first, high - piece.first), *across),
+        (high - low, *sizes[1:]),
+        False,
+    )
+
+
+def take(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
+    """Return the elements of ``part`` from what a rank holds, flat and on the CPU."""
+    held = local.detach()
+    if part.flat:
+        return held.reshape(-1)[part.source].cpu()
+    assert not isinstance(region, Span)
+    return held.reshape(region.sizes or (1,))[part.source].reshape(-1).cpu()
+
+
+def put(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
+    """Write flat ``values`` into the piece, of shape (piece.numel,), where ``part`` says."""
+    if part.flat:
+        whole[part.target].copy_(values)
+    else:
+        rows = whole.view(piece.last - piece.first, *as_rows(piece.spec.shape)[1:])
+        rows[part.target].copy_(values.view(part.shape))
+
+
+def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Return a piece of a whole tensor, flat and on the CPU; a view where that can be."""
+    held = tensor.detach().resolve_conj().resolve_neg()
+    return held.reshape(as_rows(held.shape))[piece.first : piece.last].reshape(-1).cpu()
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """Return the memory of a flat CPU tensor."""
+    return memoryview(flat.contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def covered(regions: Sequence[Region | None]) -> int:
+    """Return how many elements the ranks' regions of one tensor hold together."""
+    count = 0
+    for region in regions:
+        if isinstance(region, Span):
+            count += region.stop - region.start
+        elif region is not None:
+            count += math.prod(region.sizes)
+    return count

@@ -1,0 +1,268 @@
+"""A checkpoint as it lies there: opened at once, read where it is asked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from drivetrain._distributed.shards import Region, Shard
+from drivetrain.checkpoint._format.documents import decode, loads
+from drivetrain.checkpoint._format.folder import Folder, folder_at
+from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
+from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
+from drivetrain.errors import CheckpointError
+
+
+class Checkpoint:
+    """A checkpoint, of which only the manifest has been read so far. `load` opens one.
+
+    Args:
+        folder: where it is.
+        manifest: what it consists of.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.path = folder.path
+        self.readers = folder.readers
+        self.manifest = manifest
+        self._folder = folder
+        self._files: dict[str, CheckedFile] = {}
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The counters: epoch, steps, samples."""
+        return dict(self.manifest.facts.progress)
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The arguments that the module was built with."""
+        return dict(self.manifest.facts.hyper_parameters)
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether there is nothing here that a run could go on from."""
+        return self.manifest.facts.weights_only
+
+    def weights(self) -> Weights:
+        """Every parameter and buffer by name, tied names too. A value is read when it is asked for."""
+        part = self.manifest.weights
+        sources = self._sources(part)
+        others = {} if part.document is None else self._document(part, sources)
+        own = {name: source for name, source in sources.items() if name not in self._set_aside(part)}
+        return Weights({**own, **others}, self.manifest.aliases, self.readers)
+
+    def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
+        """Return an optimizer's state in its named form.
+
+        Args:
+            index: which optimizer.
+            regions: which part of the values that have their parameter's shape is wanted, by parameter name; these
+                come as `Shard`. All others come whole.
+
+        Raises:
+            CheckpointError: there is no such optimizer, or its state is damaged.
+        """
+        count = len(self.manifest.optimizers)
+        if index >= count:
+            raise CheckpointError(
+                f"{self.path!r} holds the state of {count} optimizer(s), and not of number {index}.",
+                "weights alone were saved." if self.weights_only else "the run had no more.",
+                "take another checkpoint, or load the weights alone.",
+            )
+        part = self.manifest.optimizers[index]
+        sources = self._sources(part)
+        document: dict[str, Any] = self._decoded(part, sources)
+        shapes = {name: value.shape for name, value in self.weights().sources().items()}
+        wanted: dict[int, Region] = {}
+        for name, values in document["state"].items():
+            region = None if regions is None else regions.get(name)
+            for value in values.values():
+                if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
+                    wanted[id(value)] = region
+        filled: dict[str, Any] = _filled(document, wanted, self.readers)
+        return filled
+
+    def optimizer_groups(self, index: int = 0) -> list[list[str]]:
+        """Return the names of the parameters in each of an optimizer's groups; no tensor is read."""
+        part = self.manifest.optimizers[index]
+        return [list(group["params"]) for group in self._decoded(part, self._sources(part))["param_groups"]]
+
+    def state(self) -> Any:
+        """What rank 0 said of the run; None where it said nothing."""
+        part = self.manifest.state
+        return None if part is None or part.document is None else self._document(part, self._sources(part))
+
+    def rank_state(self, rank: int) -> Any:
+        """What one rank said of itself; None where it said nothing."""
+        if rank >= len(self.manifest.ranks):
+            return None
+        part = self.manifest.ranks[rank]
+        return None if part.document is None else self._document(part, self._sources(part))
+
+    def close(self) -> None:
+        """Let go of the files. Tensors that were read stay valid."""
+        self._files.clear()
+
+    # Parts and files
+
+    def file(self, name: str) -> CheckedFile:
+        """Return one of the files, which is opened once."""
+        if name not in self._files:
+            self._files[name] = CheckedFile(self._folder, name, self.manifest.files[name], self.manifest.block_size)
+        return self._files[name]
+
+    def tensors(self, part: Part) -> dict[str, TensorSource]:
+        """Return the tensors of a part as they are stored, by name."""
+        return self._sources(part)
+
+    def _sources(self, part: Part) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource] = {}
+        for one in side_by_side(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
+            found.update(one)
+        return found
+
+    def _loaded(self, part: Part) -> Any:
+        assert part.document is not None
+        file = self.file(part.document)
+        return loads(bytes(file.read(0, file.size)), part.document)
+
+    def _document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        return _filled(self._decoded(part, sources), {}, self.readers)
+
+    def _decoded(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        try:
+            return decode(self._loaded(part), sources.__getitem__)
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(self.path, f"{part.document} does not fit its tensors: {error!r}") from error
+
+    def _set_aside(self, part: Part) -> set[str]:
+        names: set[str] = set()
+        if part.document is not None:
+            decode(self._loaded(part), names.add)
+        return names
+
+
+class Weights(Mapping[str, Any]):
+    """Parameters and buffers by name; each is read, and checked, when it is asked for.
+
+    Args:
+        values: what is stored.
+        aliases: tied names and what they are tied to.
+        readers: how many reads at once pay.
+    """
+
+    def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
+        self._values = dict(values)
+        self._aliases = {tied: first for tied, first in aliases.items() if first in self._values}
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[self._aliases.get(name, name)]
+        return value.read() if isinstance(value, TensorSource) else value
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._values
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._values) + len(self._aliases)
+
+    def sources(self) -> dict[str, TensorSource]:
+        """Return where the tensors are, with shape and dtype, tied names too; nothing is read."""
+        return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
+
+    def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
+        """Read everything, or of some tensors a region each; tied names give one object.
+
+        Args:
+            regions: which part is wanted, by name; these come as `Shard`. All others come whole.
+
+        Raises:
+            CheckpointError: what is there is not what was written.
+        """
+        wanted = {} if regions is None else dict(regions)
+
+        def read(name: str) -> Any:
+            value, region = self._stored(name), wanted.get(name)
+            if not isinstance(value, TensorSource):
+                return value
+            return value.read() if region is None else Shard(value.read(region), value.shape, region)
+
+        stored = list(self._values)
+        found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
+        return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
+
+    def _stored(self, name: str) -> Any:
+        return self._values[self._aliases.get(name, name)]
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint at a path or URL. Only its manifest is read.
+
+    Raises:
+        CheckpointError: there is none, it is not whole, or it is of another format.
+    """
+    folder = folder_at(os.fspath(path))
+    try:
+        content = folder.read_all(MANIFEST, LONGEST_MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing.",
+            "the manifest is written last, and without it the rest may be anything.",
+            "check the path, or take an earlier checkpoint; for what another library wrote, see "
+            "drivetrain.checkpoint.convert.",
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{MANIFEST} of {folder.path!r} cannot be read: {error}.", "", "check the path and its permissions."
+        ) from error
+    return Checkpoint(folder, unseal(content, folder.path))
+
+
+def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
+    """Replace each `TensorSource` in a decoded document by its values, or by the wanted part of them."""
+    found: dict[int, TensorSource] = {}
+    _collect(value, found)
+
+    def read(source: TensorSource) -> torch.Tensor | Shard:
+        # Copied, since an optimizer keeps what it is given, and a map of a file that goes away is a trap.
+        region = wanted.get(id(source))
+        values = source.read(region).clone()
+        return values if region is None else Shard(values, source.shape, region)
+
+    values = side_by_side(read, found.values(), readers)
+    return _replaced(value, dict(zip(found, values, strict=True)))
+
+
+def _collect(value: Any, found: dict[int, TensorSource]) -> None:
+    if isinstance(value, TensorSource):
+        found[id(value)] = value
+    elif isinstance(value, dict):
+        for part in value.values():
+            _collect(part, found)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _collect(part, found)
+
+
+def _replaced(value: Any, read: Mapping[int, Any]) -> Any:
+    if isinstance(value, TensorSource):
+        return read[id(value)]
+    if isinstance(value, dict):
+        return type(value)({key: _replaced(part, read) for key, part in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(part, read) for part in value)
+    return value
+
+
+def side_by_side(work: Callable[[Any], Any], items: Iterable[Any], readers: int) -> list[Any]:
+    """Return ``[work(item) for item in items]``, ``readers`` at a time."""
+    items = list(items)
+    if min(readers, len(items)) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(readers, "checkpoint-read") as pool:
+        return list(pool.map(work, items))

@@ -1,0 +1,119 @@
+"""Folders that DeepSpeed's ``save_checkpoint`` wrote, read without running any of its classes.
+
+How the flat partitions lie is what ``deepspeed.utils.zero_to_fp32`` shows: at stages 1 and 2 the ranks' partitions of
+a group, one after the other, hold its parameters in order; at stage 3 each parameter is cut evenly over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drivetrain.checkpoint._untrusted import load_safely
+from drivetrain.errors import CheckpointError
+
+_WHOLE, _SHARDED = "single_partition_of_fp32_groups", "fp32_flat_groups"
+
+
+def is_zero(folder: Path) -> bool:
+    """Whether a folder looks like one of DeepSpeed's."""
+    return (folder / "latest").is_file() or any(folder.glob("*_model_states.pt"))
+
+
+def read_zero(folder: Path) -> dict[str, torch.Tensor]:
+    """Return parameters in float32, where ZeRO kept them so, and buffers, by name.
+
+    Raises:
+        CheckpointError: it is not whole, or was written under model parallelism.
+    """
+    step = _step(folder)
+    models = [load_safely(path, _ours) for path in _by_rank(step.glob("*_model_states.pt"))]
+    parts = [load_safely(path, _ours)["optimizer_state_dict"] for path in _by_rank(step.glob("*_optim_states.pt"))]
+    if not models:
+        raise _unreadable(step, "no *_model_states.pt are there")
+    if models[0].get("mp_world_size", 1) != 1:
+        raise _unreadable(step, f"it was written under model parallelism over {models[0]['mp_world_size']} ranks")
+    if len(parts) != models[0].get("dp_world_size", len(parts)):
+        raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt are there")
+    try:
+        return _read(models, parts)
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _unreadable(step, f"{type(error).__name__}: {error}") from error
+
+
+def _read(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    first = models[0]
+    # Where a parameter is cut, nothing of it stands here.
+    weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
+    cut = {name for name, value in weights.items() if not value.numel()}
+    shapes = first["param_shapes"]
+    if parts and _SHARDED in parts[0]:
+        weights.update(_sharded(shapes, [part[_SHARDED] for part in parts]))
+        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+            fragments = [model["frozen_param_fragments"][name] for model in models]
+            weights[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
+    elif parts:
+        weights.update(_whole(shapes, [part[_WHOLE] for part in parts], parts[0].get("param_alignment_paddings")))
+        weights.update(first.get("frozen_param_fragments") or {})
+    for tied, name in dict(first.get("shared_params") or {}).items():
+        weights[tied] = weights[name]
+    lost = [name for name in cut if not weights[name].numel()]
+    # A tied name that DeepSpeed does not tell is filled in by the module that ties it.
+    return {name: value for name, value in weights.items() if name not in lost}
+
+
+def _whole(
+    shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]], paddings: Any
+) -> dict[str, torch.Tensor]:
+    found = {}
+    for number, group in enumerate(shapes):
+        flat = torch.cat([partition[number] for partition in groups])
+        offset = 0
+        for position, (name, shape) in enumerate(group.items()):
+            count = math.prod(shape)
+            found[name] = flat[offset : offset + count].view(shape)
+            offset += count + (0 if paddings is None else paddings[number][position])
+    return found
+
+
+def _sharded(shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    found = {}
+    flats = [torch.cat(list(partition)) for partition in groups]
+    offset = 0
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        count = math.prod(shape)
+        size = -(-count // len(flats))
+        found[name] = torch.cat([flat[offset : offset + size] for flat in flats])[:count].view(shape)
+        offset += size
+    return found
+
+
+def _step(folder: Path) -> Path:
+    latest = folder / "latest"
+    if not latest.is_file():
+        return folder
+    name = latest.read_text().strip()
+    if Path(name).name != name or not (folder / name).is_dir():
+        raise _unreadable(folder, f"latest names {name!r}, which is no folder in it")
+    return folder / name
+
+
+def _by_rank(paths: Iterable[Path]) -> list[Path]:
+    return sorted(paths, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
+
+
+def _ours(name: str) -> bool:
+    return name.startswith("deepspeed.")
+
+
+def _unreadable(folder: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{str(folder)!r} cannot be read as a folder of DeepSpeed: {problem}.",
+        "its parameters are put together from every rank's files.",
+        "check that all of them are there, or run DeepSpeed's own zero_to_fp32.py where you trust it.",
+    )

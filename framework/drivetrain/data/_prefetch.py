@@ -1,0 +1,71 @@
+"""Copying the next batch to a CUDA device while the current one computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from drivetrain._runtime.transfer import map_tensors, move_to
+
+
+class InFlight(NamedTuple):
+    """A batch under way, and the event that marks its arrival."""
+
+    batch: Any
+    arrived: torch.cuda.Event
+
+
+class Prefetcher:
+    """Sends batches to a CUDA device on a stream of its own.
+
+    `send` the next batch, compute on the current one, then `receive` the next: the host waits for neither.
+
+    Args:
+        device: the CUDA device.
+        transfer: how a batch gets there; by default its tensors are pinned and copied.
+    """
+
+    def __init__(self, device: torch.device, transfer: Callable[[Any], Any] | None = None) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._transfer = self._copy if transfer is None else transfer
+        self._opaque = False
+
+    def send(self, batch: Any) -> InFlight:
+        """Start the copy of a batch."""
+        if self._opaque:
+            # The memory of objects we cannot look into comes back for this copy while an earlier step may read it.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            moved = self._transfer(batch)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(self._stream)
+        return InFlight(moved, arrived)
+
+    def receive(self, sent: InFlight) -> Any:
+        """Return the batch; what the current stream does from here on waits for its arrival."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(sent.arrived)
+
+        def used(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                self._opaque = True
+            elif value.is_cuda:
+                # The allocator must not give the memory to a later copy before this stream is through with it.
+                value.record_stream(current)
+            return value
+
+        map_tensors(sent.batch, used)
+        return sent.batch
+
+    def _copy(self, batch: Any) -> Any:
+        return move_to(map_tensors(batch, _pinned), self._device, non_blocking=True)
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        return value if value.is_pinned() else value.pin_memory()
+    return value

@@ -1,0 +1,53 @@
+"""Passes signals on from the caller, who runs nothing itself, to the processes that run for it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from drivetrain._distributed.failure import Failure
+from drivetrain.launchers._elastic import Processes
+
+
+class PassingOn:
+    """Within it, signals that reach this process reach the started ones instead. In the main thread only.
+
+    Args:
+        processes: who get them.
+        numbers: the signals.
+    """
+
+    def __init__(self, processes: Processes, numbers: Sequence[int]) -> None:
+        self._processes = processes
+        self._numbers = numbers if threading.current_thread() is threading.main_thread() else ()
+        self._previous: dict[int, Any] = {}
+        self._passed: set[int] = set()
+
+    def __enter__(self) -> Self:
+        self._previous = {number: signal.signal(number, self._pass) for number in self._numbers}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+    def died_of(self, failures: Sequence[Failure]) -> int | None:
+        """Return the signal that was passed on and that some rank did not take: it died of it."""
+        for number in self._passed:
+            name = signal.Signals(number).name
+            for failure in failures:
+                # Elastic has a handler of its own for SIGTERM in functions' processes, which raises.
+                raised = (failure.error_type or "").endswith("SignalException") and name in failure.message
+                if raised or failure.signal_name == name:
+                    return number
+        return None
+
+    def _pass(self, number: int, frame: FrameType | None) -> None:
+        self._passed.add(number)
+        self._processes.send(number)

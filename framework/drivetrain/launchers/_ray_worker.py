@@ -1,0 +1,63 @@
+"""One rank's process on a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from drivetrain._distributed.failure import Failure
+from drivetrain.environments import Placement
+from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
+from drivetrain.launchers.world import World, set_current_world
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where the cluster has put a worker: the address of its machine, and the GPUs it has there."""
+
+    address: str
+    devices: list[str]
+
+
+class Worker:
+    """What the launcher makes an actor of."""
+
+    def __init__(self) -> None:
+        self._store: TCPStore | None = None
+
+    def where(self) -> Where:
+        """Tell where this is."""
+        ray = importlib.import_module("ray")
+        context = ray.get_runtime_context()
+        return Where(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
+
+    def host(self) -> int:
+        """Host the store where all ranks meet; returns its port."""
+        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def run(
+        self, placement: Placement, address: str, port: int, devices: list[str], paths: list[str], work: bytes
+    ) -> bytes | Failure:
+        """Call what ``work`` holds, as one rank of all; returns its pickled value, or how it failed."""
+        # The caller may have found its modules in places of its own, which this machine may have too.
+        sys.path += [path for path in paths if path not in sys.path]
+        os.environ.update(torchrun_variables(placement, address, port))
+        if devices:
+            # Each worker is shown its own devices by Ray; a rank finds its own among all of its node's.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        torch.set_num_threads(int(threads) if threads else suggested_threads(placement.local_world_size))
+        world = World("function", placement, address, port, store=self._store)
+        set_current_world(world)
+        try:
+            fn, args = pickle.loads(work)
+            return pickle.dumps(fn(*args))
+        except BaseException as error:
+            return Failure.of_exception(placement.rank, error)

@@ -1,0 +1,47 @@
+"""What loggers that write to a directory of the run's own share."""
+
+from __future__ import annotations
+
+import os
+
+from drivetrain.loggers._directory import RunDirectory
+from drivetrain.loggers.logger import Logger
+
+
+class DirectoryLogger(Logger):
+    """A logger whose files are in a `RunDirectory`.
+
+    Args:
+        save_dir: a local path or an fsspec URL.
+        name: the sub-directory of the experiment; empty for none.
+        version: a number, a directory name, or ``None`` for the first free number.
+        prefix: put before every metric's name, with a dash.
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
+        self._directory = RunDirectory(os.fspath(save_dir), name, version)
+        self._prefix = f"{prefix}-" if prefix else ""
+
+    @property
+    def save_dir(self) -> str:
+        """The local path or URL below which each run gets a directory."""
+        return self._directory.root
+
+    @property
+    def name(self) -> str:
+        """The experiment's sub-directory."""
+        return self._directory.name
+
+    @property
+    def version(self) -> str:
+        """The run's directory name; asking settles the number."""
+        return self._directory.version
+
+    def adopt(self, version: str) -> None:
+        """Take the version that rank 0's logger has."""
+        self._directory.adopt(version)
+
+    @property
+    def log_dir(self) -> str:
+        """The run's directory, which exists after the first write."""
+        return self._directory.path

@@ -1,0 +1,364 @@
+"""TrainModule: what users subclass."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from drivetrain.checkpoint._weights_fit import Misfit
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.module._hyper_parameters import KeepsHyperParameters, missing_arguments
+from drivetrain.module._module_hooks import ModuleHooks
+from drivetrain.module._run_handle import RunHandle
+
+
+class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
+    """A model together with how it is trained.
+
+    Write `training_step` and `configure_optimizers`; everything else is optional. A TrainModule is an ordinary
+    `torch.nn.Module` before and after a run.
+    """
+
+    automatic_optimization: bool = True
+    """False hands backward and steps to `training_step` (`manual_backward`, `optimizers`)."""
+
+    _held = False
+
+    # What a user writes. A step takes `batch` and, if it wants them, `batch_idx` and `dataloader_idx`; so that type
+    # checkers let it be, the steps here take anything after the batch.
+
+    def training_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of shape (), a dict with "loss", or None to skip the micro-batch (one process only).
+
+        Write it with ``batch`` and ``batch_idx``, or with ``batch`` alone; so too the other steps.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no training_step")
+
+    def validation_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one validation micro-batch; a further ``dataloader_idx`` comes where there are several loaders."""
+        raise NotImplementedError(f"{type(self).__name__} has no validation_step")
+
+    def test_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one test micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step")
+
+    def predict_step(self, batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the predictions for one micro-batch; by default ``self(batch)``."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, several, or None; see the guide for every form, with schedulers."""
+        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers")
+
+    def batch_weight(self, batch: Any) -> int | float | torch.Tensor:
+        """Over how many items the micro-batch's loss is a mean; by default its samples.
+
+        Gets the batch as the loader gave it, on the CPU. A window's gradient is the mean of its micro-batches'
+        gradients weighted by this, over all ranks.
+        """
+        raise NotImplementedError  # the engine knows the samples without asking; called only where overridden
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader(s), where `Fit.fit` is given none."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader(s), where `Fit` is given none."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader(s), where `Fit` is given none."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """Return the prediction loader(s), where `Fit` is given none."""
+        raise NotImplementedError
+
+    # How the engine does things, overridable
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip before a step; by default as ``Fit(gradient_clip_val=..., gradient_clip_algorithm=...)`` says."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Step one optimizer. ``optimizer.step`` goes through the precision; the closure returns the window's loss."""
+        optimizer.step(closure=optimizer_closure)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Step one scheduler, with the monitored value where it has one."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to the device."""
+        return self.trainer.strategy.to_device(batch)
+
+    # The run we are in
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module computes."""
+        if self._trainer is not None:
+            return self._trainer.strategy.device
+        parameter = next(self.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first parameter; the default dtype where there is none."""
+        parameter = next(self.parameters(), None)
+        return torch.get_default_dtype() if parameter is None else parameter.dtype
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed; 0 outside a run."""
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps made; 0 outside a run."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank; 0 outside a run."""
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node; 0 outside a run."""
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def device_mesh(self) -> Any:
+        """The run's `torch.distributed.device_mesh.DeviceMesh`, whose dimensions are reached by name.
+
+        Raises:
+            ConfigurationError: the strategy has none.
+        """
+        mesh = self.trainer.strategy.device_mesh
+        if mesh is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.device_mesh was read, and strategy {self.trainer.strategy.name!r} has none.",
+                "only strategies that spread parameters over ranks lay the ranks out in a mesh.",
+                "use FSDPStrategy, with tensor_parallel=n for the dimension 'tensor'.",
+            )
+        return mesh
+
+    @property
+    def logger(self) -> Any:
+        """The run's first logger, or None."""
+        return self.trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The run's loggers."""
+        return self.trainer.loggers
+
+    # Logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        prog_bar: bool = False,
+        logger: bool = True,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        sync_dist: bool | None = None,
+        add_dataloader_idx: bool = True,
+        metric_attribute: str | None = None,
+    ) -> None:
+        """Record a value as it is now. Never synchronises the device and never communicates.
+
+        Args:
+            name: the key; alike on every rank.
+            value: a number (of Python's or NumPy's), a tensor or array of one element, or a `torchmetrics.Metric`.
+            on_step: keep each step's value. Default: in `training_step`.
+            on_epoch: keep the epoch's value, reduced over all ranks. Default: everywhere else.
+            prog_bar: show it in the progress bar.
+            logger: send it to the loggers.
+            reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch.
+            batch_size: the weight of this value in a mean; by default the micro-batch's samples.
+            sync_dist: False keeps an epoch's value local to the rank; True reduces a step's value when it is flushed.
+            add_dataloader_idx: append ``/dataloader_idx_i`` where there are several loaders.
+            metric_attribute: the metric's name on the module, where it cannot be found.
+        """
+        (self._trainer or self.trainer).metrics.record(  # `trainer` refuses outside of a run
+            name,
+            value,
+            on_step,
+            on_epoch,
+            prog_bar,
+            logger,
+            reduce_fx,
+            batch_size,
+            sync_dist,
+            add_dataloader_idx,
+            metric_attribute,
+        )
+
+    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+        """Record several values alike; ``options`` are those of `log`."""
+        for name, value in values.items():
+            self.log(name, value, **options)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print once, on rank 0, without breaking the progress bar."""
+        self.trainer.print(*args, **options)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors, or numbers, of a nested collection: each of shape (*S) becomes (W, *S), in rank order.
+
+        With ``sync_grads`` the backward sums over the ranks, so that a loss over the gathered batch has the gradient
+        that one process would compute.
+        """
+        return self.trainer.all_gather(data, sync_grads)
+
+    # Manual optimization
+
+    def optimizers(self) -> Any:
+        """The optimizer, or the list of them, as handles whose ``step`` goes through precision and strategy."""
+        handles = self.trainer.optimizer_handles
+        return handles[0] if len(handles) == 1 else handles
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
+        if not schedulers:
+            return None
+        return schedulers[0] if len(schedulers) == 1 else schedulers
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a loss of shape (): scaled by the precision, gradients averaged over ranks."""
+        self.trainer.manual_backward(loss)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """Within it only ``optimizer``'s parameters require gradients."""
+        with self.trainer.strategy.training_only(optimizer):
+            yield
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """From here until `untoggle_optimizer` only ``optimizer``'s parameters require gradients.
+
+        Within one `training_step`; where it fits, `toggled_optimizer` is the better form.
+        """
+        self.trainer.manual_step("toggle_optimizer", "steps all optimizers on").toggle(optimizer)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Let require gradients again what did so before `toggle_optimizer`."""
+        self.trainer.manual_step("untoggle_optimizer", "steps all optimizers on").untoggle(optimizer)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip one optimizer's gradients, over the global norm or by value."""
+        if gradient_clip_val is not None:
+            self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+    # Weights
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, path: Any, *, map_location: Any = None, strict: bool = True, **overrides: Any
+    ) -> Self:
+        """Build the module from a checkpoint's hyper-parameters and load its weights.
+
+        Args:
+            path: the checkpoint's path or URL.
+            map_location: the device to put the weights on.
+            strict: refuse missing and unexpected names; else they are skipped, and said in a warning.
+            overrides: hyper-parameters that replace the saved ones.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint, ``__init__`` needs what its hyper-parameters do not hold, or
+                its weights do not fit.
+        """
+        from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for it
+
+        checkpoint = load(path)
+        weights = checkpoint.weights()
+        arguments = {**checkpoint.hyper_parameters, **overrides}
+        missing, unknown = missing_arguments(cls, arguments)
+        if missing or unknown:
+            problem = (
+                f"needs {', '.join(map(repr, missing))}" if missing else f"takes no {', '.join(map(repr, unknown))}"
+            )
+            raise CheckpointError(
+                f"{cls.__name__} {problem}, {'which is not' if missing else 'which is'} among the hyper-parameters of "
+                f"{os.fspath(path)!r}.",
+                f"they are what save_hyperparameters() kept: {', '.join(checkpoint.hyper_parameters) or 'none'}.",
+                f"pass it, as {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...), and call "
+                "self.save_hyperparameters() in __init__."
+                if missing
+                else "load it with the class that it was saved from, or let __init__ take **kwargs.",
+            )
+        module = cls(**arguments)
+        module.configure_model()
+        called = f"The weights of {os.fspath(path)!r}"
+        Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)
+        missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
+        Misfit(missing, unexpected).settle(called, cls.__name__, strict)
+        return module if map_location is None else module.to(map_location)
+
+    def freeze(self) -> None:
+        """Stop training every parameter, and evaluate."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Train every parameter again."""
+        self.requires_grad_(True)
+        self.train()
+
+    # A strategy holds the module during a run
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        if self._held:
+            raise ConfigurationError(
+                f"{type(self).__name__} was moved or re-cast (.to, .cuda, .half, ...) during a run.",
+                "the strategy and the optimizer hold its parameters; new ones would silently stop training.",
+                "choose the place and the dtype with Fit(accelerator=..., precision=...).",
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, deep or pickled, is a module of its own and in no run.
+        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_held")}
+
+
+def hold(module: TrainModule) -> None:
+    """Refuse from here on, until `release`, that somebody moves or re-casts ``module``."""
+    module.__dict__["_held"] = True
+
+
+def release(module: TrainModule) -> None:
+    """Let the module be moved again."""
+    module.__dict__.pop("_held", None)

@@ -1,0 +1,46 @@
+"""What the precisions that keep everything in one dtype have in common."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+
+from drivetrain._runtime.transfer import cast_floating
+from drivetrain.precision._default_dtype import DefaultDtype
+from drivetrain.precision.precision import Precision
+
+T = TypeVar("T")
+
+
+class SingleDtypePrecision(Precision):
+    """Parameters, buffers, batches and new tensors all in one floating-point dtype."""
+
+    has_forward_context = True
+    converts_batch = True
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.param_dtype = self.compute_dtype = self.reduce_dtype = self.output_dtype = dtype
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """New floating-point tensors get this dtype."""
+        return DefaultDtype(self.param_dtype)
+
+    def convert_module(self, module: Module) -> Module:
+        """Cast floating-point parameters and buffers in place; integers and complex numbers stay."""
+        dtype = self.param_dtype
+        # Not ``module.to(dtype)``, which would drop the imaginary part of complex parameters.
+        module._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)  # type: ignore[no-untyped-call]
+        return module
+
+    def convert_batch(self, batch: T) -> T:
+        """Cast the floating-point tensors of a nested ``batch``; everything else stays."""
+        converted: T = cast_floating(batch, self.compute_dtype)
+        return converted
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Tensors that the forward creates get this dtype too."""
+        return DefaultDtype(self.compute_dtype)

@@ -1,0 +1,304 @@
+"""The configuration that DeepSpeed gets: the user's, completed from `Fit`, every contradiction refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.strategies import RunSettings
+
+Config = Mapping[str, Any] | str | os.PathLike[str] | None
+
+TOP_LEVEL_KEYS = {
+    *{"activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint", "comet"},
+    *{"comms_logger", "communication_data_type", "compile", "csv_monitor", "data_efficiency"},
+    *{"data_parallel_size", "data_types", "dataloader_drop_last", "datastates_ckpt", "disable_allgather"},
+    *{"disable_python_gc", "dump_state", "expert_parallel", "flops_profiler", "fp16"},
+    *{"gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping"},
+    *{"gradient_predivide_factor", "hybrid_engine", "log_level", "managed_gradient_accumulation"},
+    *{"memory_breakdown", "optimizer", "pipeline", "prescale_gradients", "scheduler"},
+    *{"seq_parallel_communication_data_type", "sequence_parallel_size", "steps_per_print", "tensor_parallel"},
+    *{"tensorboard", "timers", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu"},
+    *{"use_data_before_expert_parallelism", "vocabulary_size", "wall_clock_breakdown", "wandb"},
+    *{"weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"},
+    *{"zero_optimization"},
+}
+"""What DeepSpeed reads. Any other key it would accept in silence."""
+
+HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""DeepSpeed's section for a precision."""
+
+LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
+"""The loss scale is halved at each overflow and doubled after 2,000 steps without one, as by torch's ``GradScaler``.
+
+By DeepSpeed's defaults the first overflow leaves it as it is, and it is doubled after 1,000 steps.
+"""
+
+SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
+"""Those that are looked into here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the strategy's own arguments say, by DeepSpeed's names.
+
+    Attributes:
+        stage: None takes the config's, or 2.
+        zero: settings of the section ``zero_optimization``.
+        top: settings beside it.
+    """
+
+    stage: int | None = None
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    top: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_config(given: Config) -> dict[str, Any]:
+    """Return a copy of a config that is given as a dict or as a path to a JSON file.
+
+    Raises:
+        ConfigurationError: there is no such file, it is no JSON object, or a key of it is unknown.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        config = copy.deepcopy(dict(given))
+    elif not isinstance(given, str | os.PathLike):
+        raise ConfigurationError(
+            f"config={given!r}.",
+            "DeepSpeed's configuration is a dict, or the path of a JSON file.",
+            "pass one of them.",
+        )
+    else:
+        path = Path(given)
+        try:
+            config = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"config={os.fspath(given)!r} cannot be read: {error}",
+                "it is the path of a JSON file in DeepSpeed's form.",
+                "check the path, or pass a dict.",
+            ) from error
+        if not isinstance(config, dict):
+            raise ConfigurationError(
+                f"config={os.fspath(given)!r} holds a {type(config).__name__}.",
+                "DeepSpeed's configuration is one object, of settings by their names.",
+                "write {...} around what is in the file.",
+            )
+    for key, value in config.items():
+        if key in SECTIONS and not isinstance(value, Mapping):
+            raise _no_section(key, value)
+        if key not in TOP_LEVEL_KEYS:
+            raise ConfigurationError(
+                f"config: DeepSpeed knows no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
+                "it would accept it in silence, and do nothing.",
+                "correct it, or take it out.",
+            )
+    return config
+
+
+def stage_of(config: Mapping[str, Any], asked: Asked) -> int:
+    """Return the ZeRO stage.
+
+    Raises:
+        ConfigurationError: argument and config name two stages, or one that does not exist.
+    """
+    given = config.get("zero_optimization", {}).get("stage", "auto")
+    if given != "auto" and asked.stage is not None and given != asked.stage:
+        raise _contradiction("zero_optimization.stage", given, f"DeepSpeedStrategy(stage={asked.stage})")
+    stage = asked.stage if asked.stage is not None else 2 if given == "auto" else given
+    if stage not in (1, 2, 3):
+        raise ConfigurationError(
+            f"stage={stage!r}.", "ZeRO has the stages 1, 2 and 3; without any it is plain DDP.", "use one, or 'ddp'."
+        )
+    return int(stage)
+
+
+def offload(where: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
+    """Return DeepSpeed's section for an offload.
+
+    Raises:
+        ConfigurationError: there is no such place, or nobody says which drive.
+    """
+    if where is None:
+        return None
+    if where not in ("cpu", "nvme"):
+        raise ConfigurationError(
+            f"{argument}={where!r}.{nearest(str(where), ('cpu', 'nvme'))}", "it says where to.", "use 'cpu' or 'nvme'."
+        )
+    if where == "nvme" and nvme_path is None:
+        raise ConfigurationError(
+            f"{argument}='nvme' without nvme_path.", "it needs a folder on the drive.", "give nvme_path='/...'."
+        )
+    return {"device": where} if where == "cpu" else {"device": where, "nvme_path": nvme_path}
+
+
+def check_arguments(stage: int, config: Mapping[str, Any], asked: Asked) -> None:
+    """Refuse settings of `zero_optimization` that do not go together.
+
+    Raises:
+        ConfigurationError: names them.
+    """
+    zero = {**config.get("zero_optimization", {}), **asked.zero}
+    for key in ("offload_param", "offload_optimizer"):
+        if not isinstance(zero.get(key) or {}, Mapping):
+            raise _no_section(f"zero_optimization.{key}", zero[key])
+    param = zero.get("offload_param") or {}
+    if stage < 3 and param.get("device", "none") != "none":
+        raise ConfigurationError(
+            f"offload_parameters={param['device']!r} at stage {stage}.",
+            "parameters are whole on every rank there, and stay.",
+            "use stage=3, or offload_optimizer alone.",
+        )
+    optimizer = zero.get("offload_optimizer") or {}
+    if stage < 3 and optimizer.get("device") == "nvme":
+        raise ConfigurationError(
+            f"offload_optimizer='nvme' at stage {stage}.", "DeepSpeed has it at stage 3.", "use stage=3, or 'cpu'."
+        )
+    dtype = asked.top.get("communication_data_type", "fp32")
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise ConfigurationError(
+            f"communication_data_type={dtype!r}.",
+            "gradients travel in one of three dtypes.",
+            "use 'fp32', 'bf16' or 'fp16'.",
+        )
+    if zero.get("round_robin_gradients"):
+        raise ConfigurationError(
+            "config: zero_optimization.round_robin_gradients=True.",
+            "DeepSpeed then deals parameters in another order than it says, and state by name would be scrambled.",
+            "leave it out.",
+        )
+
+
+def resolve(config: Mapping[str, Any], asked: Asked, run: RunSettings, precision: str, ranks: int) -> dict[str, Any]:
+    """Return what DeepSpeed gets.
+
+    Division, accumulation and batch sizes are the engine's of `Fit`: DeepSpeed's own accumulation is fixed at one.
+
+    Args:
+        config: the user's, as `read_config` returned it; left alone.
+        asked: the strategy's arguments.
+        run: what `Fit` is going to do.
+        precision: by its canonical name.
+        ranks: how many there are.
+
+    Raises:
+        ConfigurationError: the config contradicts `Fit` or an argument; names both.
+    """
+    resolved = copy.deepcopy(dict(config))
+    _compare_batches(resolved, run, ranks)
+    batch = run.batch_size or 1
+    resolved |= {
+        "train_micro_batch_size_per_gpu": batch,
+        "train_batch_size": batch * ranks,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": _clipping(resolved, run),
+    }
+    resolved.setdefault("steps_per_print", None)
+    # Which optimizers may pass is decided here, by name; torch's own may run beside offloaded state.
+    resolved["zero_allow_untested_optimizer"] = True
+    resolved.setdefault("zero_force_ds_cpu_optimizer", False)
+    _merge(resolved, asked.top, "")
+    zero = {key: value for key, value in resolved.get("zero_optimization", {}).items() if value != "auto"}
+    zero["stage"] = stage_of(config, asked)
+    _merge(zero, asked.zero, "zero_optimization.")
+    resolved["zero_optimization"] = zero
+    _set_precision(resolved, precision)
+    for path in _autos(resolved):
+        raise ConfigurationError(
+            f"config: {path} is 'auto'.",
+            "nothing in Fit says what it should be.",
+            "give a value, or take it out for DeepSpeed's default.",
+        )
+    return resolved
+
+
+def _compare_batches(config: dict[str, Any], run: RunSettings, ranks: int) -> None:
+    if run.stage != "fit":
+        return
+    window = run.accumulate_grad_batches
+    wanted: dict[str, tuple[int | None, str]] = {
+        "gradient_accumulation_steps": (window, f"Fit(accumulate_grad_batches={window})"),
+        "train_micro_batch_size_per_gpu": (run.batch_size, f"the loader's batch_size={run.batch_size}"),
+        "train_batch_size": (
+            None if run.batch_size is None else run.batch_size * window * ranks,
+            f"batch_size={run.batch_size} x accumulate_grad_batches={window} x {ranks} ranks",
+        ),
+    }
+    for key, (value, source) in wanted.items():
+        given = config.get(key, "auto")
+        if given not in ("auto", None) and value is not None and given != value:
+            raise _contradiction(key, given, source)
+
+
+def _clipping(config: Mapping[str, Any], run: RunSettings) -> float:
+    given, asked = config.get("gradient_clipping", "auto"), run.gradient_clip_val
+    if given not in ("auto", None) and asked is not None and float(given) != float(asked):
+        raise _contradiction("gradient_clipping", given, f"Fit(gradient_clip_val={asked})")
+    if asked is not None:
+        return float(asked)
+    # Written in any case: DeepSpeed's default is 1.0.
+    return 0.0 if given in ("auto", None) else float(given)
+
+
+def _merge(config: dict[str, Any], asked: Mapping[str, Any], prefix: str) -> None:
+    for key, value in asked.items():
+        given = config.get(key, "auto")
+        if given != "auto" and given != value:
+            if isinstance(given, dict) and isinstance(value, dict):
+                _merge(given, value, f"{prefix}{key}.")
+                continue
+            raise _contradiction(f"{prefix}{key}", given, f"DeepSpeedStrategy's {value!r}")
+        config[key] = copy.deepcopy(value)
+
+
+def _set_precision(config: dict[str, Any], precision: str) -> None:
+    if "bfloat16" in config:
+        config.setdefault("bf16", config.pop("bfloat16"))
+    if config.get("torch_autocast", {}).get("enabled"):
+        raise _contradiction(
+            "torch_autocast.enabled", True, f"Fit(precision={precision!r}), which runs autocast itself"
+        )
+    half = HALVES.get(precision)
+    for section in ("bf16", "fp16"):
+        given = config.get(section, {}).get("enabled", "auto")
+        if given != "auto" and bool(given) != (section == half):
+            raise _contradiction(f"{section}.enabled", given, f"Fit(precision={precision!r})")
+        if section == half:
+            defaults = LOSS_SCALE if section == "fp16" else {}
+            config[section] = {**defaults, **config.get(section, {}), "enabled": True}
+        elif section in config:
+            config[section] = {**config[section], "enabled": False}
+    if half is not None:
+        # Rounded once where a gradient arises, and never again: neither when it is added up nor on its way.
+        config["data_types"] = {"grad_accum_dtype": "fp32", **config.get("data_types", {})}
+        config.setdefault("communication_data_type", "fp32")
+
+
+def _autos(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, child in value.items():
+            yield from _autos(child, f"{path}.{key}" if path else str(key))
+    elif value == "auto":
+        yield path
+
+
+def _contradiction(key: str, given: Any, other: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"config: {key}={given!r} contradicts {other}.",
+        "only one of them can hold.",
+        "make them agree, or take the key out of the config: what is missing there comes from Fit.",
+    )
+
+
+def _no_section(key: str, value: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"config: {key}={value!r}.", "it is a section, with settings of its own.", "write it as a dict, {...}."
+    )

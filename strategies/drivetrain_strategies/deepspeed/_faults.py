@@ -1,0 +1,123 @@
+"""DeepSpeed's own errors, said so that one knows what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain_strategies.deepspeed._library import prints_hidden
+
+_COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT", "failed to build/load")
+
+_DIFFERENT = (
+    "ZeRO exchanges parameters and gradients in one order on all ranks, and these ranks used different parameters.",
+    "at stage 3 name the block around them, DeepSpeedStrategy(leaf_modules=[Experts]); at stage 2 set "
+    "find_unused_parameters=True; stage 1 and FSDP do not mind.",
+)
+
+
+@contextmanager
+def start_explained() -> Iterator[None]:
+    """Turn what fails within it into an error that names the cause.
+
+    Raises:
+        ConfigurationError: DeepSpeed could not start.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        _explain_compiling(error)
+        raise ConfigurationError(
+            f"DeepSpeed refused to start: {type(error).__name__}: {error}",
+            "every rank gave it the same configuration.",
+            "see strategy.resolved_config for what it got, and DeepSpeed's page of settings.",
+        ) from error
+
+
+@contextmanager
+def compiling_explained() -> Iterator[None]:
+    """Let an operation of DeepSpeed's that cannot be compiled say what it takes.
+
+    Raises:
+        ConfigurationError: says what to install.
+    """
+    try:
+        yield
+    except Exception as error:
+        _explain_compiling(error)
+        raise
+
+
+def _explain_compiling(error: Exception) -> None:
+    text = f"{type(error).__name__}: {error}"
+    if any(word in text for word in _COMPILING):
+        on_drive = "async_io" in text
+        raise ConfigurationError(
+            f"DeepSpeed could not build one of its operations. {text}",
+            "its own optimizers and its way to NVMe drives are compiled for the machine at their first use.",
+            "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to the 'cpu'."
+            if on_drive
+            else "install g++ and ninja, or take torch's optimizers; in a config by 'torch_adam': true among the "
+            "optimizer's params.",
+        ) from error
+
+
+def check_operations(config: dict[str, Any], trains: bool) -> None:
+    """Build, before anything is wrapped, what DeepSpeed would build in the midst of it.
+
+    Args:
+        config: what DeepSpeed gets.
+        trains: an optimizer is going to step.
+
+    Raises:
+        ConfigurationError: it cannot be built; says what to install.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    zero, optimizer = config["zero_optimization"], config.get("optimizer", {})
+    places = {key: (zero.get(key) or {}).get("device", "none") for key in ("offload_param", "offload_optimizer")}
+    wanted = []
+    if places["offload_param"] == "nvme" or (trains and places["offload_optimizer"] == "nvme"):
+        wanted.append("AsyncIOBuilder")
+    adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+    if trains and adam and not optimizer.get("params", {}).get("torch_adam"):
+        wanted.append("FusedAdamBuilder" if places["offload_optimizer"] == "none" else "CPUAdamBuilder")
+    with compiling_explained(), prints_hidden():
+        for name in wanted:
+            get_accelerator().create_op_builder(name).load(verbose=False)
+
+
+def check_by_deepspeed(config: dict[str, Any]) -> None:
+    """Let DeepSpeed read a configuration before anything is done with it.
+
+    Raises:
+        ConfigurationError: it would not take it.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    with start_explained():
+        DeepSpeedConfig(copy.deepcopy(config))
+
+
+@contextmanager
+def explained(run: Any) -> Iterator[None]:
+    """Turn the ways in which DeepSpeed says that ranks used different parameters into an error that says so.
+
+    Raises:
+        ConfigurationError: on the ranks that know of it.
+    """
+    try:
+        yield
+    except DistributedError as error:
+        if "the forward of" not in error.what:
+            raise
+        raise ConfigurationError(error.what, *_DIFFERENT) from error
+    except RuntimeError as error:
+        if "Detected a disagreement" in str(error) or run.missed_gradients:
+            raise ConfigurationError(f"DeepSpeed failed: {error}", *_DIFFERENT) from error
+        raise

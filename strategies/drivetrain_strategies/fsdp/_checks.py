@@ -1,0 +1,119 @@
+"""What FSDP refuses, before anything is sharded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain_strategies._module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
+
+SHARDINGS = ("full", "grad_op", "hybrid")
+
+_REFUSED = {
+    "SparseAdam": "sharded gradients are dense",
+}
+
+
+def check_torch() -> None:
+    """Refuse a torch that cannot exchange a gradient of zeros for a parameter that had none.
+
+    Raises:
+        ConfigurationError: names the version.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigurationError(
+            f"FSDPStrategy cannot run on torch {torch.__version__}.",
+            "its FSDPModule has no set_reduce_scatter_unused_params, which parameters without a gradient need.",
+            "install torch 2.13 or later, or use strategy='ddp' or 'deepspeed_stage_3'.",
+        )
+
+
+def check_arguments(
+    sharding: str,
+    reshard_after_forward: bool | int | None,
+    replicate_size: int | None,
+    shard_size: int | None,
+    tensor_parallel: int,
+) -> None:
+    """Refuse arguments that contradict each other.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    if sharding not in SHARDINGS:
+        raise ConfigurationError(
+            f"sharding={sharding!r}.{nearest(str(sharding), SHARDINGS)}",
+            "it says what is spread over the ranks.",
+            f"use one of {', '.join(SHARDINGS)}.",
+        )
+    if sharding == "grad_op" and reshard_after_forward not in (None, False):
+        raise ConfigurationError(
+            f"sharding='grad_op' together with reshard_after_forward={reshard_after_forward!r}.",
+            "that sharding keeps parameters gathered after forward.",
+            "use sharding='full', or leave reshard_after_forward out.",
+        )
+    if sharding != "hybrid" and replicate_size not in (None, 1):
+        raise ConfigurationError(
+            f"replicate_size={replicate_size} with sharding={sharding!r}.",
+            "that sharding has one copy of the parameters.",
+            "use sharding='hybrid'.",
+        )
+    for name, value in (
+        ("replicate_size", replicate_size),
+        ("shard_size", shard_size),
+        ("tensor_parallel", tensor_parallel),
+    ):
+        if value is not None and value < 1:
+            raise ConfigurationError(f"{name}={value!r}.", "it counts ranks.", "use an int of 1 or more.")
+
+
+def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> None:
+    """Refuse to keep parts of a size that the shards do not make up.
+
+    Raises:
+        ConfigurationError: names both sizes.
+    """
+    if not isinstance(reshard_after_forward, bool | None) and (
+        reshard_after_forward < 1 or shard % reshard_after_forward
+    ):
+        raise ConfigurationError(
+            f"reshard_after_forward={reshard_after_forward}, and a copy is spread over {shard} ranks.",
+            "as a number it says over how many ranks parameters stay spread between forward and backward.",
+            f"use a divisor of {shard}, or True or False.",
+        )
+
+
+def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> None:
+    """Refuse a module that cannot be sharded.
+
+    Raises:
+        ConfigurationError: names the submodule or the parameter.
+    """
+    refuse_device_map(module)
+    refuse_embedding_max_norm(module, world_size)
+    refuse_sparse_embeddings(module, "sharded gradients travel dense, all rows of a unit together.")
+    if tensor_parallel > 1 and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ConfigurationError(
+            f"tensor_parallel={tensor_parallel}, and no layer of {type(module).__name__} is split.",
+            f"{tensor_parallel} ranks would compute the same. After each run layers are whole again.",
+            "split them in configure_model, in every run: parallelize_module(layer, self.device_mesh['tensor'], ...).",
+        )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose update on shards is not the update of the whole.
+
+    Raises:
+        ConfigurationError: names it and the reason.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch."):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} under FSDP.",
+                f"{_REFUSED[kind.__name__]}.",
+                "use another optimizer, or strategy='ddp'.",
+            )

@@ -1,0 +1,56 @@
+"""LBFGS over sharded parameters: the one place that knows the private methods of `torch.optim.LBFGS`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+
+from drivetrain_strategies.fsdp._state import like
+
+
+class _WholeLBFGS(LBFGS):
+    """LBFGS that computes with whole gradients and directions, alike on every rank, and writes to its own shards.
+
+    Torch flattens parameters, which shards of uneven size cannot be. Its history is of whole vectors: their memory is
+    not divided by the ranks.
+    """
+
+    def _gather_flat_grad(self) -> torch.Tensor:
+        parts = []
+        for parameter in self._parameters_in_order():
+            gradient: Any = parameter.grad
+            if gradient is None:
+                parts.append(torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device))
+            else:
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                parts.append(whole.reshape(-1))
+        return torch.cat(parts)
+
+    def _add_grad(self, step_size: float, direction: torch.Tensor) -> None:
+        offset = 0
+        for parameter in self._parameters_in_order():
+            part = like(direction[offset : offset + parameter.numel()].view(parameter.shape), parameter)
+            offset += parameter.numel()
+            if isinstance(parameter, DTensor):
+                parameter.to_local().add_(cast(DTensor, part).to_local(), alpha=step_size)
+            else:
+                parameter.add_(part, alpha=step_size)
+
+    def _parameters_in_order(self) -> list[nn.Parameter]:
+        return cast(list[nn.Parameter], self.param_groups[0]["params"])
+
+
+def take(optimizer: Optimizer) -> None:
+    """Let an LBFGS work on shards, until `give_back`."""
+    if type(optimizer) is LBFGS:
+        optimizer.__class__ = _WholeLBFGS
+
+
+def give_back(optimizer: Optimizer) -> None:
+    """Make it torch's own again."""
+    if type(optimizer) is _WholeLBFGS:
+        optimizer.__class__ = LBFGS  # type: ignore[assignment]

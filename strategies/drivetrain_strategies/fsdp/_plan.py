@@ -1,0 +1,286 @@
+"""Which parts of a module are gathered, used and dropped together: the units of a sharded run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.strategies import size_in_words
+
+Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
+"""None looks for repeated blocks; classes; or ``wrap(name, module)``, true for a unit."""
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(slots=True)
+class Unit:
+    """A module that is sharded as a whole.
+
+    Attributes:
+        name: in the module; "" for the root, which holds what no other unit does.
+        module: itself.
+        parameters: those it owns, tied ones once; what inner units own is theirs.
+    """
+
+    name: str
+    module: nn.Module
+    parameters: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    def part(self, shards: int) -> int:
+        """Bytes on a rank; of a layer that tensor parallelism split there is a part to begin with."""
+        held = (one.to_local() if isinstance(one, DTensor) else one for one in self.parameters)
+        return -(-sum(one.numel() * one.element_size() for one in held) // shards)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What becomes of every parameter.
+
+    Attributes:
+        units: innermost first, the root last.
+        ties: parameters that stand in several units, and are the root's therefore.
+        whole: parameters that stay whole on every rank: ignored ones and single numbers, by name.
+        reason: how the units were chosen, for the table.
+    """
+
+    units: list[Unit]
+    ties: list[nn.Parameter]
+    whole: dict[str, nn.Parameter]
+    reason: str
+
+    @property
+    def root(self) -> Unit:
+        return self.units[-1]
+
+    def in_order(self) -> list[Unit]:
+        """All but the root, as they stand in the module."""
+        inner = {id(unit.module): unit for unit in self.units[:-1]}
+        return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
+
+    def table(self, shards: int) -> str:
+        """The plan as text, a line for each class of unit."""
+        lines = [
+            f"FSDP shards {_count(sum(unit.numel for unit in self.units))} parameters over {shards} ({self.reason})"
+        ]
+        rows = [("unit", "how many", "parameters each", "size each", "a rank's part")]
+        groups: dict[tuple[str, int, int, int], list[Unit]] = {}
+        for unit in self.units[:-1]:
+            key = type(unit.module).__name__, unit.numel, unit.nbytes, unit.part(shards)
+            groups.setdefault(key, []).append(unit)
+        for (kind, numel, nbytes, part), units in groups.items():
+            names = units[0].name if len(units) == 1 else f"{units[0].name} ... {units[-1].name}"
+            rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(part)))
+        root = self.root
+        rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.part(shards))))
+        if self.whole:
+            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.whole.values())
+            numel = sum(parameter.numel() for parameter in self.whole.values())
+            rows.append((f"whole: {_names(list(self.whole))}", "1", _count(numel), _size(nbytes), _size(nbytes)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for row in rows:
+            cells = [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+            lines.append("  " + "  ".join(cells))
+        return "\n".join(lines)
+
+
+def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Module]]) -> Plan:
+    """Choose the units of ``module`` and find out who owns each parameter.
+
+    Args:
+        module: the bare module.
+        wrap: how to choose; see `Wrap`.
+        ignored: names of parameters with ``*`` as a wildcard, and classes of modules, that stay whole on every rank.
+
+    Raises:
+        ConfigurationError: a class or name does not occur, or a unit cannot be one; named.
+    """
+    whole = _whole(module, ignored)
+    chosen, reason = _chosen(module, wrap)
+    apart = {id(parameter) for parameter in whole.values()}
+    owners: dict[int, set[str]] = {}
+    names: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, owner, parameter in _slots(module, chosen):
+        if id(parameter) not in apart:
+            owners.setdefault(id(parameter), set()).add(owner)
+            names.setdefault(id(parameter), (path, parameter))
+    units = {name: Unit(name, child) for name, child in chosen.items()}
+    root = Unit("", module)
+    ties = []
+    for key, homes in owners.items():
+        path, parameter = names[key]
+        if len(homes) > 1:
+            ties.append(parameter)
+            root.parameters.append(parameter)
+        else:
+            units.get(next(iter(homes)), root).parameters.append(parameter)
+    # A deeper unit comes before the one around it; one without parameters of its own has nothing to shard.
+    inner = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
+    for unit in (*inner, root):
+        _refuse_mixed_dtypes(unit, names)
+    return Plan([*inner, root], ties, whole, reason)
+
+
+# Choosing
+
+
+def _chosen(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], str]:
+    named = {name: child for name, child in module.named_modules() if name}
+    if wrap is None:
+        return _repeated_blocks(module)
+    if callable(wrap):
+        found = {name: child for name, child in named.items() if wrap(name, child)}
+        for name, child in found.items():
+            if isinstance(child, nn.ModuleList | nn.ModuleDict):
+                raise ConfigurationError(
+                    f"wrap chose {name!r}, a {type(child).__name__}.",
+                    "it has no forward of its own that could gather its parameters.",
+                    "choose the modules in it, or the one around it.",
+                )
+        return found, "chosen by the callable"
+    classes: tuple[type[nn.Module], ...] = tuple(wrap)
+    present = {type(child).__name__ for child in named.values()}
+    for one in classes:
+        if not issubclass(one, nn.Module):
+            raise ConfigurationError(
+                f"wrap={one!r}.", "it holds classes of modules.", "use wrap=[Block], a callable, or None."
+            )
+        if not any(isinstance(child, one) for child in named.values()):
+            raise ConfigurationError(
+                f"wrap: no module of class {one.__name__} is in {type(module).__name__}."
+                f"{nearest(one.__name__, present)}",
+                f"the classes in it are {', '.join(sorted(present))}.",
+                "name one of these, or leave wrap out to have the repeated blocks found.",
+            )
+    return {
+        name: child for name, child in named.items() if any(isinstance(child, one) for one in classes)
+    }, "classes as given"
+
+
+def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
+    """The outermost modules that have siblings of their class in one container: the layers of most networks.
+
+    A block has modules inside. Where no block repeats, single layers with a matrix do. What stands in a container
+    called ``experts`` is left to the block around it: not every rank may run each of them, and gathering is collective.
+    """
+    for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
+        found: dict[str, nn.Module] = {}
+        for name, container in module.named_modules():
+            if not isinstance(container, CONTAINERS) or any(_inside(name, unit) for unit in found):
+                continue
+            if "experts" in name.rpartition(".")[2]:
+                continue
+            children = {f"{name}.{key}" if name else key: child for key, child in container.named_children()}
+            kinds = Counter(type(child) for child in children.values() if is_block(child))
+            found |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
+        if found:
+            return found, reason
+    return {}, "no block repeats: gathered as one; choose units with wrap"
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_parts = next(module.children(), None) is not None
+    return has_parts and not isinstance(module, CONTAINERS) and next(module.parameters(), None) is not None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    parameters = list(module.parameters(recurse=False))
+    return next(module.children(), None) is None and any(parameter.dim() > 1 for parameter in parameters)
+
+
+def _inside(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(unit + ".")
+
+
+# Owners
+
+
+def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Every place where a parameter stands: its name, the innermost unit around it, and itself."""
+    by_id = {id(child): name for name, child in units.items()}
+
+    def walk(current: nn.Module, name: str, owner: str) -> Iterator[tuple[str, str, nn.Parameter]]:
+        owner = by_id.get(id(current), owner)
+        for key, parameter in current._parameters.items():
+            if parameter is not None:
+                yield f"{name}.{key}" if name else key, owner, parameter
+        for key, child in current._modules.items():
+            if child is not None:
+                yield from walk(child, f"{name}.{key}" if name else key, owner)
+
+    yield from walk(module, "", "")
+
+
+def _whole(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
+    """What stays whole: the ignored, and single numbers, which have no dimension to shard along."""
+    parameters = dict(module.named_parameters())
+    whole = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
+    for one in ignored:
+        if isinstance(one, str):
+            found = {name: value for name, value in parameters.items() if fnmatchcase(name, one)}
+        else:
+            inside = {
+                id(parameter)
+                for child in module.modules()
+                if isinstance(child, one)
+                for parameter in child.parameters()
+            }
+            found = {name: value for name, value in parameters.items() if id(value) in inside}
+        if not found:
+            label = one if isinstance(one, str) else one.__name__
+            known = parameters if isinstance(one, str) else {type(child).__name__ for child in module.modules()}
+            raise ConfigurationError(
+                f"ignored={label!r} matches no parameter of {type(module).__name__}.{nearest(label, known)}",
+                "it holds names of parameters, with '*' as a wildcard, and classes of modules.",
+                f"use one of {', '.join(list(known)[:10])}.",
+            )
+        whole |= found
+    return whole
+
+
+def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]]) -> None:
+    dtypes: dict[torch.dtype, str] = {}
+    for parameter in unit.parameters:
+        if parameter.requires_grad:
+            dtypes.setdefault(parameter.dtype, names[id(parameter)][0])
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
+        raise ConfigurationError(
+            f"The unit {unit.name or 'of the rest'!r} trains parameters of {len(dtypes)} dtypes: {found}.",
+            "the gradients of a unit travel together, in one dtype.",
+            "bring them to one dtype, freeze those that do not train, or choose units with wrap.",
+        )
+
+
+# Words
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _size(nbytes: int) -> str:
+    return size_in_words(nbytes, least="B")
+
+
+def _names(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:3]) + (f", ... ({len(listed)})" if len(listed) > 3 else "")

@@ -1,0 +1,309 @@
+"""Everything of `torch.distributed.fsdp.fully_shard` that torch keeps to itself, in one place.
+
+What is used of torch 2.13: the states and parameter groups behind an `FSDPModule`, so that parameters without a
+gradient are known, gradients can be silenced, a backward may run inside a forward, and all of it can be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from drivetrain.strategies import TRAINS
+
+
+class _WatchedParam(FSDPParam):
+    """Tells its watcher when torch asks it for zeros, having no gradient, and when its whole tensor is first made."""
+
+    watcher: Sharded
+
+    def init_unsharded_param(self) -> None:
+        fresh = not hasattr(self, "_unsharded_param")
+        super().init_unsharded_param()  # type: ignore[no-untyped-call]
+        if fresh:
+            self.watcher._made(self)
+
+    @property
+    def unsharded_zero_grad_data(self) -> torch.Tensor:
+        self.watcher._asked_for_zeros[id(self)] = self
+        return super().unsharded_zero_grad_data
+
+    # A module that runs twice in a forward is asked twice in a backward, and has its gradient the second time.
+
+    @property
+    def unsharded_grad_data(self) -> torch.Tensor:
+        self.watcher._gave_gradient.add(id(self))
+        return super().unsharded_grad_data
+
+    @property
+    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
+        self.watcher._gave_gradient.add(id(self))
+        return super().unsharded_accumulated_grad_data
+
+
+class Sharded:
+    """What `fully_shard` made of a module and the modules in it.
+
+    Args:
+        root: the module that was sharded last, around all others.
+    """
+
+    def __init__(self, root: FSDPModule) -> None:
+        self.root = root
+        self._module: nn.Module = root  # type: ignore[assignment]
+        self.modules: list[Any] = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
+        self._root_state: Any = root._get_fsdp_state()
+        self._groups: list[Any] = [
+            group for module in self.modules for group in module._get_fsdp_state()._fsdp_param_groups
+        ]
+        self.parameters: list[_WatchedParam] = []
+        """In an order that is the same on every rank."""
+        self._asked_for_zeros: dict[int, _WatchedParam] = {}
+        self._gave_gradient: set[int] = set()
+        self._silencers: list[Any] | None = None
+        self._shards: list[Any] = []
+        self._wholes: list[Any] = []
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.__class__ = _WatchedParam
+                parameter.watcher = self
+                self.parameters.append(parameter)
+
+    @torch.no_grad()
+    def give_storage(self, device: torch.device) -> None:
+        """Give shards that have no storage some, of zeros; they become other objects in all their places."""
+        for parameter in self.parameters:
+            shard: Any = parameter.sharded_param
+            if not shard.to_local().is_meta:
+                continue
+            local = torch.zeros_like(shard.to_local(), device="cpu" if parameter.offload_to_cpu else device)
+            real = DTensor.from_local(
+                local, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+            )
+            parameter._setattr_on_modules(nn.Parameter(real, requires_grad=shard.requires_grad))
+            parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
+
+    def meshes(self) -> list[Any]:
+        """Further meshes that torch made, for parameters kept in larger parts between forward and backward."""
+        found = {
+            id(info.mesh): info.mesh
+            for group in self._groups
+            if (info := group.post_forward_mesh_info) is not None and info is not group.mesh_info
+        }
+        return list(found.values())
+
+    # In a step
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the next backward exchanges gradients, or only adds them up."""
+        for group in self._groups:
+            group.reduce_grads = group.all_reduce_grads = enabled
+
+    def set_reshard_after_backward(self, enabled: bool) -> None:
+        """Whether the next backward drops the whole parameters when it is through with them."""
+        for group in self._groups:
+            group.reshard_after_backward = enabled
+
+    def reshard(self) -> None:
+        """Drop all whole parameters, so that the module holds its shards."""
+        for group in self._groups:
+            if not group.is_sharded:
+                group._to_sharded()
+
+    def reset(self) -> None:
+        """Forget a forward or backward that did not come to its end."""
+        if self._root_state._is_root:
+            self._root_state._reset_iter_state()
+
+    def begin_backward_within_forward(self, loss: torch.Tensor) -> None:
+        """Announce a backward that begins before the root's forward has ended, as manual optimization's do."""
+        self._root_state._register_pre_backward_hook(loss)
+
+    def gather_root(self) -> None:
+        """Have the root's own parameters whole, with their present values."""
+        self.root.reshard()
+        self.root.unshard()
+
+    # Gradients that are not there
+
+    def take_unused(self) -> list[_WatchedParam]:
+        """Those that had no gradient in the last backward that exchanged them; asked once."""
+        found = [one for key, one in self._asked_for_zeros.items() if key not in self._gave_gradient]
+        self._asked_for_zeros.clear()
+        self._gave_gradient.clear()
+        return found
+
+    @contextmanager
+    def without_gradient(self) -> Iterator[None]:
+        """Within it a backward adds exactly zero to the gradients of sharded parameters."""
+        self._silencers = []
+        for parameter in self.parameters:
+            if hasattr(parameter, "_unsharded_param"):
+                self._silence(parameter)
+        try:
+            yield
+        finally:
+            for handle in self._silencers:
+                handle.remove()
+            self._silencers = None
+
+    def _made(self, parameter: _WatchedParam) -> None:
+        self._list_made()
+        if self._silencers is not None:
+            self._silence(parameter)
+
+    def _silence(self, parameter: _WatchedParam) -> None:
+        whole = parameter._unsharded_param
+        if parameter.sharded_param.requires_grad:
+            whole.requires_grad_(True)  # torch brings it up to date only when it is gathered next
+            assert self._silencers is not None
+            self._silencers.append(whole.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+
+    def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
+        """Set it on the shard, and on the whole tensor, which may be the one in use."""
+        parameter.sharded_param.requires_grad_(requires_grad)
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.requires_grad_(requires_grad)
+
+    def trainable_changed(self) -> None:
+        """Bring up to date what torch derived from what trained before: the dtypes in which a group is reduced.
+
+        Raises:
+            AssertionError: torch's, where what trains in a group now is of several dtypes.
+        """
+        for group in self._groups:
+            if hasattr(group, "_reduce_dtype"):  # else it has not run yet, and will look for itself
+                group._init_mp_dtypes()
+        for parameter in self.parameters:
+            self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
+        self._list_made()
+
+    def changed_while_whole(self) -> list[_WatchedParam]:
+        """Those whose whole tensor was frozen or unfrozen, where the shard was not: torch would undo it unseen."""
+        if tuple(map(TRAINS, self._shards)) == tuple(map(TRAINS, self._wholes)):
+            return []
+        return [
+            one
+            for one in self.parameters
+            if hasattr(one, "_unsharded_param")
+            and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
+        ]
+
+    def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
+        """The plain names of parameters; `StepModule`, the root, holds the user's module as its own."""
+        names = {id(one): name for name, one in self._module.named_parameters()}
+        return [names[id(one.sharded_param)].removeprefix("module.") for one in parameters]
+
+    def shards_of_wholes(self) -> dict[int, nn.Parameter]:
+        """The shards, by the ids of the tensors that take their place while they are gathered."""
+        wholes = ("_unsharded_param", "_sharded_post_forward_param")
+        return {
+            id(whole): one.sharded_param
+            for one in self.parameters
+            for whole in map(one.__dict__.get, wholes)
+            if whole is not None
+        }
+
+    def _list_made(self) -> None:
+        made = [one for one in self.parameters if hasattr(one, "_unsharded_param")]
+        self._shards = [one.sharded_param for one in made]
+        self._wholes = [one._unsharded_param for one in made]
+
+    def forget_gradients(self) -> None:
+        """Drop what a window has added up and not exchanged."""
+        for parameter in self.parameters:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def undo_sharding(root: nn.Module) -> None:
+    """Make all modules what they were before `fully_shard`, save that they hold shards. Talks to nobody."""
+    for module in list(root.modules()):
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(name, None)
+        if not isinstance(module, FSDPModule):
+            continue
+        state: Any = module._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in state._fsdp_param_groups:
+            group._to_sharded()
+            for handles in (
+                group._module_to_pre_save_state_dict_hook_handle,
+                group._module_to_pre_load_state_dict_hook_handle,
+            ):
+                for handle in handles.values():
+                    handle.remove()
+            for parameter in group.fsdp_params:
+                parameter._post_load_hook_handle.remove()
+                parameter.__dict__.pop("watcher", None)
+                parameter.mesh_info = parameter.post_forward_mesh_info = None
+            # These hold the process group, and each other: peers blocked in it fall out only once it is let go.
+            group.fsdp_params = []
+            group.mesh_info = group.post_forward_mesh_info = None
+        state._fsdp_param_groups = []
+        state._comm_ctx.post_forward_order = []
+        state._comm_ctx.all_gather_state = None
+        state._comm_ctx.reduce_scatter_states = []
+        state._state_ctx.all_states = []
+        plain: Any = module
+        for key in (STATE_KEY, REGISTRY_KEY):
+            plain.__dict__.pop(key, None)
+        _module_state_mapping.pop(plain, None)
+        plain.__class__ = type(plain).__mro__[module._orig_cls_mro_index]
+
+
+def forget_original(parameter: nn.Parameter) -> None:
+    """Take off a parameter what `fully_shard` wrote on it."""
+    parameter.__dict__.pop("_fsdp_orig_uid", None)
+
+
+def remove_tensor_parallel_hooks(module: nn.Module) -> None:
+    """Take off what `parallelize_module` put on a module: hooks that need a mesh that is gone, and a ban on another."""
+    for child in module.modules():
+        child.__dict__.pop("_distribute_module_applied", None)
+        for hooks in (child._forward_pre_hooks, child._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "__module__", "").startswith("torch.distributed.tensor"):
+                    del hooks[key]
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches of how operations lay out their results.
+
+    Meshes are equal by their sizes and names: a result computed in a later run would be given the mesh of an earlier
+    one, whose process groups are gone ("Could not resolve the process group registered under the name ...").
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+
+
+def let_go(mesh: DeviceMesh) -> None:
+    """Drop the process groups that a mesh holds on to.
+
+    Tensors that are kept, be it in a traceback, keep their mesh; and as long as anybody keeps a group, peers that are
+    blocked in it wait for this rank.
+    """
+    for one in (mesh, mesh._get_root_mesh()):
+        one._pg_registry.clear()
+
+
+def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where this rank's part of ``tensor`` begins in the whole, and its sizes; split twice along one dimension too."""
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offsets), tuple(sizes)

@@ -1,0 +1,120 @@
+"""State of a sharded module by plain names: given as shards, taken from whole tensors or shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from drivetrain.strategies import Box, Misfit, Region, Shard
+from drivetrain_strategies.fsdp._private import local_region
+
+
+def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, tied names giving one object; sharded ones as DTensors."""
+    detached: dict[int, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):  # an _extra_state
+            state[name] = value
+            continue
+        if id(value) not in detached:
+            detached[id(value)] = value.detach()
+        state[name] = detached[id(value)]
+    return state
+
+
+def region_of(place: DTensor) -> Box:
+    """Return which part of the whole this rank holds of ``place``."""
+    return Box(*local_region(place))
+
+
+def shard_of(value: Any) -> Any:
+    """Return a DTensor as what this rank holds of it; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    mesh = value.device_mesh
+    # What tensor parallelism left whole is spread over several meshes alike: the one with rank 0 in it speaks.
+    speaks = 0 in mesh.mesh and all(
+        mesh.get_local_rank(dimension) == 0
+        for dimension, placement in enumerate(value.placements)
+        if placement.is_replicate()
+    )
+    return Shard(value.to_local(), tuple(value.shape), region_of(value), speaks, value.full_tensor)
+
+
+def regions_of(module: nn.Module) -> dict[str, Region]:
+    """Return, by name, the regions of what is sharded in ``module``'s state."""
+    state = module.state_dict(keep_vars=True)
+    return {name: region_of(place) for name, place in state.items() if isinstance(place, DTensor)}
+
+
+def like(value: torch.Tensor | Shard, place: torch.Tensor) -> torch.Tensor:
+    """Return ``value``, whole or sharded in any way, laid out as ``place`` is.
+
+    A whole one is cut without talking, and so is a `Shard` of this rank's own region. A sharded one of another layout
+    is gathered first, which all ranks must do.
+    """
+    if isinstance(value, Shard):
+        if isinstance(place, DTensor) and value.region == region_of(place):
+            mesh, placements = place.device_mesh, place.placements
+            local = value.local.to(place.to_local().device)
+            shape, stride = place.size(), place.stride()
+            return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        value = value.full_tensor()
+    if not isinstance(place, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        if value.device_mesh == place.device_mesh and value.placements == place.placements:
+            return value
+        value = value.full_tensor()
+    # Cut where it lies: only this rank's part travels to the device.
+    mesh = place.device_mesh
+    if mesh.device_type != value.device.type:
+        value = value.to(mesh.device_type)
+    return distribute_tensor(value, mesh, place.placements, src_data_rank=None)
+
+
+@torch.no_grad()
+def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load parameters and buffers by name into a sharded module.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
+    """
+    own = module.state_dict(keep_vars=True)
+    Misfit.between(own, state).settle("The weights", type(module).__name__, strict)
+    extra = {}
+    for name, place in own.items():
+        if name not in state:
+            continue
+        if not isinstance(place, torch.Tensor):
+            extra[name] = state[name]
+            continue
+        value = like(state[name], place)
+        if isinstance(place, DTensor):
+            assert isinstance(value, DTensor)
+            place.to_local().copy_(value.to_local())
+        else:
+            place.copy_(value.detach())
+    if extra:
+        module.load_state_dict(extra, strict=False)
+
+
+def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return named optimizer state with every tensor shaped like its parameter laid out as the parameter is."""
+    state: dict[str, Any] = {}
+    for name, values in saved["state"].items():
+        place = parameters.get(name)
+        state[name] = {
+            key: like(value, place) if place is not None and _is_shaped_like(value, place) else value
+            for key, value in values.items()
+        }
+    return {"state": state, "param_groups": saved["param_groups"]}
+
+
+def _is_shaped_like(value: Any, place: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor | Shard) and len(value.shape) > 0 and tuple(value.shape) == tuple(place.shape)
