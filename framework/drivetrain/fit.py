@@ -31,7 +31,8 @@ from drivetrain.module._run_handle import is_attached
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
-from drivetrain.strategies.strategy import Strategy, StrategyName, strategy_by_name
+from drivetrain.strategies.registry import StrategyName, strategy_by_name
+from drivetrain.strategies.strategy import Strategy
 
 Limit = int | float | None
 

@@ -1,10 +1,9 @@
-"""The strategies that come with drivetrain: where a run computes."""
+"""The strategies that come with drivetrain: where a run computes. Every name is imported on first use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from drivetrain.strategies import lazy_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from drivetrain_strategies.ddp import DDPStrategy
@@ -21,4 +20,13 @@ _HOMES = {
     "SingleDeviceStrategy": ".single_device",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

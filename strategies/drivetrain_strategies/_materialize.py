@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies import DefaultDtype
+from drivetrain.precision import DefaultDtype
 
 _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"}
 """In-place operations that do not look at what was there before."""

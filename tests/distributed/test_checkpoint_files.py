@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control_group import GroupControl
-from drivetrain._distributed.shards import Box, Region, Shard, Span, cut
+from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, Facts, Sizes, agreed, commit, save, stage
 from drivetrain.testing import requires_linux
@@ -83,11 +83,11 @@ def held(name: str, whole: torch.Tensor, layout: str, rank: int, world_size: int
         layout = {"cube": "columns", "matrix": "columns", "half": "flat", "bytes": "flat"}.get(name, "rows")
     if layout == "replicated twice":
         region = rows(whole.shape, rank % (world_size // 2), world_size // 2)
-        return Shard(cut(whole, region), tuple(whole.shape), region, speaks=rank < world_size // 2)
+        return ParameterShard(cut(whole, region), tuple(whole.shape), region, speaks=rank < world_size // 2)
     if layout == "columns" and whole.dim() < 2:
         layout = "rows"
     region = {"rows": rows, "columns": columns, "flat": flat}[layout](whole.shape, rank, world_size)
-    return Shard(cut(whole, region), tuple(whole.shape), region)
+    return ParameterShard(cut(whole, region), tuple(whole.shape), region)
 
 
 def sharded(layout: str, rank: int, world_size: int) -> Contents:
@@ -146,12 +146,12 @@ def _read(path: str, layout: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     checkpoint = load(path)
     wanted = {name: held(name, value, layout, rank, world_size) for name, value in truth().items()}
-    regions = {name: one.region for name, one in wanted.items() if isinstance(one, Shard)}
+    regions = {name: one.region for name, one in wanted.items() if isinstance(one, ParameterShard)}
     weights = agreed(control(), "loading", lambda: checkpoint.weights().staged(regions))
     state = checkpoint.optimizer_state(0, regions)["state"]
     for name, expected in wanted.items():
         for found in (weights[name], state[name]["exp_avg"] if name in state else weights[name]):
-            if isinstance(expected, Shard):
+            if isinstance(expected, ParameterShard):
                 assert found.region == expected.region
                 assert found.shape == expected.shape
                 assert torch.equal(found.local, expected.local), name
@@ -290,7 +290,7 @@ def _in_the_background(folder: str) -> None:
     contents = sharded("mixed", rank, world_size)
     staged = stage(contents, rank, world_size, snapshot=True, sizes=SMALL)
     for value in contents.weights.values():
-        (value.local if isinstance(value, Shard) else value).zero_()
+        (value.local if isinstance(value, ParameterShard) else value).zero_()
     thread = threading.Thread(target=commit, args=(f"{folder}/c", staged, beside))
     thread.start()
     for number in range(200):  # meanwhile the ranks talk on, and in another order than the thread's
@@ -315,7 +315,7 @@ def _peak(path: str) -> int:
     rank = dist.get_rank()
     talk = control()
     half = torch.full((24, 2**20), float(rank))
-    contents = Contents({"w": Shard(half, (48, 2**20), Box((24 * rank, 0), (24, 2**20)))})
+    contents = Contents({"w": ParameterShard(half, (48, 2**20), Box((24 * rank, 0), (24, 2**20)))})
     status = Path("/proc/self/status")
 
     def field(name: str) -> int:

@@ -12,6 +12,7 @@ from safetensors.torch import load_model
 from small_runs import TIGHT, Regression, global_batches, loader, quiet, seeded, weights
 from torch import nn
 
+from averaging import Averaging
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.checkpoint import load, verify
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -22,6 +23,7 @@ SAMPLES, GLOBAL, STOP = 52, 8, 4  # seven steps, the last one short; in the midd
 STRATEGIES: dict[str, tuple[int, Any]] = {
     "single": (1, SingleDeviceStrategy),
     "ddp 2": (2, lambda: DDPStrategy(find_unused_parameters=True)),
+    "averaging 2": (2, Averaging),  # K-01: a third party's
     "fsdp 2": (2, FSDPStrategy),
     "fsdp 4": (4, lambda: FSDPStrategy(wrap=[])),
     "hsdp 2x2": (4, lambda: FSDPStrategy(sharding="hybrid", replicate_size=2, wrap=[])),

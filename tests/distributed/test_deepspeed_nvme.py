@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.cpp_extension import _get_build_directory
 
 from drivetrain import Callback
-from drivetrain._distributed.shards import Shard
+from drivetrain._distributed.shards import ParameterShard
 from drivetrain.checkpoint import load
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import DeepSpeedStrategy
@@ -88,7 +88,7 @@ class Look(Callback):
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Shard) else value
+    return value.full_tensor() if isinstance(value, ParameterShard) else value
 
 
 def _run(name: str, folder: str, precision: str, ckpt_path: str | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fsdp_nets import DeepRegression, Tied
 from small_runs import TIGHT, Saver, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 
 from drivetrain import Callback, Strategy
-from drivetrain._distributed.shards import Shard, Span, cut
+from drivetrain._distributed.shards import ParameterShard, Span, cut
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.errors import CheckpointError
 from drivetrain.testing import assert_close_states
@@ -83,15 +83,15 @@ def _shapes(stage: int) -> Any:
             state, optimizer = strategy.model_state(), strategy.optimizer_state()
             assert state["net.blocks.0.up.weight"] is state["net.blocks.2.up.weight"]
             regions, moments = strategy.model_regions(), strategy.optimizer_regions()
-            assert set(regions) == {name for name, value in state.items() if isinstance(value, Shard)}
+            assert set(regions) == {name for name, value in state.items() if isinstance(value, ParameterShard)}
             # A single number's are wanted whole: it has the shape of what counts steps.
             assert set(moments) == set(optimizer["state"]) - {"net.temperature"}
             for name, value in state.items():
-                if isinstance(value, Shard):
+                if isinstance(value, ParameterShard):
                     assert value.region == regions[name]
                     assert isinstance(value.region, Span)
                     assert torch.equal(cut(value.full_tensor(), value.region), value.local)
-            report["held"] = sum(value.local.numel() for value in state.values() if isinstance(value, Shard))
+            report["held"] = sum(value.local.numel() for value in state.values() if isinstance(value, ParameterShard))
             report["moments"] = sum(values["exp_avg"].local.numel() for values in optimizer["state"].values())
             report["after"] = {name: _whole(value) for name, value in state.items()}
             report["state"] = {
@@ -117,7 +117,7 @@ def _shapes(stage: int) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Shard) else value
+    return value.full_tensor() if isinstance(value, ParameterShard) else value
 
 
 def test_state_by_plain_names() -> None:

@@ -10,7 +10,7 @@ from fsdp_nets import Deep
 from small_runs import Regression, loader, quiet, weights
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from drivetrain._distributed.shards import Shard, cut, paste
+from drivetrain._distributed.shards import ParameterShard, cut, paste
 from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
@@ -39,7 +39,7 @@ def _parts(strategy: Any, state: Any) -> dict[str, Any]:
     parts = {}
     for name, value in state.items():
         shard = strategy.shard_of(value)
-        if isinstance(shard, Shard):
+        if isinstance(shard, ParameterShard):
             parts[name] = shard.local.clone(), shard.shape, shard.region, shard.speaks, shard.full_tensor().clone()
     return parts
 
@@ -58,7 +58,11 @@ def _run(options: dict[str, Any]) -> Any:
         doubled = {}
         for name, value in strategy.model_state().items():
             shard = strategy.shard_of(value)
-            doubled[name] = Shard(2 * shard.local, shard.shape, wanted[name]) if isinstance(shard, Shard) else 2 * shard
+            doubled[name] = (
+                ParameterShard(2 * shard.local, shard.shape, wanted[name])
+                if isinstance(shard, ParameterShard)
+                else 2 * shard
+            )
         strategy.load_model_state(doubled)
 
     module = Split()

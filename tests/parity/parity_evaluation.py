@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Callback, Fit, TrainModule
 from drivetrain.callbacks import LambdaCallback
-from drivetrain.strategies.strategy import strategy_by_name
+from drivetrain.strategies import DistributedStrategy, strategy_by_name
+from drivetrain_strategies import DDPStrategy
 
 SIZES = ((102, 8), (97, 8), (65, 8), (35, 8), (3, 8), (5, 1))
 """Samples and batch size of a rank: dividing by nothing, tails shorter than the ranks, fewer samples than ranks."""
@@ -146,12 +147,16 @@ def look(candidate: Candidate, ranks: int, rank: int) -> Findings:
         Fit(**common, max_epochs=2, callbacks=accuracy, seed=SEED).fit(scored(splits), loader)
         findings.train_accuracy = accuracy.values
         _draw(findings, common, rank, splits)
+        strategy = candidate.strategy()
+        strategy = strategy_by_name(strategy) if isinstance(strategy, str) else strategy
         if candidate.zero:
             _count_exchanges(findings, common)
-        elif candidate.tensor > 1 or strategy_by_name(candidate.name).shards_parameters:
+        elif strategy.shards_parameters:
             _count_reduce_scatters(findings, common, candidate)
-        elif hasattr(strategy_by_name(candidate.name), "comm_hook"):
+        elif isinstance(strategy, DDPStrategy):
             _count_reductions(findings, common)
+        elif isinstance(strategy, DistributedStrategy):
+            _count_own_exchanges(findings, common, strategy)
     except Exception:
         findings.error = traceback.format_exc()
     return findings
@@ -189,6 +194,26 @@ def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:
         accumulate_grad_batches=4,
         callbacks=LambdaCallback(on_train_batch_end=note),
     ).fit(scored(), loader)
+
+
+def _count_own_exchanges(findings: Findings, common: dict[str, Any], strategy: DistributedStrategy) -> None:
+    """After each micro-batch, how often the strategy exchanged gradients so far."""
+    count = [0]
+    exchange = strategy.exchange_gradients
+
+    def counted() -> None:
+        count[0] += 1
+        exchange()
+
+    def note(*_: Any) -> None:
+        findings.reductions.append(count[0])
+
+    strategy.exchange_gradients = counted  # type: ignore[method-assign]
+    loader = DataLoader(TensorDataset(*classes(80)), batch_size=8 // common["devices"])
+    watch = LambdaCallback(on_train_batch_end=note)
+    Fit(**{**common, "strategy": strategy}, max_epochs=1, accumulate_grad_batches=4, callbacks=watch).fit(
+        scored(), loader
+    )
 
 
 def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate: Candidate) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from averaging import Averaging, AveragingInContext
 from cpu_kernels import FP16
 from drivetrain import Strategy
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -101,6 +102,14 @@ STRATEGIES = [
         ranks=2,
         also_on=(4,),
         refuses={"GAN": "static_graph=True together with manual optimization"},
+    ),
+    # K-01: with public names alone, as somebody else's would be.
+    Candidate("averaging", ranks=2, make=Averaging),
+    Candidate(
+        "averaging_in_context",
+        ranks=2,
+        only=("plain", "accumulated", "uneven data, joiners", "several optimizers", "LBFGS", "GAN"),
+        make=AveragingInContext,
     ),
     # Its difference from "ddp" is in which parameters it waits for.
     Candidate(

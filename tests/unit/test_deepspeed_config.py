@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from drivetrain.errors import ConfigurationError
+from drivetrain.strategies.registry import known_strategies, strategy_by_name
 from drivetrain.strategies.run_settings import RunSettings
-from drivetrain.strategies.strategy import known_strategies, strategy_by_name
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, Asked, read_config, resolve
 from drivetrain_strategies.deepspeed._library import import_library

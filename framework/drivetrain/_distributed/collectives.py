@@ -55,6 +55,27 @@ def broadcast_together(tensors: Sequence[torch.Tensor], group: Any = None) -> No
                 tensor.copy_(part.view_as(tensor))
 
 
+def average_together(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite tensors, alike in shape and dtype on every rank, with their means over all ranks.
+
+    Those of one dtype travel packed. They are divided before they are added up, so that a sum does not overflow where
+    the mean would not.
+    """
+    world_size = dist.get_world_size()
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_sparse:
+            tensor.div_(world_size)
+            dist.all_reduce(tensor)
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_dtype.values():
+        packed = torch.cat([tensor.reshape(-1) for tensor in alike]).div_(world_size)
+        dist.all_reduce(packed)
+        parts = torch.split(packed, [tensor.numel() for tensor in alike])
+        torch._foreach_copy_(alike, [part.view_as(tensor) for part, tensor in zip(parts, alike, strict=True)])
+
+
 class _Gather(torch.autograd.Function):
     """All-gather whose backward gives each rank the sum, over the ranks, of the gradients of its own part."""
 

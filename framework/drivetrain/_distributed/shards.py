@@ -39,7 +39,7 @@ Region = Box | Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shard:
+class ParameterShard:
     """One rank's part of a tensor.
 
     Attributes:

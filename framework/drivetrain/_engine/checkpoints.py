@@ -14,8 +14,7 @@ from drivetrain._engine.defaults import is_ours
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
-from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.strategies._trainable import listed
+from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
 if TYPE_CHECKING:

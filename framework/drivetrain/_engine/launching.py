@@ -28,7 +28,8 @@ from drivetrain.launchers import (
 )
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
-from drivetrain.strategies.strategy import Strategy, strategy_by_name
+from drivetrain.strategies.registry import strategy_by_name
+from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.outcome import Outcome

@@ -18,8 +18,8 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
 from drivetrain.checkpoint._ties import tied_names
+from drivetrain.errors import listed
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
-from drivetrain.strategies._trainable import listed
 
 if TYPE_CHECKING:
     from drivetrain._engine.session import Session

@@ -35,7 +35,7 @@ from drivetrain._engine.signals import Signals, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
-from drivetrain._engine.topology import Place
+from drivetrain._engine.topology import Place, check_control_plane
 from drivetrain._engine.training import build_training, estimated_steps, under_context
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
@@ -179,6 +179,7 @@ class Session:
         if trainer.seed is not None:
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
+        check_control_plane(strategy, self.place.placement)
         if self.place.world is not None and strategy.world_size > 1:
             strategy.control.hearsay = self.place.world.failures
         self.draws.device = strategy.device

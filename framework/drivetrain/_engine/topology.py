@@ -14,6 +14,7 @@ from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import World, current_world
+from drivetrain.strategies.strategy import Strategy
 
 _CONNECT = timedelta(minutes=5)
 
@@ -167,3 +168,33 @@ def _store_of(environment: Environment, placement: Placement) -> Store:
 def _connect(address: str, port: int, world_size: int, hosts: bool) -> TCPStore:
     # Kept for the life of the process: rank 0 cannot host a second store on the port.
     return TCPStore(address, port, world_size, is_master=hosts, timeout=_CONNECT, wait_for_workers=False)
+
+
+def check_control_plane(strategy: Strategy, placement: Placement) -> None:
+    """Refuse a strategy whose ranks do not talk to each other: each would train by itself, on its part of the data.
+
+    Args:
+        strategy: after its `setup_environment`.
+        placement: this process among all of the run.
+
+    Raises:
+        ConfigurationError: its control plane is not that of the run's processes.
+    """
+    control, own = strategy.control, f"{type(strategy).__name__}.control"
+    expected = (placement.rank, placement.world_size)
+    if (strategy.rank, strategy.world_size) != expected:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} says that it is rank {strategy.rank} of {strategy.world_size}, in a process "
+            f"that is rank {placement.rank} of {placement.world_size}.",
+            "the ranks would take other parts of the data than their gradients are averaged over.",
+            "leave Strategy.rank and world_size as `bind` sets them; shares of the data are data_rank and "
+            "data_world_size.",
+        )
+    if (control.rank, control.world_size) != expected:
+        raise ConfigurationError(
+            f"{own} is a {type(control).__name__} of rank {control.rank} of {control.world_size}, in a process that is "
+            f"rank {placement.rank} of {placement.world_size}.",
+            "the ranks would not hear of each other: each would train by itself on its part of the data.",
+            "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment joins the ranks (call it "
+            "where you override it); a strategy for one process says single_process = True.",
+        )

@@ -13,6 +13,7 @@ from drivetrain._loops.configured_optimizers import evaluates_once, explain_miss
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.joining import leaving_no_trace
 from drivetrain._loops.progress import Progress
+from drivetrain._loops.step import enters_sync
 from drivetrain._loops.trainables import Trainables
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
@@ -204,6 +205,7 @@ class ManualStep:
         self._after_backward = hooks.on_after_backward
         self._weights_changed = changed_weights_of(strategy) or _nothing
         self._contexts = contexts_of(strategy)
+        self._enters_sync = enters_sync(strategy)
         self._scales_loss = strategy.precision.scales_loss
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
@@ -261,10 +263,10 @@ class ManualStep:
         if watch.open and (watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags):
             watch.refuse_within(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
-        if self._contexts is None:
+        if self._contexts is None and not self._enters_sync:
             self._strategy.backward(loss)
         else:
-            with self._contexts.outside():
+            with (self._contexts or _NO_CONTEXTS).outside(), self._strategy.gradient_sync(True):
                 self._strategy.backward(loss)
         # What changes the weights from here on need not be a step of ours.
         self._weights_changed()

@@ -104,6 +104,7 @@ class AutomaticStep:
         self._unscales = unscales
         self._backward = backward_of(strategy)
         self._defers_sync = is_overridden("gradient_sync", strategy, Strategy)
+        self._enters_sync = enters_sync(strategy)
         self._step_optimizer = step_of(strategy)
         self._none_allowed = strategy.world_size == 1 and strategy.accepts_none_loss
         self._skipped = 0.0
@@ -132,9 +133,9 @@ class AutomaticStep:
                 watch.open = True
         if micro.weight == 0:
             return self._weightless(micro, batch_idx)
-        if micro.closes or not self._defers_sync:
+        if not self._defers_sync or (micro.closes and not self._enters_sync):
             return self.forward_backward(micro, batch_idx)
-        with self.strategy.gradient_sync(False):
+        with self.strategy.gradient_sync(micro.closes):
             return self.forward_backward(micro, batch_idx)
 
     def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
@@ -211,7 +212,7 @@ class AutomaticStep:
 
     def _weightless(self, micro: MicroBatch, batch_idx: int) -> Any:
         """Run a micro-batch that weighs nothing: a rank without data, or a batch without items."""
-        sync = nullcontext() if micro.closes else self.strategy.gradient_sync(False)
+        sync = self.strategy.gradient_sync(micro.closes)
         trace = leaving_no_trace(self.module, self._metrics) if micro.joins else nullcontext()
         with sync, trace, self.strategy.without_gradient():
             return self.forward_backward(replace(micro, scale=1.0), batch_idx)
@@ -274,6 +275,11 @@ def called_by(
     """What ``runner(step, ...)`` comes to for a batch and its index: the step itself, where a runner only calls it."""
     call = step if runner is operator.call else partial(runner, step)
     return call if arguments is None else arguments.given_to(call)
+
+
+def enters_sync(strategy: Strategy) -> bool:
+    """Whether gradients are exchanged by a context of the strategy's, rather than by its backward or a wrapper."""
+    return not isinstance(strategy.gradient_sync(True), nullcontext)
 
 
 def backward_of(strategy: Strategy) -> Callable[[Tensor], object] | None:

@@ -17,9 +17,9 @@ from torch.optim.swa_utils import SWALR
 
 from drivetrain._loops.configured_optimizers import SchedulerConfig, check_group
 from drivetrain._loops.hooks import is_overridden
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies._trainable import Change, Groups, changed_within_window, created_within_window, listed
+from drivetrain.strategies._trainable import Change, Groups, changed_within_window, created_within_window
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")

@@ -362,3 +362,14 @@ def hold(module: TrainModule) -> None:
 def release(module: TrainModule) -> None:
     """Let the module be moved again."""
     module.__dict__.pop("_held", None)
+
+
+@contextmanager
+def may_move(module: torch.nn.Module) -> Iterator[None]:
+    """Within it the strategy may move or re-cast a module that the run holds."""
+    held = module.__dict__.pop("_held", False)
+    try:
+        yield
+    finally:
+        if held:
+            module.__dict__["_held"] = True

@@ -1,5 +1,7 @@
 """How exact: the dtypes of a run, autocast, loss scaling and gradient clipping, one file a plugin."""
 
+from drivetrain.precision._default_dtype import DefaultDtype
+from drivetrain.precision._loss_scaler import LOSS_SCALE_FLOOR
 from drivetrain.precision.double import DoublePrecision
 from drivetrain.precision.full import FullPrecision
 from drivetrain.precision.half import HalfPrecision
@@ -8,6 +10,8 @@ from drivetrain.precision.precision import Precision
 from drivetrain.precision.resolve import resolve_precision
 
 __all__ = [
+    "LOSS_SCALE_FLOOR",
+    "DefaultDtype",
     "DoublePrecision",
     "FullPrecision",
     "HalfPrecision",

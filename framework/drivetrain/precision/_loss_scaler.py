@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from drivetrain.precision._clipping import clip_gradients
 from drivetrain.precision._gradient_meshes import by_mesh, multiply
 
-FLOOR = 2.0**-24
+LOSS_SCALE_FLOOR = 2.0**-24
 """The smallest loss scale, as it is the smallest number in fp16: under a smaller one a loss has no gradient left there.
 `GradScaler` goes on halving to 0, of which nothing comes back."""
 
@@ -146,7 +146,7 @@ class LossScaler:
         ``training_step``, stays unscaled, and what was found in its gradients decides when it does.
 
         Args:
-            at_floor: told the scale where an overflow has brought it to `FLOOR`.
+            at_floor: told the scale where an overflow has brought it to `LOSS_SCALE_FLOOR`.
         """
         states = self.scaler._per_optimizer_states
         states.clear()
@@ -165,10 +165,10 @@ class LossScaler:
             self._undecided.clear()
         skipped, self._skipped = self._skipped, False
         # Looked at after an overflow alone: it waits for the device.
-        if skipped and self.scaler.get_scale() <= FLOOR:
-            self.scaler.update(FLOOR)
+        if skipped and self.scaler.get_scale() <= LOSS_SCALE_FLOOR:
+            self.scaler.update(LOSS_SCALE_FLOOR)
             if at_floor is not None:
-                at_floor(FLOOR)
+                at_floor(LOSS_SCALE_FLOOR)
         if before is not None and scale is not None:
             multiply(waiting, scale / before)  # by a power of two, unless the user says else
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 from torch import nn
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, listed
 
 TRAINS = attrgetter("requires_grad")
 """``tuple(map(TRAINS, parameters))`` is what trains, read without a Python call."""
 
 Groups = tuple[tuple[tuple[str, ...], ...], ...]
 """For each optimizer, for each of its groups, the names of the parameters."""
-
-_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +77,6 @@ class Change:
     def digest(self) -> str:
         """Tells two changes apart that read alike, since not every name is shown."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in quotes, the first of them where there are many."""
-    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def created_within_window(names: Iterable[str], strategy: str) -> ConfigurationError:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 
 from drivetrain._distributed.buffers import take_forms_of_rank_0
-from drivetrain._distributed.collectives import all_gather, broadcast, broadcast_together, reduce
+from drivetrain._distributed.collectives import all_gather, average_together, broadcast, broadcast_together, reduce
 from drivetrain._distributed.control import LocalControl
 from drivetrain.environments import Placement
 from drivetrain.precision import Precision
@@ -21,7 +25,11 @@ DEFAULT_STEP_TIMEOUT = timedelta(minutes=10)
 
 
 class DistributedStrategy(Strategy):
-    """Joins the process group, takes the device, and runs collectives over all ranks.
+    """A strategy of several ranks: `setup_module` is all that must be written.
+
+    Done here: processes, process group and control plane, collectives, failures, and data-parallel training. Every rank
+    starts from rank 0's weights, and `exchange_gradients` averages the gradients over the ranks after each window's
+    last backward. A strategy whose wrapper does that overrides `broadcast_module` and `exchange_gradients`.
 
     Args:
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
@@ -38,6 +46,7 @@ class DistributedStrategy(Strategy):
         super().__init__()
         self._group = ProcessGroup(process_group_backend, timeout, step_timeout)
         self._store: Store | None = None
+        self._accumulates = False
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -49,6 +58,61 @@ class DistributedStrategy(Strategy):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.control = self._group.open(self.placement, self.device, self._store)
+
+    # Training
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        if self.module is not None and self.world_size > 1:
+            self.broadcast_module(self.module)
+        return super().setup_optimizers(optimizers)
+
+    def broadcast_module(self, module: nn.Module) -> None:
+        """Give every rank rank 0's parameters and buffers. Collective; called once the optimizers are there."""
+        tensors = [*module.parameters(), *module.buffers()]
+        if tensors:
+            broadcast_together(tensors)
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if enabled else self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        if self.world_size > 1 and not self._accumulates:
+            self.exchange_gradients()
+
+    def exchange_gradients(self) -> None:
+        """Average over the ranks the gradients that a window has added up. Collective.
+
+        A parameter without a gradient on some ranks counts as zero there; without one on any, it is left alone.
+        """
+        trained = [one for one in self.named_parameters().values() if one.requires_grad]
+        present = torch.tensor([one.grad is not None for one in trained], dtype=torch.int64)
+        anywhere = self.control.all_reduce_async(present).wait().tolist()  # on the host: no device is waited for
+        used = [parameter for parameter, ranks in zip(trained, anywhere, strict=True) if ranks]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        average_together([parameter.grad for parameter in used if parameter.grad is not None])
+
+    def trainable_changed(self, module: nn.Module) -> None:
+        if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
+            super().trainable_changed(module)  # whoever exchanges them otherwise knows whether that adapts
+        elif self.world_size > 1:
+            self.broadcast_module(module)  # layers may be new
+
+    def restore_module(self) -> None:
+        if self.module is not None and self.world_size > 1:
+            self.sync_buffers(self.module)
+
+    # Collectives
 
     def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
         return reduce(tensor, op)
@@ -69,7 +133,6 @@ class DistributedStrategy(Strategy):
             broadcast_together(buffers)
 
     def teardown(self) -> None:
-        self.module = None
-        self.optimizers = []
+        super().teardown()
         self._group.close()
         self.control = LocalControl()

@@ -1,52 +1,27 @@
-"""Strategy: the interface of what decides *where* a run computes, and the registry that finds one by name."""
+"""Strategy: the interface of what decides *where* a run computes."""
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control import ControlPlane, LocalControl
-from drivetrain._distributed.shards import Region, Shard
+from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain._runtime.transfer import move_to
 from drivetrain.environments import Placement
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies._optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.strategies.run_settings import RunSettings
 
 StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` the way the strategy needs it called (through DDP's forward, say)."""
-
-ENTRY_POINT_GROUP = "drivetrain.strategies"
-
-StrategyName = Literal[
-    "auto",
-    "single_device",
-    "ddp",
-    "ddp_static_graph",
-    "ddp_find_unused_parameters_true",
-    "fsdp",
-    "fsdp_grad_op",
-    "hsdp",
-    "deepspeed",
-    "deepspeed_offload",
-    "deepspeed_stage_1",
-    "deepspeed_stage_2",
-    "deepspeed_stage_3",
-    "deepspeed_stage_1_offload",
-    "deepspeed_stage_2_offload",
-    "deepspeed_stage_3_offload",
-]
-"""The names that come with drivetrain, for editors to complete; those of other packages are as good."""
 
 
 class Strategy(ABC):
@@ -57,7 +32,8 @@ class Strategy(ABC):
     `bind` (placement, device, precision) → `setup_environment` → `take_settings` → ``configure_model`` under
     `module_init_context` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps → `teardown`.
 
-    Subclass it to add one, and register a factory in the entry-point group ``drivetrain.strategies``.
+    Subclass it for one process, and `drivetrain.strategies.DistributedStrategy` for several; `setup_module` is all that
+    must be written. Register a factory in the entry-point group ``drivetrain.strategies`` to give it a name.
     """
 
     name: ClassVar[str] = "custom"
@@ -94,6 +70,17 @@ class Strategy(ABC):
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
         """Learning-rate schedulers that the strategy built itself; each steps once an optimizer step."""
+
+    # What must be written
+
+    @abstractmethod
+    def setup_module(self, module: torch.nn.Module) -> StepRunner:
+        """Move, convert and wrap ``module``; return the callable that every step runs through.
+
+        The bare module is kept in ``self.module``, from which state is read by plain names.
+        """
+
+    # What may be written: the rest has defaults that are right for one process that holds the whole module
 
     # Where we are
 
@@ -173,10 +160,6 @@ class Strategy(ABC):
         """The context under which ``configure_model`` builds layers."""
         return self.precision.module_init_context()
 
-    @abstractmethod
-    def setup_module(self, module: torch.nn.Module) -> StepRunner:
-        """Move, convert and wrap ``module``; return the callable that every step runs through."""
-
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
         """The context under which ``configure_optimizers`` builds optimizers."""
         return nullcontext()
@@ -225,7 +208,11 @@ class Strategy(ABC):
         return move_to(batch, self.device)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``."""
+        """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``.
+
+        It is enabled for a window's last micro-batch, and for each ``manual_backward``. Where it is a `nullcontext`
+        then, the loop leaves it out.
+        """
         return nullcontext()
 
     def without_gradient(self) -> AbstractContextManager[None]:
@@ -297,7 +284,7 @@ class Strategy(ABC):
         """Load what `model_state` gave, under this strategy or any other.
 
         Args:
-            state: by name: whole tensors, sharded ones, or a `Shard` of the region that `model_regions` names.
+            state: by name: whole tensors, sharded ones, or a `ParameterShard` of the region that `model_regions` names.
             strict: refuse missing and unexpected names.
         """
         if self.module is not None:
@@ -313,10 +300,10 @@ class Strategy(ABC):
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
 
-    def shard_of(self, value: torch.Tensor | Shard) -> torch.Tensor | Shard:
+    def shard_of(self, value: torch.Tensor | ParameterShard) -> torch.Tensor | ParameterShard:
         """Return a value of `model_state` or `optimizer_state` as what this rank holds of it.
 
-        A tensor where every rank holds the whole, a `Shard` where each holds a part. Talks to nobody.
+        A tensor where every rank holds the whole, a `ParameterShard` where each holds a part. Talks to nobody.
         """
         return value
 
@@ -340,9 +327,10 @@ class Strategy(ABC):
     def restore_module(self) -> None:
         """Make the module plain again, with whole tensors and rank 0's buffers. Collective."""
 
-    @abstractmethod
     def teardown(self) -> None:
         """Let go of everything this strategy took. Never waits for other ranks, since it also runs after a failure."""
+        self.module = None
+        self.optimizers = []
 
 
 @contextmanager
@@ -370,44 +358,3 @@ def _training_only(module: torch.nn.Module, optimizer: Any) -> Iterator[None]:
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
-
-
-# The registry
-
-
-def known_strategies() -> dict[str, Any]:
-    """Every registered name with its entry point, ours and third parties' alike."""
-    return dict(_registered(tuple(sys.path)))
-
-
-@cache
-def _registered(path: tuple[str, ...]) -> dict[str, Any]:
-    """Read what is installed where modules are imported from: once for each such ``path``, for it takes 8 ms."""
-    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)}
-
-
-def strategy_by_name(name: str) -> Strategy:
-    """Build the strategy registered under ``name``.
-
-    Raises:
-        ConfigurationError: nobody registered the name; lists the known ones and the nearest spelling.
-    """
-    known = known_strategies()
-    if name not in known:
-        _registered.cache_clear()  # its package may have been installed since
-        known = known_strategies()
-    if name not in known:
-        names: Iterable[str] = ["auto", *known]
-        raise ConfigurationError(
-            f"Unknown strategy {name!r}.{nearest(name, names)}",
-            "strategies are found by name in the entry-point group 'drivetrain.strategies'.",
-            f"use one of {', '.join(names)}, or pass a Strategy object.",
-        )
-    strategy = known[name].load()()
-    if not isinstance(strategy, Strategy):
-        raise ConfigurationError(
-            f"The strategy {name!r} ({known[name].value}) made a {type(strategy).__name__}, which is not a Strategy.",
-            "the engine drives strategies through that interface.",
-            "make the entry point a callable without arguments that returns a drivetrain.Strategy.",
-        )
-    return strategy

@@ -191,6 +191,9 @@ class DDPStrategy(DistributedStrategy):
             self._verify = reducer.verifier(ddp)
         return True
 
+    def broadcast_module(self, module: nn.Module) -> None:
+        """DistributedDataParallel has begun with them."""
+
     def trainable_changed(self, module: nn.Module) -> None:
         known = {id(one) for one in self._replicated}
         fresh = {name: one for name, one in module.named_parameters() if id(one) not in known}
@@ -225,10 +228,6 @@ class DDPStrategy(DistributedStrategy):
         except RuntimeError as error:
             reducer.explain(error, ddp)
             raise
-
-    def restore_module(self) -> None:
-        if self.module is not None:
-            self.sync_buffers(self.module)
 
     def teardown(self) -> None:
         if self._swap is not None:

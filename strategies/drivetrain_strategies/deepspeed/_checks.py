@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.errors import ConfigurationError
-from drivetrain.strategies import RunSettings, listed
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.strategies import RunSettings
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
 from drivetrain_strategies._weights_left import left_by_deepspeed, refuse_weights_left
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from drivetrain.strategies import Shard, Span
+from drivetrain.strategies import ParameterShard, Span
 from drivetrain_strategies._weights_left import Part, leave, left, parts_for
 from drivetrain_strategies.deepspeed._state import gather
 
 
 @torch.no_grad()
-def leave_parts(module: nn.Module, parts: Mapping[str, Shard], limit: int, ranks: int, tell: bool) -> None:
+def leave_parts(module: nn.Module, parts: Mapping[str, ParameterShard], limit: int, ranks: int, tell: bool) -> None:
     """Give parameters back their shapes, filled with NaN, and keep this rank's parts. Talks to nobody.
 
     Args:

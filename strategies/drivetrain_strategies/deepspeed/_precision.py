@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.precision import Precision
-from drivetrain.strategies import FLOOR
+from drivetrain.precision import LOSS_SCALE_FLOOR, Precision
 
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -71,7 +70,7 @@ class DeepSpeedPrecision(Precision):
         """
         self.loss_scaler = loss_scaler
         if loss_scaler.dynamic and not keeps_floor:
-            loss_scaler.min_scale = FLOOR
+            loss_scaler.min_scale = LOSS_SCALE_FLOOR
             loss_scaler.raise_error_at_min_scale = False
 
     def note_skipped_step(self) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain.strategies import ControlPlane, Shard, TrainModule, broadcast_together, hold, release
+from drivetrain.strategies import ControlPlane, ParameterShard, broadcast_together, may_move
 from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies._unit_order import UnitOrder
 from drivetrain_strategies._weights_left import are_gathered
@@ -107,9 +107,7 @@ class DeepSpeedRun:
         Collective.
         """
         module, setting = self._module, self._setting
-        if isinstance(module, TrainModule):
-            release(module)
-        try:
+        with may_move(module):
             take_up_parts(module, setting.control.world_size)
             self._taken = TakenOptimizer(module, optimizers[0]) if optimizers else None
             self._traces = ModuleTraces(module)
@@ -120,9 +118,6 @@ class DeepSpeedRun:
                     self._share()
                 if optimizers or "optimizer" in self._config or setting.stage == 3:
                     self._initialize(optimizers)
-        finally:
-            if isinstance(module, TrainModule):
-                hold(module)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._exact, self._zero, self._publish)
         if self._taken is not None:
@@ -361,7 +356,7 @@ class DeepSpeedRun:
         places = self._exact.items() if self._state is None else self._state.places()
         held = {key: place.read() for key, place in places}
         values = {name: held[id(one)] for name, one in module.named_parameters() if id(one) in held}
-        parts = {name: value for name, value in values.items() if isinstance(value, Shard)}
+        parts = {name: value for name, value in values.items() if isinstance(value, ParameterShard)}
         self._undo()
         if setting.stage == 3:
             leave_parts(module, parts, setting.gather_limit, setting.control.world_size, setting.control.rank == 0)

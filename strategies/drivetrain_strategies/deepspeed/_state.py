@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain.errors import CheckpointError
-from drivetrain.strategies import Misfit, Region, Shard, Span, check_optimizer_fits, cut
+from drivetrain.strategies import Misfit, ParameterShard, Region, Span, check_optimizer_fits, cut
 from drivetrain_strategies.deepspeed._private import Fragment, Zero
 
 
@@ -34,7 +34,7 @@ class Place:
     span: Span | None
     lent: bool = False
 
-    def read(self) -> torch.Tensor | Shard:
+    def read(self) -> torch.Tensor | ParameterShard:
         local = self.local.detach().clone() if self.lent else self.local.detach()
         return local if self.span is None else sharded(local, self.shape, self.span)
 
@@ -43,8 +43,8 @@ class Place:
         self.local.copy_(part_of(value, self.span).view_as(self.local))
 
 
-def sharded(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> Shard:
-    return Shard(local.detach(), shape, span, gather=partial(gather, local.detach(), shape, span))
+def sharded(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> ParameterShard:
+    return ParameterShard(local.detach(), shape, span, gather=partial(gather, local.detach(), shape, span))
 
 
 def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Tensor:
@@ -57,7 +57,7 @@ def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Ten
 
 def part_of(value: Any, span: Span | None) -> torch.Tensor:
     """Return a span of a value that is whole, or spread in whatever way. Collective unless it is whole or that span."""
-    if isinstance(value, Shard) and span is not None and value.region == span:
+    if isinstance(value, ParameterShard) and span is not None and value.region == span:
         return value.local
     full = getattr(value, "full_tensor", None)
     return cut((value if full is None else full()).detach(), span)
@@ -65,7 +65,7 @@ def part_of(value: Any, span: Span | None) -> torch.Tensor:
 
 def whole_of(value: Any) -> Any:
     """What `Place.read` or a strategy's state gave, whole and nobody else's. Collective where it is a shard."""
-    if isinstance(value, Shard):
+    if isinstance(value, ParameterShard):
         return value.full_tensor()
     return value.clone() if isinstance(value, torch.Tensor) else value
 

@@ -250,6 +250,9 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     # What trains
 
+    def broadcast_module(self, module: nn.Module) -> None:
+        """They are given out where the engine takes them."""
+
     def trainable_changed(self, module: nn.Module) -> None:
         check_trainable(module, self._trains)
 

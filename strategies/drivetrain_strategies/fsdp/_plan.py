@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.strategies import size_in_words
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
 """None looks for repeated blocks; classes; or ``wrap(name, module)``, true for a unit."""
@@ -278,7 +277,12 @@ def _count(number: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    return size_in_words(nbytes, least="B")
+    """In the largest unit of which there is one."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size >= 1024:
+            size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from drivetrain.strategies import TRAINS
+_TRAINS = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 
 
 class _WatchedParam(FSDPParam):
@@ -193,7 +194,7 @@ class Sharded:
 
     def changed_while_whole(self) -> list[_WatchedParam]:
         """Those whose whole tensor was frozen or unfrozen, where the shard was not: torch would undo it unseen."""
-        if tuple(map(TRAINS, self._shards)) == tuple(map(TRAINS, self._wholes)):
+        if tuple(map(_TRAINS, self._shards)) == tuple(map(_TRAINS, self._wholes)):
             return []
         return [
             one

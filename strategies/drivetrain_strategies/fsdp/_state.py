@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from drivetrain.strategies import Box, Misfit, Region, Shard
+from drivetrain.strategies import Box, Misfit, ParameterShard, Region
 from drivetrain_strategies.fsdp._private import local_region
 
 
@@ -43,7 +43,7 @@ def shard_of(value: Any) -> Any:
         for dimension, placement in enumerate(value.placements)
         if placement.is_replicate()
     )
-    return Shard(value.to_local(), tuple(value.shape), region_of(value), speaks, value.full_tensor)
+    return ParameterShard(value.to_local(), tuple(value.shape), region_of(value), speaks, value.full_tensor)
 
 
 def regions_of(module: nn.Module) -> dict[str, Region]:
@@ -52,13 +52,13 @@ def regions_of(module: nn.Module) -> dict[str, Region]:
     return {name: region_of(place) for name, place in state.items() if isinstance(place, DTensor)}
 
 
-def like(value: torch.Tensor | Shard, place: torch.Tensor) -> torch.Tensor:
+def like(value: torch.Tensor | ParameterShard, place: torch.Tensor) -> torch.Tensor:
     """Return ``value``, whole or sharded in any way, laid out as ``place`` is.
 
-    A whole one is cut without talking, and so is a `Shard` of this rank's own region. A sharded one of another layout
-    is gathered first, which all ranks must do.
+    A whole one is cut without talking, and so is a `ParameterShard` of this rank's own region. A sharded one of another
+    layout is gathered first, which all ranks must do.
     """
-    if isinstance(value, Shard):
+    if isinstance(value, ParameterShard):
         if isinstance(place, DTensor) and value.region == region_of(place):
             mesh, placements = place.device_mesh, place.placements
             local = value.local.to(place.to_local().device)
@@ -117,4 +117,8 @@ def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, n
 
 
 def _is_shaped_like(value: Any, place: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor | Shard) and len(value.shape) > 0 and tuple(value.shape) == tuple(place.shape)
+    return (
+        isinstance(value, torch.Tensor | ParameterShard)
+        and len(value.shape) > 0
+        and tuple(value.shape) == tuple(place.shape)
+    )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from drivetrain.errors import ConfigurationError
-from drivetrain.strategies import changed_within_window, listed
+from drivetrain.errors import ConfigurationError, listed
+from drivetrain.strategies import changed_within_window
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._private import Sharded
 

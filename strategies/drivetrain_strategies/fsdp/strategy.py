@@ -261,6 +261,9 @@ class FSDPStrategy(DistributedStrategy):
         shards = {} if self._sharded is None else self._sharded.shards_of_wholes()
         return {name: shards.get(id(one), one) for name, one in self.module.named_parameters()}
 
+    def broadcast_module(self, module: nn.Module) -> None:
+        """They were given out before they were sharded."""
+
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
         adapt(self._resharded(), self._sharded, self._held_gradients())

@@ -13,7 +13,7 @@ from checkpoint_case import STATE, contents, equal, token_free, written
 
 from drivetrain import Callback, CheckpointError, Fit, TrainModule
 from drivetrain._distributed.control import LocalControl
-from drivetrain._distributed.shards import Box, Shard, Span
+from drivetrain._distributed.shards import Box, ParameterShard, Span
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, Sizes, save
@@ -99,7 +99,7 @@ def _save_half(path: str) -> None:
     for number in range(2):
         half = torch.full((3, 500), float(rank + number))
         contents = Contents(
-            {"w": Shard(half, (6, 500), Box((3 * rank, 0), (3, 500))), "v": torch.ones(2000)}, rank_state=rank
+            {"w": ParameterShard(half, (6, 500), Box((3 * rank, 0), (3, 500))), "v": torch.ones(2000)}, rank_state=rank
         )
         save(path, contents, control, sizes=Sizes(small=2000, piece=1000))
 

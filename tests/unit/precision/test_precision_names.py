@@ -19,7 +19,7 @@ from drivetrain.precision import (
     resolve_precision,
 )
 from drivetrain.precision.resolve import PrecisionName, canonical_name
-from drivetrain.strategies.strategy import StrategyName, known_strategies
+from drivetrain.strategies.registry import StrategyName, known_strategies
 
 CPU = torch.device("cpu")
 

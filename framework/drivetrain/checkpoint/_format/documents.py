@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.shards import Shard
+from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError
 
 # A dict with a single key of these stands for what JSON cannot say. A dict of the user's with a key that begins with
@@ -22,7 +22,7 @@ def encode(value: Any, aside: dict[str, Any], *where: str) -> Any:
     """Return ``value`` as what `json.dumps` takes and `decode` turns back into its equal.
 
     Args:
-        value: nested dicts, lists and tuples of numbers, strings, booleans, None and tensors (or `Shard`).
+        value: nested dicts, lists and tuples of numbers, strings, booleans, None and tensors (or `ParameterShard`).
         aside: tensors are put here by a name made of the keys on the way to them, joined by "/".
         where: the keys on the way to ``value``.
 
@@ -40,7 +40,7 @@ def encode(value: Any, aside: dict[str, Any], *where: str) -> Any:
 
 
 def _encode(value: Any, aside: dict[str, Any], where: tuple[str, ...]) -> Any:
-    if isinstance(value, torch.Tensor | Shard):
+    if isinstance(value, torch.Tensor | ParameterShard):
         name = _free_name("/".join(where) or "tensor", aside)
         aside[name] = value
         return {TENSOR: name}

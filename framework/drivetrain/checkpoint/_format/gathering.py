@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from drivetrain._distributed.control import ControlPlane
-from drivetrain._distributed.shards import Region, Shard
+from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.dealing import PlannedFile
 from drivetrain.checkpoint._format.file_writer import COPIES, FileWriter
 from drivetrain.checkpoint._format.manifest import FileRecord
@@ -107,7 +107,7 @@ class Gathering:
             held = self.held.get(piece.spec.name)
             region = self.regions[self.control.rank].get(piece.spec.name)
             part = None if region is None else overlap(region, piece)
-            if part is not None and region is not None and isinstance(held, Shard):
+            if part is not None and region is not None and isinstance(held, ParameterShard):
                 yield take(held.local, region, part)
 
     def _nbytes_from(self, rank: int, pieces: Sequence[Piece]) -> int:
@@ -125,7 +125,7 @@ class Gathering:
         taken = dict.fromkeys(received, 0)
         for piece in pieces:
             held = self.held[piece.spec.name]
-            if not isinstance(held, Shard):
+            if not isinstance(held, ParameterShard):
                 rows = rows_of(held, piece)
                 yield rows, rows.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.shards import Region, Shard
+from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.documents import decode, loads
 from drivetrain.checkpoint._format.folder import Folder, folder_at
 from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
@@ -61,7 +61,7 @@ class Checkpoint:
         Args:
             index: which optimizer.
             regions: which part of the values that have their parameter's shape is wanted, by parameter name; these
-                come as `Shard`. All others come whole.
+                come as `ParameterShard`. All others come whole.
 
         Raises:
             CheckpointError: there is no such optimizer, or its state is damaged.
@@ -179,7 +179,7 @@ class Weights(Mapping[str, Any]):
         """Read everything, or of some tensors a region each; tied names give one object.
 
         Args:
-            regions: which part is wanted, by name; these come as `Shard`. All others come whole.
+            regions: which part is wanted, by name; these come as `ParameterShard`. All others come whole.
 
         Raises:
             CheckpointError: what is there is not what was written.
@@ -190,7 +190,7 @@ class Weights(Mapping[str, Any]):
             value, region = self._stored(name), wanted.get(name)
             if not isinstance(value, TensorSource):
                 return value
-            return value.read() if region is None else Shard(value.read(region), value.shape, region)
+            return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
 
         stored = list(self._values)
         found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
@@ -228,11 +228,11 @@ def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
     found: dict[int, TensorSource] = {}
     _collect(value, found)
 
-    def read(source: TensorSource) -> torch.Tensor | Shard:
+    def read(source: TensorSource) -> torch.Tensor | ParameterShard:
         # Copied, since an optimizer keeps what it is given, and a map of a file that goes away is a trap.
         region = wanted.get(id(source))
         values = source.read(region).clone()
-        return values if region is None else Shard(values, source.shape, region)
+        return values if region is None else ParameterShard(values, source.shape, region)
 
     values = side_by_side(read, found.values(), readers)
     return _replaced(value, dict(zip(found, values, strict=True)))

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.shards import Region, Shard, Span
+from drivetrain._distributed.shards import ParameterShard, Region, Span
 from drivetrain.checkpoint._format.dealing import USUAL, PlannedFile, Sizes, deal
 from drivetrain.checkpoint._format.documents import dumps, encode
 from drivetrain.checkpoint._format.manifest import Facts
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, in_file_order
 from drivetrain.errors import CheckpointError
 
-Held = torch.Tensor | Shard
+Held = torch.Tensor | ParameterShard
 
 
 @dataclass(slots=True)
@@ -61,15 +61,15 @@ class StagedPart:
     def specs(self) -> list[Spec]:
         return [Spec(name, held.dtype, tuple(held.shape)) for name, held in self.tensors.items()]
 
-    def shards(self) -> dict[str, Shard]:
-        return {name: held for name, held in self.tensors.items() if isinstance(held, Shard)}
+    def shards(self) -> dict[str, ParameterShard]:
+        return {name: held for name, held in self.tensors.items() if isinstance(held, ParameterShard)}
 
     def digest(self) -> str:
         """What all ranks must have alike: everything, but of rank 0's state only what is spread over the ranks."""
         lines = [
-            f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], Shard)}"
+            f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], ParameterShard)}"
             for spec in self.specs()
-            if self.role != "state" or isinstance(self.tensors[spec.name], Shard)
+            if self.role != "state" or isinstance(self.tensors[spec.name], ParameterShard)
         ]
         return hashlib.sha256("\n".join([self.stem, *lines]).encode()).hexdigest()
 
@@ -131,7 +131,7 @@ def stage(
         contents: what this rank has.
         rank: this rank.
         world_size: among how many.
-        shard_of: the strategy's: turns a sharded value into the `Shard` that this rank holds.
+        shard_of: the strategy's: turns a sharded value into the `ParameterShard` that this rank holds.
         snapshot: copy what this rank is going to write, so that training may go on meanwhile.
         sizes: how it is split.
     """
@@ -151,7 +151,7 @@ def stage(
 
 
 def _check(part: StagedPart, name: str, held: Held) -> None:
-    if not isinstance(held, Shard):
+    if not isinstance(held, ParameterShard):
         check_storable(f"{part.stem}: {name}", held)
         return
     check_storable(f"{part.stem}: {name}", held.local)
@@ -175,7 +175,7 @@ def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes
     for name, value in contents.weights.items():
         if name in contents.aliases:
             continue
-        (tensors if isinstance(value, torch.Tensor | Shard) else others)[name] = value
+        (tensors if isinstance(value, torch.Tensor | ParameterShard) else others)[name] = value
     document = encode(others, tensors)
     yield part("model", "weights", document if others and first else None, tensors)
     for number, state in enumerate(contents.optimizers):
@@ -194,7 +194,7 @@ def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes
     yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
 
 
-def speaks_for(shard: Shard) -> Region | None:
+def speaks_for(shard: ParameterShard) -> Region | None:
     """Return the region that this rank brings to a checkpoint; None where it has nothing, or another speaks for it."""
     region = shard.region
     empty = region.start >= region.stop if isinstance(region, Span) else 0 in region.sizes
@@ -205,7 +205,7 @@ def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
     for part in parts:
         mine = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
         for name, held in part.tensors.items():
-            if isinstance(held, Shard):
+            if isinstance(held, ParameterShard):
                 wanted = speaks_for(held) is not None
                 local = _copied(held.local) if wanted else held.local
                 part.tensors[name] = replace(held, local=local, gather=None)
