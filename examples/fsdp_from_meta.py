@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Callback, Fit, RunContext, TrainModule
 from drivetrain_strategies import FSDPStrategy
 
 LENGTH = 32  # bytes that the model sees at once
@@ -62,7 +62,7 @@ class Transformer(TrainModule):
 class Telling(Callback):
     """Says what each rank holds and how well the model does; saves it while the ranks are still together."""
 
-    def on_fit_start(self, trainer: Fit, module: Transformer) -> None:
+    def on_fit_start(self, trainer: RunContext, module: Transformer) -> None:
         grown = peak_memory() - module.peak_before
         whole = sum(parameter.nbytes for parameter in module.parameters())
         local = sum(parameter.to_local().nbytes for parameter in module.parameters())
@@ -70,10 +70,10 @@ class Telling(Callback):
         for rank, (held, more) in enumerate(module.all_gather(torch.tensor([local, grown])).tolist()):
             trainer.print(f"Rank {rank} holds {held / MIB:.1f} MiB, and took {more / MIB:.1f} MiB at most to get there")
 
-    def on_validation_end(self, trainer: Fit, module: Transformer) -> None:
+    def on_validation_end(self, trainer: RunContext, module: Transformer) -> None:
         trainer.print(f"Step {trainer.global_step}: held-out loss {trainer.callback_metrics['held_out_loss']:.3f}")
 
-    def on_train_end(self, trainer: Fit, module: Transformer) -> None:
+    def on_train_end(self, trainer: RunContext, module: Transformer) -> None:
         trainer.save_checkpoint("runs/fsdp_from_meta")
         trainer.print("Saved in runs/fsdp_from_meta")
 

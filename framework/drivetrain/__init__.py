@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.loggers import Logger as Logger
     from drivetrain.module.train_module import TrainModule as TrainModule
     from drivetrain.precision import Precision as Precision
+    from drivetrain.run_context import RunContext as RunContext
     from drivetrain.strategies.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ _HOMES = {
     "LossSpikeError": "drivetrain.errors",
     "NonFiniteError": "drivetrain.errors",
     "Precision": "drivetrain.precision",
+    "RunContext": "drivetrain.run_context",
     "Strategy": "drivetrain.strategies.strategy",
     "TrainModule": "drivetrain.module.train_module",
     "seed_everything": "drivetrain._runtime.seed",
@@ -66,6 +68,7 @@ __all__ = [
     "LossSpikeError",
     "NonFiniteError",
     "Precision",
+    "RunContext",
     "Strategy",
     "TrainModule",
     "callbacks",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 
 class Callback:
@@ -21,7 +21,8 @@ class Callback:
 
     Every rank runs every callback, in the same order, so that collectives in user code pair up.
 
-    ``module`` is the `TrainModule` of the run; a callback for modules of one class may say so (``module: MyModule``).
+    ``trainer`` is the `Fit` that is running, as `RunContext` describes it. ``module`` is the `TrainModule` of the run;
+    a callback for modules of one class may say so (``module: MyModule``).
     """
 
     priority: int = 0
@@ -41,131 +42,131 @@ class Callback:
 
     # The run
 
-    def setup(self, trainer: Fit, module: Any, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Called first, on every rank; ``stage`` is "fit", "validate", "test" or "predict"."""
 
-    def teardown(self, trainer: Fit, module: Any, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: Any, stage: str) -> None:
         """Called last, also after a failure."""
 
-    def on_exception(self, trainer: Fit, module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: RunContext, module: Any, exception: BaseException) -> None:
         """Called when anything inside the run raised; the exception goes on afterwards."""
 
-    def on_save_checkpoint(self, trainer: Fit, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
         """Add JSON-able values or tensors to ``checkpoint``, a dict of this callback's own."""
 
-    def on_load_checkpoint(self, trainer: Fit, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: RunContext, module: Any, checkpoint: dict[str, Any]) -> None:
         """Read back what `on_save_checkpoint` added."""
 
     # Training
 
-    def on_fit_start(self, trainer: Fit, module: Any) -> None:
+    def on_fit_start(self, trainer: RunContext, module: Any) -> None:
         """Called once the module and optimizers are set up, before the sanity validation."""
 
-    def on_fit_end(self, trainer: Fit, module: Any) -> None:
+    def on_fit_end(self, trainer: RunContext, module: Any) -> None:
         """Called after training, before `teardown`."""
 
-    def on_sanity_check_start(self, trainer: Fit, module: Any) -> None:
+    def on_sanity_check_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the sanity validation."""
 
-    def on_sanity_check_end(self, trainer: Fit, module: Any) -> None:
+    def on_sanity_check_end(self, trainer: RunContext, module: Any) -> None:
         """Called after the sanity validation."""
 
-    def on_train_start(self, trainer: Fit, module: Any) -> None:
+    def on_train_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first epoch."""
 
-    def on_train_end(self, trainer: Fit, module: Any) -> None:
+    def on_train_end(self, trainer: RunContext, module: Any) -> None:
         """Called after the last epoch."""
 
-    def on_train_epoch_start(self, trainer: Fit, module: Any) -> None:
+    def on_train_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before an epoch's first micro-batch."""
 
-    def on_train_epoch_end(self, trainer: Fit, module: Any) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Called after an epoch's last micro-batch and validation; epoch metrics are reduced."""
 
-    def on_train_batch_start(self, trainer: Fit, module: Any, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> int | None:
         """Called before a micro-batch; -1, returned on every rank, skips the rest of the epoch."""
 
     def on_train_batch_end(
-        self, trainer: Fit, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Called after a micro-batch; ``outputs["loss"]`` is detached and unscaled."""
 
-    def on_before_zero_grad(self, trainer: Fit, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Called before a window's gradients are cleared."""
 
-    def on_before_backward(self, trainer: Fit, module: Any, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: RunContext, module: Any, loss: torch.Tensor) -> None:
         """Called with the loss as `training_step` returned it."""
 
-    def on_after_backward(self, trainer: Fit, module: Any) -> None:
+    def on_after_backward(self, trainer: RunContext, module: Any) -> None:
         """Called after every backward."""
 
-    def on_before_optimizer_step(self, trainer: Fit, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
         """Called with unscaled gradients, before clipping and the step."""
 
     # Evaluation
 
-    def on_validation_start(self, trainer: Fit, module: Any) -> None:
+    def on_validation_start(self, trainer: RunContext, module: Any) -> None:
         """Called before a validation run."""
 
-    def on_validation_end(self, trainer: Fit, module: Any) -> None:
+    def on_validation_end(self, trainer: RunContext, module: Any) -> None:
         """Called after a validation run; its metrics are reduced."""
 
-    def on_validation_epoch_start(self, trainer: Fit, module: Any) -> None:
+    def on_validation_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first validation micro-batch."""
 
-    def on_validation_epoch_end(self, trainer: Fit, module: Any) -> None:
+    def on_validation_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Called after the last validation micro-batch."""
 
     def on_validation_batch_start(
-        self, trainer: Fit, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a validation micro-batch."""
 
     def on_validation_batch_end(
-        self, trainer: Fit, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a validation micro-batch, with what `validation_step` returned."""
 
-    def on_test_start(self, trainer: Fit, module: Any) -> None:
+    def on_test_start(self, trainer: RunContext, module: Any) -> None:
         """Called before a test run."""
 
-    def on_test_end(self, trainer: Fit, module: Any) -> None:
+    def on_test_end(self, trainer: RunContext, module: Any) -> None:
         """Called after a test run; its metrics are reduced."""
 
-    def on_test_epoch_start(self, trainer: Fit, module: Any) -> None:
+    def on_test_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first test micro-batch."""
 
-    def on_test_epoch_end(self, trainer: Fit, module: Any) -> None:
+    def on_test_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Called after the last test micro-batch."""
 
     def on_test_batch_start(
-        self, trainer: Fit, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a test micro-batch."""
 
     def on_test_batch_end(
-        self, trainer: Fit, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a test micro-batch, with what `test_step` returned."""
 
-    def on_predict_start(self, trainer: Fit, module: Any) -> None:
+    def on_predict_start(self, trainer: RunContext, module: Any) -> None:
         """Called before a prediction run."""
 
-    def on_predict_end(self, trainer: Fit, module: Any) -> None:
+    def on_predict_end(self, trainer: RunContext, module: Any) -> None:
         """Called after a prediction run."""
 
-    def on_predict_epoch_start(self, trainer: Fit, module: Any) -> None:
+    def on_predict_epoch_start(self, trainer: RunContext, module: Any) -> None:
         """Called before the first prediction micro-batch."""
 
-    def on_predict_epoch_end(self, trainer: Fit, module: Any) -> None:
+    def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Called after the last prediction micro-batch."""
 
     def on_predict_batch_start(
-        self, trainer: Fit, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: RunContext, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called before a prediction micro-batch."""
 
     def on_predict_batch_end(
-        self, trainer: Fit, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a prediction micro-batch, with what `predict_step` returned."""

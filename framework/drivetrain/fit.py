@@ -21,7 +21,6 @@ from drivetrain._loops.manual_step import OptimizerHandle
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import checked_seed
 from drivetrain.callback import Callback
-from drivetrain.callbacks import ProgressBar
 from drivetrain.data import DataModule
 from drivetrain.environments import Environment, check_environment_name
 from drivetrain.errors import ConfigurationError, shortened
@@ -39,6 +38,8 @@ Limit = int | float | None
 
 class Fit(RunReads):
     """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
+
+    What is read of it, in a run and afterwards, and what hooks call, is in `RunContext`.
 
     Args:
         strategy: where: a name ("auto", "ddp", ...) or a `Strategy`.
@@ -90,8 +91,7 @@ class Fit(RunReads):
         ConfigurationError: an argument is unknown, wrong, or contradicts another.
     """
 
-    settings: Settings
-    """Every argument with where its value came from: code, environment, file or default."""
+    settings: Settings  # by `resolved_settings`
 
     @resolved_settings
     def __init__(
@@ -214,7 +214,6 @@ class Fit(RunReads):
         self.state = "idle"
         self.session = None
         self.built_unseeded = False
-        """Whether the module of this run was initialised in a process that nobody had seeded."""
         self._collective_calls = CollectiveCalls()
 
     # The four verbs
@@ -311,19 +310,11 @@ class Fit(RunReads):
         return outputs
 
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
-        """Write a checkpoint. Collective: call it on every rank.
-
-        Within an accumulation window, whose gradients no checkpoint holds, it is written at the window's end.
-        """
         session = self._running("save_checkpoint")
         self._collective_calls.check(self.strategy.control, "save_checkpoint", every_time=True)
         session.checkpoints.save(os.fspath(path), weights_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` as soon as the run could be resumed exactly; ask on every rank alike.
-
-        That is once all hooks of the event are through, the module's too, and the accumulation window is closed.
-        """
         self._running("defer_save").saves.ask(save)
 
     def write_checkpoint(
@@ -333,21 +324,9 @@ class Fit(RunReads):
         background: bool = False,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
-
-        Args:
-            path: a path or an fsspec URL.
-            weights_only: leave out what a run needs to go on.
-            background: copy the state, and write it while training goes on.
-            then: called on every rank once it is whole.
-
-        Raises:
-            CheckpointError: on every rank, where it could not be written.
-        """
         self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then)
 
     def save_after_failure(self, path: str) -> None:
-        """Write what a failed run of one process had as of its last step; from ``on_exception`` only."""
         self._running("save_after_failure").checkpoints.write_after_failure(path)
 
     def _evaluate(
@@ -391,16 +370,16 @@ class Fit(RunReads):
     # What modules and callbacks call
 
     def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Send numbers to all loggers. On rank 0 only."""
         if self.global_rank == 0:
             at = self.global_step if step is None else step
             for logger in self.loggers:
                 logger.log_metrics({"epoch": self.current_epoch, **values}, at)
 
     def print(self, *args: Any, **options: Any) -> None:
-        """Print on rank 0, on a line of its own above the progress bar."""
         if self.global_rank != 0:
             return
+        from drivetrain.callbacks import ProgressBar  # with all that draws one
+
         write = next((callback.write for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
         if write is None or options:
             print(*args, **options)
@@ -408,30 +387,14 @@ class Fit(RunReads):
             write(" ".join(str(arg) for arg in args))
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """What `TrainModule.all_gather` does."""
         self._running("all_gather")
         self._collective_calls.check(self.strategy.control, "all_gather")
         return self._collective_calls.gather(self.strategy, data, sync_grads)
 
     def manual_backward(self, loss: torch.Tensor) -> None:
-        """What `TrainModule.manual_backward` does."""
         self.manual_step("manual_backward", "runs backward on").backward(loss)
 
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
-        """What `TrainModule.clip_gradients` does."""
         session = self._running("clip_gradients")
         plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
         session.gradient_norm = self.strategy.clip_gradients(plain, value, algorithm)
-
-    def facts(self) -> dict[str, Any]:
-        """The settings that must be alike on every rank, as the handshake compares them."""
-        names = (
-            "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
-            "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
-            "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
-            "inference_mode use_distributed_sampler"
-        )
-        facts: dict[str, Any] = {name: getattr(self, name) for name in names.split()}
-        facts["strategy"] = self.strategy.name
-        facts["precision"] = self.strategy.precision.name
-        return facts

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, DataModule, Fit, TrainModule
+from drivetrain import Callback, DataModule, Fit, RunContext, TrainModule
 
 Pair = tuple[Tensor, Tensor]
 
@@ -24,6 +24,8 @@ class WithIndices(TrainModule):
     def training_step(self, batch: Pair, batch_idx: int) -> Tensor:
         inputs, targets = batch
         loss = nn.functional.mse_loss(self.net(inputs), targets)
+        if self.trainer.is_global_zero:
+            self.print(self.trainer.strategy.device)
         self.log("loss", loss)
         return loss
 
@@ -57,18 +59,25 @@ class Watch(Callback):
     """Hooks with the types of the base class."""
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         assert trainer.global_step > batch_idx
+        trainer.log_metrics({"margin": trainer.callback_metrics["loss"].item() - batch_idx})
+        trainer.should_stop = trainer.current_epoch == 2
+
+    def on_fit_end(self, trainer: RunContext, module: Any) -> None:
+        assert isinstance(trainer, Fit)  # whoever wants all of it
+        assert trainer.checkpoint_callback is not None
+        trainer.save_checkpoint(trainer.checkpoint_callback.best_model_path)
 
 
 class WatchWithIndices(Callback):
     """Hooks for modules of one class."""
 
-    def on_train_start(self, trainer: Fit, module: WithIndices) -> None:
+    def on_train_start(self, trainer: RunContext, module: WithIndices) -> None:
         assert module.net.in_features == 4
 
-    def on_before_optimizer_step(self, trainer: Fit, module: WithIndices, optimizer: Optimizer) -> None: ...
+    def on_before_optimizer_step(self, trainer: RunContext, module: WithIndices, optimizer: Optimizer) -> None: ...
 
 
 class Numbers(DataModule):

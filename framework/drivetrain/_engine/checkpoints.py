@@ -20,7 +20,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError, listed
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
-    from drivetrain._engine.session import Session
+    from drivetrain._engine.run_state import RunState
     from drivetrain.callbacks import Checkpoint as CheckpointCallback
     from drivetrain.checkpoint._format import Checkpoint
 
@@ -35,7 +35,7 @@ class RunCheckpoints:
         path: what it starts from: a path or URL, "last", "best" or "auto"; None for a fresh start.
     """
 
-    def __init__(self, session: Session, path: str | None) -> None:
+    def __init__(self, session: RunState, path: str | None) -> None:
         self._session = session
         self._path = path
         self._background: BackgroundSaver | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drivetrain._engine.reads import RunReads
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.session import Session
 from drivetrain._engine.signals import awaited_signals
@@ -33,7 +34,6 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.outcome import Outcome
-    from drivetrain.fit import Fit
 
 logger = logging.getLogger("drivetrain")
 
@@ -52,7 +52,7 @@ class Request(NamedTuple):
         return_predictions: keep what ``predict_step`` returns.
     """
 
-    trainer: Fit
+    trainer: RunReads
     stage: str
     module: TrainModule
     given: Given
@@ -128,17 +128,17 @@ def run_here(request: Request, place: Place) -> Any:
     return result
 
 
-def _launcher_setting(trainer: Fit) -> str | Launcher:
+def _launcher_setting(trainer: RunReads) -> str | Launcher:
     own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return own or trainer.launcher
 
 
-def _ray_launcher(trainer: Fit) -> RayLauncher | None:
+def _ray_launcher(trainer: RunReads) -> RayLauncher | None:
     setting = _launcher_setting(trainer)
     return RayLauncher() if setting == "ray" else setting if isinstance(setting, RayLauncher) else None
 
 
-def asks_for_sync_batchnorm(trainer: Fit, strategy: Strategy, device: torch.device) -> bool:
+def asks_for_sync_batchnorm(trainer: RunReads, strategy: Strategy, device: torch.device) -> bool:
     """Whether the run is to normalise over all ranks.
 
     Raises:
@@ -193,7 +193,7 @@ def _on_ray(launcher: RayLauncher, single: bool, request: Request) -> Any:
     return outcome.result
 
 
-def _refuse_shards(trainer: Fit, module: TrainModule) -> None:
+def _refuse_shards(trainer: RunReads, module: TrainModule) -> None:
     """Refuse a run whose weights would end as shards in processes that end with it.
 
     Raises:
@@ -222,7 +222,7 @@ def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
     trainer.state = outcome.state
 
 
-def _stand_in(trainer: Fit, place: Place) -> Strategy:
+def _stand_in(trainer: RunReads, place: Place) -> Strategy:
     """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = strategy_by_name("ddp")
@@ -231,7 +231,7 @@ def _stand_in(trainer: Fit, place: Place) -> Strategy:
 
 
 def _worker(
-    trainer: Fit, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, return_predictions: bool
+    trainer: RunReads, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, return_predictions: bool
 ) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
     from drivetrain._engine.layers import Before  # for runs in other processes alone

@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain._engine.defaults import is_ours
+from drivetrain._engine.run_state import RunState
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.errors import nearest
 from drivetrain.module._module_hooks import ModuleHooks
-
-if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
 
 logger = logging.getLogger("drivetrain")
 
@@ -34,22 +32,22 @@ class Monitors:
     """Compares what is monitored with what the sanity check and the first step have logged.
 
     Args:
-        session: the run.
+        run: the run.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._known: set[str] = set()
         self._validated = False
 
     def note_validation(self) -> None:
         """Take in what the sanity check has logged, before it is forgotten."""
         self._validated = True
-        self._known = self._session.metrics.known_names()
+        self._known = self._run.metrics.known_names()
 
     def after_first_batch(self) -> None:
         """Say what is monitored and was logged by nobody. On one rank."""
-        self._known |= self._session.metrics.known_names()
+        self._known |= self._run.metrics.known_names()
         known = sorted(self._known)
         for who, name in self._monitored():
             if name in self._known or self._is_written_somewhere(name):
@@ -67,7 +65,7 @@ class Monitors:
             )
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
-        for callback in filter(is_ours, self._session.callbacks):
+        for callback in filter(is_ours, self._run.callbacks):
             kind = type(callback).__name__
             monitor = getattr(callback, "monitor", None)
             if isinstance(monitor, str) and getattr(callback, "strict", True):
@@ -76,22 +74,22 @@ class Monitors:
             for name in _FIELD.findall(filename) if isinstance(filename, str) else ():
                 if name not in _COUNTERS:
                     yield f"{kind}(filename={filename!r}), which names {name!r}", name
-        for config in self._session.schedulers:
+        for config in self._run.schedulers:
             if config.plateau and config.monitor is not None and config.strict:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor
 
     def _is_to_come(self) -> bool:
         """Whether a hook of the user's that has not run yet may log more."""
-        session = self._session
-        unseen = session.validate is not None and not self._validated
+        run = self._run
+        unseen = run.validate is not None and not self._validated
         names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
-        hooked = any(is_overridden(name, session.module, ModuleHooks) for name in names)
-        own = [one for one in session.callbacks if not type(one).__module__.startswith("drivetrain.")]
+        hooked = any(is_overridden(name, run.module, ModuleHooks) for name in names)
+        own = [one for one in run.callbacks if not type(one).__module__.startswith("drivetrain.")]
         return unseen or hooked or any(is_overridden(name, one, Callback) for one in own for name in names)
 
     def _is_written_somewhere(self, name: str) -> bool:
         """Whether the user's code holds the name: it may be logged in another step, or under a condition."""
-        for owner in (self._session.module, *self._session.callbacks):
+        for owner in (self._run.module, *self._run.callbacks):
             for kind in type(owner).__mro__:
                 if kind.__module__.startswith(("drivetrain.", "torch.", "builtins")):
                     continue

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
+from torch.optim import Optimizer
+
+from drivetrain._engine.run_state import RunState
 from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
 from drivetrain._loops.manual_step import handles_of
-
-if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
 
 logger = logging.getLogger("drivetrain")
 
 
-def set_up_optimizers(session: Session) -> None:
-    """Ask the module for its optimizers, and hand them to the strategy; a run that goes on has its groups again."""
-    module, strategy, trainables = session.module, session.strategy, session.trainables
+def set_up_optimizers(run: RunState, regroup: Callable[[Sequence[Optimizer]], None]) -> None:
+    """Ask the module for its optimizers, and hand them to the strategy.
+
+    Args:
+        run: gets its optimizers, schedulers and handles.
+        regroup: gives optimizers the groups that they had in the run that goes on.
+    """
+    module, strategy, trainables = run.module, run.strategy, run.trainables
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
-    optimizers, session.schedulers = read_optimizers(configured)
+    optimizers, run.schedulers = read_optimizers(configured)
     automatic = module.automatic_optimization
-    closure = session.closure = asks_for_closure(configured, optimizers, automatic)
+    closure = run.closure = asks_for_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)
-    session.checkpoints.regroup(optimizers)
-    check_optimizers(module, optimizers, session.schedulers, automatic, closure)
+    regroup(optimizers)
+    check_optimizers(module, optimizers, run.schedulers, automatic, closure)
     if strategy.rank == 0:
-        _tell_idle_keys(session.schedulers, automatic)
+        _tell_idle_keys(run.schedulers, automatic)
     trainables.tell_unheld(optimizers)
     before = trainables.present()
-    session.optimizers = strategy.setup_optimizers(optimizers)
+    run.optimizers = strategy.setup_optimizers(optimizers)
     trainables.set_aside(before)
-    session.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
-    trainables.begin(session.optimizers, session.schedulers)
-    if not session.optimizers:
+    run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
+    trainables.begin(run.optimizers, run.schedulers)
+    if not run.optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
-    session.handles = handles_of(session.optimizers, strategy, session.hooks, automatic, closure)
+    run.handles = handles_of(run.optimizers, strategy, run.hooks, automatic, closure)
 
 
 def _tell_idle_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from drivetrain._runtime.sizes import size_in_words
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
+    from drivetrain._engine.run_state import RunState
 
 # What torch's allocator of the host's memory says; a device's has an error of its own.
 _SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
 
 
-def explain_out_of_memory(error: BaseException, session: Session) -> None:
+def explain_out_of_memory(error: BaseException, session: RunState) -> None:
     """Add to an error for want of memory which tensors were the largest, and what to change first.
 
     To be called before anything is let go of. Does nothing for other errors, and never fails itself.
@@ -49,7 +49,7 @@ def explain_out_of_memory(error: BaseException, session: Session) -> None:
         return
 
 
-def _note(error: BaseException, session: Session) -> str:
+def _note(error: BaseException, session: RunState) -> str:
     tensors = _distinct([*_of_the_run(session), *_of_the_frames(error)])
     totals: dict[str, int] = {}
     for one in tensors:
@@ -74,7 +74,7 @@ def _note(error: BaseException, session: Session) -> str:
 # What was there
 
 
-def _of_the_run(session: Session) -> Iterator[_Tensor]:
+def _of_the_run(session: RunState) -> Iterator[_Tensor]:
     names = {}
     for name, parameter in session.module.named_parameters():
         names[id(parameter)] = name
@@ -131,7 +131,7 @@ def _size(nbytes: int) -> str:
 # What would take less
 
 
-def _cheaper(session: Session, totals: dict[str, int]) -> list[str]:
+def _cheaper(session: RunState, totals: dict[str, int]) -> list[str]:
     """What to change, first what costs least for the memory that is short."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     device = session.strategy.device
@@ -140,7 +140,7 @@ def _cheaper(session: Session, totals: dict[str, int]) -> list[str]:
     return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
 
 
-def _for_activations(session: Session) -> Iterator[str]:
+def _for_activations(session: RunState) -> Iterator[str]:
     trainer, strategy = session.trainer, session.strategy
     size = None if session.data is None else session.data.batch_size
     fitting = session.stage == "fit"
@@ -158,7 +158,7 @@ def _for_activations(session: Session) -> Iterator[str]:
         yield "activation checkpointing" + (how if own else " (torch.utils.checkpoint around each block)")
 
 
-def _for_state(session: Session) -> Iterator[str]:
+def _for_state(session: RunState) -> Iterator[str]:
     if session.stage != "fit":
         return
     strategy = session.strategy

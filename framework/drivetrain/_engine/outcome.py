@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from drivetrain._engine.layers import Before, Layers, build_of
+from drivetrain._engine.reads import RunReads
 from drivetrain.module.train_module import TrainModule
-
-if TYPE_CHECKING:
-    from drivetrain.fit import Fit
 
 
 @dataclass(slots=True)
@@ -43,7 +41,7 @@ class Outcome:
     state: str
 
     @classmethod
-    def of(cls, trainer: Fit, module: TrainModule, result: Any, before: Before) -> Self:
+    def of(cls, trainer: RunReads, module: TrainModule, result: Any, before: Before) -> Self:
         """Collect what there is after a run, on rank 0 all of it; ``before`` is how the module was built."""
         session = trainer.session
         assert session is not None

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 _LOGGER = logging.getLogger("drivetrain")
 
@@ -29,7 +29,7 @@ class RankLog:
         world_size: among how many. One alone keeps nothing: what it has to say is on the terminal.
     """
 
-    def __init__(self, trainer: Fit, rank: int, world_size: int) -> None:
+    def __init__(self, trainer: RunContext, rank: int, world_size: int) -> None:
         self._trainer = trainer
         self._rank = rank
         self._keeps = world_size > 1 and not trainer.barebones
@@ -111,7 +111,7 @@ class _Handler(logging.Handler):
         self._log.add(self.format(record))
 
 
-def run_folder(trainer: Fit) -> str | None:
+def run_folder(trainer: RunContext) -> str | None:
     """Return the folder on this machine where a run's own files go, or None where it keeps none.
 
     That is the first logger's; without one the ``default_root_dir``, if it was given or checkpoints go there.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from drivetrain._engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain._engine.own_buffers import own_buffers, take_own_buffers
+from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumbered
 from drivetrain._runtime.seed import derive_seed
@@ -20,9 +21,6 @@ from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
 from drivetrain.checkpoint._ties import tied_names
 from drivetrain.errors import listed
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
-
-if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
 
 logger = logging.getLogger("drivetrain")
 
@@ -34,26 +32,26 @@ class RunCheckpoint:
     """What a checkpoint holds of a run.
 
     Args:
-        session: the run.
+        run: the run.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._module = session.module
-        self._strategy = session.strategy
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._module = run.module
+        self._strategy = run.strategy
 
     # Saving
 
     def contents(self, weights_only: bool) -> Contents:
         """Return what this rank has of the checkpoint; calls the hooks that add to it."""
-        session, strategy, module = self._session, self._strategy, self._module
+        run, strategy, module = self._run, self._strategy, self._module
         contents = Contents(
             weights=strategy.model_state() if self._running else dict(module.state_dict()),
             aliases=tied_names(module),
             facts=Facts(
                 strategy=type(strategy).__name__,
                 precision=strategy.precision.name,
-                progress=session.progress.state_dict(),
+                progress=run.progress.state_dict(),
                 hyper_parameters=dict(module.hparams),
                 weights_only=weights_only,
             ),
@@ -63,7 +61,7 @@ class RunCheckpoint:
             contents.rank_state = self._rank_state(contents.weights)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
-                for index, optimizer in enumerate(session.optimizers)
+                for index, optimizer in enumerate(run.optimizers)
             ]
         return contents
 
@@ -79,7 +77,7 @@ class RunCheckpoint:
 
     def _state(self) -> dict[str, Any]:
         """What all ranks have alike."""
-        session, trainer = self._session, self._session.trainer
+        run, trainer = self._run, self._run.trainer
         own: dict[str, Any] = {}
         self._module.on_save_checkpoint(own)
         callbacks = {}
@@ -87,37 +85,37 @@ class RunCheckpoint:
             extra: dict[str, Any] = {}
             callback.on_save_checkpoint(trainer, self._module, extra)
             callbacks[key] = {"state": callback.state_dict(), "extra": extra}
-        datamodule = session.given.datamodule
+        datamodule = run.given.datamodule
         return {
             "module": own,
             "datamodule": {} if datamodule is None else datamodule.state_dict(),
             "callbacks": callbacks,
-            "schedulers": [config.scheduler.state_dict() for config in session.schedulers],
+            "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "precision": self._strategy.precision.state_dict(),
             "frozen": self._frozen(),
-            "loop": {} if session.loop is None else session.loop.state_dict(),
-            "data": session.data_state(),
+            "loop": {} if run.loop is None else run.loop.state_dict(),
+            "data": run.data_state(),
         }
 
     def _frozen(self) -> list[str]:
         """The names of what does not train."""
-        if self._running and self._session.stage == "fit":
-            return self._session.trainables.frozen()
+        if self._running and self._run.stage == "fit":
+            return self._run.trainables.frozen()
         return [name for name, one in self._module.named_parameters() if not one.requires_grad]
 
     def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """What is this rank's own."""
-        session = self._session
-        source = None if session.data is None else session.data.train
+        run = self._run
+        source = None if run.data is None else run.data.train
         return {
-            "draws": session.draws.state(session.progress.batch_idx),
-            "metrics": session.metrics.state_dict(),
+            "draws": run.draws.state(run.progress.batch_idx),
+            "metrics": run.metrics.state_dict(),
             "source": None if source is None else source.state_dict(),
             "buffers": self._own_buffers(weights) if self._running else {},
         }
 
     def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        aside = self._session.buffers.values()
+        aside = self._run.buffers.values()
         return own_buffers(self._module, weights, aside, self._strategy.control)
 
     # Loading
@@ -163,70 +161,70 @@ class RunCheckpoint:
         Raises:
             CheckpointError: it is damaged, or does not fit; nothing is changed then.
         """
-        session, strategy = self._session, self._strategy
+        run, strategy = self._run, self._strategy
 
         def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-            check_optimizers_fit(checkpoint, len(session.optimizers), len(session.schedulers))
+            check_optimizers_fit(checkpoint, len(run.optimizers), len(run.schedulers))
             weights = self._read_weights(checkpoint)
             states = [
                 checkpoint.optimizer_state(index, strategy.optimizer_regions(index))
-                for index in range(len(session.optimizers))
+                for index in range(len(run.optimizers))
             ]
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
-            session.metrics.check_states([one["metrics"] for one in ranks])
+            run.metrics.check_states([one["metrics"] for one in ranks])
             return weights, states, state, ranks
 
         # All that is needed is read and checked, on every rank, before anything changes.
         weights, states, state, ranks = self._agreed(checkpoint, read)
         if back and state.get("frozen") is not None:
-            session.trainables.keep_frozen(state["frozen"], None)
-            self.regroup(checkpoint, session.optimizers)
-            session.trainables.touched = True
+            run.trainables.keep_frozen(state["frozen"], None)
+            self.regroup(checkpoint, run.optimizers)
+            run.trainables.touched = True
         strategy.load_model_state(weights)
         for index, optimizer_state in enumerate(states):
             strategy.load_optimizer_state(optimizer_state, index)
-        for config, scheduler_state in zip(session.schedulers, state["schedulers"], strict=True):
+        for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
             config.scheduler.load_state_dict(scheduler_state)
         strategy.precision.load_state_dict(state["precision"])
-        session.progress.load_state_dict(checkpoint.progress)
+        run.progress.load_state_dict(checkpoint.progress)
         self._go_on(state, ranks)
         self._load_into_hooks(state)
 
     def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
-        session, progress, data = self._session, self._session.progress, state["data"]
-        assert session.data is not None
-        source = session.data.train
+        run, progress, data = self._run, self._run.progress, state["data"]
+        assert run.data is not None
+        source = run.data.train
         assert source is not None
         before = progress.batch_idx
-        alike = session.cursor.load_state_dict(data, source, progress)
-        if state["loop"] and session.loop is not None:
+        alike = run.cursor.load_state_dict(data, source, progress)
+        if state["loop"] and run.loop is not None:
             validation = state["loop"]["validation"]
             if validation is not None and not alike:
                 validation = renumbered(validation, before, progress.batch_idx)
-            session.loop.load_state_dict({**state["loop"], "validation": validation})
+            run.loop.load_state_dict({**state["loop"], "validation": validation})
         if alike:
             (own,) = ranks
-            session.draws.resume(own["draws"])
+            run.draws.resume(own["draws"])
             take_own_buffers(self._module, own.get("buffers", {}))
             if progress.batch_idx:
                 source.load_state_dict(own["source"])
         else:
             seed = derive_seed(_ANEW, data["seed"], progress.epoch, progress.epoch_samples)
             seed_rank(seed, self._strategy.data_rank)
-        session.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
+        run.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
 
     def _load_into_hooks(self, state: dict[str, Any]) -> None:
-        session = self._session
+        run = self._run
         self._module.on_load_checkpoint(state["module"])
-        if session.given.datamodule is not None:
-            session.given.datamodule.load_state_dict(state["datamodule"])
+        if run.given.datamodule is not None:
+            run.given.datamodule.load_state_dict(state["datamodule"])
         for key, callback in self._keyed():
             saved = state["callbacks"].get(key)
             if saved is not None:
                 callback.load_state_dict(saved["state"])
-                callback.on_load_checkpoint(session.trainer, self._module, saved["extra"])
+                callback.on_load_checkpoint(run.trainer, self._module, saved["extra"])
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         strategy = self._strategy
@@ -249,7 +247,7 @@ class RunCheckpoint:
     def _keyed(self) -> Iterator[tuple[str, Callback]]:
         """Each callback by its state key; those that do not tell themselves apart are told by their order."""
         count: Counter[str] = Counter()
-        for callback in self._session.callbacks:
+        for callback in self._run.callbacks:
             key = callback.state_key
             count[key] += 1
             yield key if count[key] == 1 else f"{key}#{count[key]}", callback

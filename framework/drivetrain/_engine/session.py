@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.advice import left_on_the_table
 from drivetrain._engine.batches import Move, batch_mover
-from drivetrain._engine.buffers_aside import BuffersAside
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiling import CompiledSteps
 from drivetrain._engine.console import heard
-from drivetrain._engine.cursor import Cursor
 from drivetrain._engine.defaults import checked_callbacks
 from drivetrain._engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
 from drivetrain._engine.failing import cause_of, in_vain, tell_others
@@ -29,6 +26,7 @@ from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_loggers import log_hyper_parameters, share_versions
+from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
 from drivetrain._engine.signals import Signals, awaited_signals, interruption
@@ -37,34 +35,26 @@ from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
 from drivetrain._engine.topology import Place, check_control_plane
 from drivetrain._engine.training import build_training, estimated_steps, under_context
-from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.lengths import Lengths
-from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
-from drivetrain._loops.progress import Progress
-from drivetrain._loops.saving import SaveRequests
-from drivetrain._loops.stopping import StopRequest, how_it_ended
-from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.stopping import how_it_ended
 from drivetrain._loops.trainables import Trainables
-from drivetrain._metrics import MetricStore
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
-from drivetrain.data._ahead import ReadAhead
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule, hold, release
+from drivetrain.run_context import RunContext
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.monitors import Monitors
-    from drivetrain.fit import Fit
 
 logger = logging.getLogger("drivetrain")
 
 
-class Session:
-    """One run of one stage.
+class Session(RunState):
+    """One run of one stage: its state, and the course of it.
 
     Args:
         trainer: whose settings hold; handed to callbacks.
@@ -79,7 +69,7 @@ class Session:
 
     def __init__(
         self,
-        trainer: Fit,
+        trainer: RunContext,
         stage: str,
         module: TrainModule,
         given: Given,
@@ -88,51 +78,20 @@ class Session:
         strategy: Strategy,
         place: Place,
     ) -> None:
-        self.trainer = trainer
-        self.stage = stage
-        self.module = module
-        self.given = given
-        self.return_predictions = return_predictions
-        self.strategy = strategy
+        super().__init__(trainer, stage, module, given, return_predictions, strategy)
         self.place = place
-        self.progress = Progress()
-        self.cursor = Cursor()
-        self.draws = ReadAhead(strategy.device)
-        self.buffers = BuffersAside(module, strategy)
-        self.saves = SaveRequests()
-        self.seed = 0
-        """Of the order of samples, the same on every rank."""
-        self.loop: TrainLoop | None = None
-        self._trainables: Trainables | None = None
         self.checkpoints = RunCheckpoints(self, ckpt_path)
-        self.metrics = MetricStore(module)
-        self.stop = StopRequest(strategy.control, None, None, None)
-        self.optimizers: list[Optimizer] = []
-        self.schedulers: list[SchedulerConfig] = []
-        self.handles: list[OptimizerHandle] = []
-        self.closure = False
-        """Whether the optimizer evaluates the loss anew within its step."""
-        self.manual: ManualStep | None = None
-        self.callbacks: list[Callback] = []
+        self.last_line: str | None = None
+        """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
         self._own: list[Callback] = []  # what configure_callbacks returned
         self._given_callbacks: list[Callback] = []  # trainer.callbacks as they were when they were taken
-        self._hooks: HookTable | None = None
-        self.data: StageData | None = None
-        self.lengths = Lengths(strategy.control)
-        self.estimate_was_read = False
-        """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""
-        self.sanity_checking = False
         self._monitors: Monitors | None = None
-        self.gradient_norm: torch.Tensor | None = None
-        self.validate: Callable[[], list[dict[str, float]]] | None = None
         self._teardowns: list[Callable[[str], None]] = []
         """Those still to be called, from when the first set-up is."""
         self._compiled: CompiledSteps | None = None
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._signals = Signals(awaited, self._asked_to_leave)
         self._log = RankLog(trainer, strategy.rank, strategy.world_size)
-        self.last_line: str | None = None
-        """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
@@ -197,7 +156,8 @@ class Session:
         if self._keeps_files:
             from drivetrain._engine.writable import check_folders
 
-            check_folders(self)
+            writing = self.callbacks if self.stage == "fit" else []
+            check_folders(strategy, writing, [] if self.stage == "predict" else trainer.loggers)  # which log nothing
         self.seed = self.checkpoints.open()
         if self.stage == "fit":
             self.checkpoints.see_what_is_left()
@@ -241,10 +201,17 @@ class Session:
 
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
         hooks = self.hooks
-        set_up_optimizers(self)
+        set_up_optimizers(self, self.checkpoints.regroup)
         if self._data().sources.get("validate"):
             self.validate = build_validation(self, runner, move)
-        loop = self.loop = build_training(self, runner, move)
+        loop = self.loop = build_training(
+            self,
+            runner,
+            move,
+            settle=self.settle,
+            save=self.checkpoints.save_before_leaving,
+            after_first_batch=self.monitors.after_first_batch,
+        )
         self.checkpoints.load()
         logger.info(self.strategy.precision.describe())
         advice = left_on_the_table(self.optimizers)
@@ -255,7 +222,7 @@ class Session:
         for hook in hooks.on_fit_start:
             hook()
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
-            try_validation(self, runner, move)
+            try_validation(self, runner, move, self.monitors.note_validation)
         self.metrics.enter("train", reset=self.checkpoints.opened is None)
         self._signals.listen()  # before, there is nothing to save
         for hook in hooks.on_train_start:
@@ -349,7 +316,7 @@ class Session:
         if self.stage == "fit":
             self.checkpoints.restore_trainables()  # a strategy wraps what trains
         strategy.check(module)
-        facts = {"stage": self.stage, **self.trainer.facts(), **data.facts(), **facts_about(module)}
+        facts = {"stage": self.stage, **_settings_alike(self.trainer), **data.facts(), **facts_about(module)}
         shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
         self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
         runner = under_context(strategy.setup_module(module), strategy.precision)
@@ -369,23 +336,7 @@ class Session:
             self.module.automatic_optimization,
         )
 
-    def data_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of how the data is dealt."""
-        source = None if self.data is None else self.data.train
-        return {**self.cursor.state_dict(source), "seed": self.seed}
-
     # Reads
-
-    @property
-    def was_elsewhere(self) -> bool:
-        """Whether this stands for a run that took place in other processes."""
-        return self._hooks is None
-
-    @property
-    def hooks(self) -> HookTable:
-        """Who overrode what; there from when the callbacks are known."""
-        assert self._hooks is not None
-        return self._hooks
 
     @property
     def monitors(self) -> Monitors:
@@ -397,22 +348,10 @@ class Session:
         return self._monitors
 
     @property
-    def trainables(self) -> Trainables:
-        """Watches what trains; there from when the strategy holds the module of a fit."""
-        assert self._trainables is not None
-        return self._trainables
-
-    @property
     def estimated_steps(self) -> int | float:
         """Optimizer steps of the whole run; infinite where neither data nor limits bound it."""
         self.estimate_was_read = True
         return estimated_steps(self)
-
-    def logger_call(self) -> Callable[[dict[str, float]], None] | None:
-        """Return what sends numbers to the loggers, or None where there are none on this rank."""
-        if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
-            return None
-        return self.trainer.log_metrics
 
     def _data(self) -> StageData:
         assert self.data is not None
@@ -485,3 +424,17 @@ class Session:
         if cause is not error:
             self._log.add_cause(cause)
         return cause
+
+
+def _settings_alike(trainer: RunContext) -> dict[str, Any]:
+    """The settings that must be alike on every rank, as the handshake compares them."""
+    names = (
+        "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
+        "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
+        "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
+        "inference_mode use_distributed_sampler"
+    )
+    facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
+    facts["strategy"] = trainer.strategy.name
+    facts["precision"] = trainer.strategy.precision.name
+    return facts

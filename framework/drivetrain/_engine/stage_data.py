@@ -27,7 +27,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -49,7 +49,7 @@ class StageData:
 
     def __init__(
         self,
-        trainer: Fit,
+        trainer: RunContext,
         stage: str,
         module: TrainModule,
         given: Given,

@@ -19,7 +19,7 @@ from drivetrain.errors import LossSpikeError, NonFiniteError
 from drivetrain.launchers import current_world
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
+    from drivetrain._engine.run_state import RunState
 
 _LOOPS: dict[CodeType, str] = {
     TrainLoop._train_epoch.__code__: "",
@@ -32,7 +32,7 @@ _INFERENCE = ("Inference tensors cannot be saved for backward", "inference tenso
 """What torch says of tensors made in inference mode that are used where gradients are wanted."""
 
 
-def note_where(error: BaseException, raised_at: TracebackType | None, session: Session) -> None:
+def note_where(error: BaseException, raised_at: TracebackType | None, session: RunState) -> None:
     """Add rank, epoch, step and batch index to what a run failed with, unless it says so itself.
 
     Args:

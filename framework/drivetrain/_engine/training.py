@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import duration
 from drivetrain._engine.batches import Move, moved
+from drivetrain._engine.run_state import RunState
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.lengths import Tally
@@ -33,53 +34,66 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
-if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
-
-
 logger = logging.getLogger("drivetrain")
 
 
-def build_training(session: Session, runner: StepRunner, move: Move | None) -> TrainLoop:
-    """Return the loop that trains ``session``'s module."""
-    trainer, metrics, strategy = session.trainer, session.metrics, session.strategy
-    step = _step(session, runner)
+def build_training(
+    run: RunState,
+    runner: StepRunner,
+    move: Move | None,
+    *,
+    settle: Callable[[], None],
+    save: Callable[[], None],
+    after_first_batch: Callable[[], None],
+) -> TrainLoop:
+    """Return the loop that trains the run's module.
+
+    Args:
+        run: gets its stop request, and with manual optimization what runs it.
+        runner: the strategy's callable that every step runs through.
+        move: brings a batch to the device.
+        settle: called as an epoch begins.
+        save: writes what a later run goes on from, where this one is asked to leave. Collective.
+        after_first_batch: called once, after the first micro-batch, on one rank.
+    """
+    trainer, metrics, strategy = run.trainer, run.metrics, run.strategy
+    step = _step(run, runner)
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
-        step = AnomalyStep(step, session.progress, strategy.rank)
+        step = AnomalyStep(step, run.progress, strategy.rank)
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
-    session.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    run.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     if strategy.rank == 0:
         strategy.precision.at_floor = _SaysOnce()
-    module = session.module
+    module = run.module
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
-    data = session.data
+    data = run.data
     assert data is not None
     assert data.train is not None
-    tally = Tally("training loader", data.train.length, not data.train.static, session.lengths)
+    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
     return TrainLoop(
         step=step,
-        micro_batches=_micro_batches(session, move, tally),
-        hooks=session.hooks,
+        micro_batches=_micro_batches(run, move, tally),
+        hooks=run.hooks,
         metrics=metrics,
-        progress=session.progress,
+        progress=run.progress,
         limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
-        stop=session.stop,
+        stop=run.stop,
         schedulers=Schedulers(
-            session.schedulers if module.automatic_optimization else [],
+            run.schedulers if module.automatic_optimization else [],
             scheduler_step,
             metrics.agreed,
             lambda: list(metrics.callback_metrics()),
-            Outlook(estimated_steps(session), data.train_length, session.estimate_was_read),
+            Outlook(estimated_steps(run), data.train_length, run.estimate_was_read),
             tells=strategy.rank == 0,
         ),
         validation=ValidationPlan(
-            session.validate,
+            run.validate,
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
             data.train_length,
-            session.stop,
+            run.stop,
             metrics,
             tells=strategy.control.rank == 0,
         ),
@@ -87,24 +101,24 @@ def build_training(session: Session, runner: StepRunner, move: Move | None) -> T
         length=data.train_length,
         certain=data.train_certain or data.train.stateful,
         tally=tally,
-        lengths=session.lengths,
-        log=session.logger_call(),
-        saves=session.saves,
-        draws=session.draws,
-        save=session.checkpoints.save_before_leaving,
-        settle=session.settle,
-        watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, session.monitors.after_first_batch),
+        lengths=run.lengths,
+        log=run.logger_call(),
+        saves=run.saves,
+        draws=run.draws,
+        save=save,
+        settle=settle,
+        watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
     )
 
 
-def estimated_steps(session: Session) -> int | float:
+def estimated_steps(run: RunState) -> int | float:
     """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
-    trainer, data = session.trainer, session.data
+    trainer, data = run.trainer, run.data
     assert data is not None
     length = data.train_length
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((one for one in session.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+    schedule = next((one for one in run.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
     if schedule is None:
         steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
     else:
@@ -143,47 +157,45 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
     return run
 
 
-def _step(session: Session, runner: StepRunner) -> TrainStep:
-    module, strategy, hooks = session.module, session.strategy, session.hooks
+def _step(run: RunState, runner: StepRunner) -> TrainStep:
+    module, strategy, hooks = run.module, run.strategy, run.hooks
     takes = StepArguments(module.training_step)
     arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
     if not module.automatic_optimization:
-        _check_manual(session)
-        session.manual = ManualStep(
-            module, runner, strategy, session.handles, hooks, session.metrics, session.trainables, arguments
-        )
-        return session.manual
+        _check_manual(run)
+        run.manual = ManualStep(module, runner, strategy, run.handles, hooks, run.metrics, run.trainables, arguments)
+        return run.manual
     kind: Callable[..., TrainStep] = AutomaticStep
-    if session.closure:
-        assert session.data is not None
-        assert session.data.train is not None
-        kind = partial(ClosureStep, lasting=session.data.train.lasting)
+    if run.closure:
+        assert run.data is not None
+        assert run.data.train is not None
+        kind = partial(ClosureStep, lasting=run.data.train.lasting)
         if strategy.precision.scales_loss:
             raise ConfigurationError(
-                f"precision={strategy.precision.name!r} with {type(session.optimizers[0]).__name__}.",
+                f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",
                 "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
                 "use precision='bf16-mixed' or '32-true'.",
             )
     steps = None
     if is_overridden("optimizer_step", module, TrainModule):
-        steps = OverriddenSteps(module, session.handles, session.progress)
+        steps = OverriddenSteps(module, run.handles, run.progress)
     return kind(
         module,
         runner,
         strategy,
-        session.optimizers,
+        run.optimizers,
         hooks,
-        session.metrics,
-        session.trainables,
-        _clipping(session),
+        run.metrics,
+        run.trainables,
+        _clipping(run),
         arguments,
         steps,
-        _unscales_apart(session),
+        _unscales_apart(run),
     )
 
 
-def _check_manual(session: Session) -> None:
-    trainer = session.trainer
+def _check_manual(run: RunState) -> None:
+    trainer = run.trainer
     for name, value, idle in (
         ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
         ("gradient_clip_val", trainer.gradient_clip_val, None),
@@ -196,8 +208,8 @@ def _check_manual(session: Session) -> None:
             )
 
 
-def _clipping(session: Session) -> Callable[[Sequence[Optimizer]], Any] | None:
-    trainer, module, strategy = session.trainer, session.module, session.strategy
+def _clipping(run: RunState) -> Callable[[Sequence[Optimizer]], Any] | None:
+    trainer, module, strategy = run.trainer, run.module, run.strategy
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if is_overridden("configure_gradient_clipping", module, TrainModule):
 
@@ -210,15 +222,15 @@ def _clipping(session: Session) -> Callable[[Sequence[Optimizer]], Any] | None:
         return None
 
     def clip(optimizers: Sequence[Optimizer]) -> None:
-        session.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+        run.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
 
 
-def _unscales_apart(session: Session) -> bool:
+def _unscales_apart(run: RunState) -> bool:
     """Whether scaled gradients are unscaled in a pass of their own: where nothing clips, or somebody looks before."""
-    trainer, module, strategy = session.trainer, session.module, session.strategy
-    looked_at = bool(session.hooks.on_before_optimizer_step) or is_overridden(
+    trainer, module, strategy = run.trainer, run.module, run.strategy
+    looked_at = bool(run.hooks.on_before_optimizer_step) or is_overridden(
         "configure_gradient_clipping", module, TrainModule
     )
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
@@ -226,9 +238,9 @@ def _unscales_apart(session: Session) -> bool:
     return precision.scales_loss and (looked_at or not clips or not precision.clips_scaled)
 
 
-def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callable[[int, int], Iterator[MicroBatch]]:
+def _micro_batches(run: RunState, move: Move | None, tally: Tally) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
-    data, strategy, trainer, module = session.data, session.strategy, session.trainer, session.module
+    data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
     assert data is not None
     assert data.train is not None
     source = data.train
@@ -238,11 +250,11 @@ def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callabl
     ranks = strategy.data_world_size
     exchanged = ranks > 1 and (weigh is not None or not source.static)
     read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
-    trained = (lambda: session.progress.batch_idx) if read_ahead else None
+    trained = (lambda: run.progress.batch_idx) if read_ahead else None
 
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
         limit, size = data.train_limit, trainer.accumulate_grad_batches
-        origin = session.cursor.origin(epoch)
+        origin = run.cursor.origin(epoch)
         # What is left of an epoch that began under another dealing ends with its data.
         room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
         # The epoch's order stays the first one's where the run overfits a few batches.
@@ -250,7 +262,7 @@ def _micro_batches(session: Session, move: Move | None, tally: Tally) -> Callabl
         pairs = source.epoch(order, first, origin)
         if not origin.samples:
             pairs = tally.follow(pairs, first)
-        pairs = session.draws.follow(pairs, first, trained)
+        pairs = run.draws.follow(pairs, first, trained)
         if source.to_compare:
             from drivetrain._loops.same_data import compared  # for whoever has such data
 

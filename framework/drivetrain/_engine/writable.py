@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from drivetrain._engine.defaults import is_ours
+from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.loggers import Logger
 from drivetrain.loggers._directory_logger import DirectoryLogger
-
-if TYPE_CHECKING:
-    from drivetrain._engine.session import Session
+from drivetrain.strategies.strategy import Strategy
 
 
-def check_folders(session: Session) -> None:
+def check_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
     """Refuse folders that cannot be written to, on every rank alike. It makes none, and leaves nothing. Collective.
+
+    Args:
+        strategy: by which ranks tell each other.
+        callbacks: those that will write.
+        loggers: likewise, on rank 0.
 
     Raises:
         ConfigurationError: names the folder, whose it is, what the system says, and the ranks.
     """
-    control, strategy = session.strategy.control, session.strategy
+    control = strategy.control
     # The ranks of a node see the same disks.
-    found = next(_problems(session), None) if strategy.local_rank == 0 else None
+    found = None
+    if strategy.local_rank == 0:
+        found = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
     (failing,) = control.agree("folders that can be written to", found is not None)
     if not failing:
         return
@@ -33,16 +39,15 @@ def check_folders(session: Session) -> None:
     raise ConfigurationError(f"{what}{where}.", why, fix)
 
 
-def _problems(session: Session) -> Iterator[tuple[str, str, str]]:
+def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
     saving = "the run would train until its first save, and fail there."
-    for callback in session.callbacks if session.stage == "fit" else ():
+    for callback in callbacks:
         folder = getattr(callback, "dirpath", None)  # a user's own callback may only read there
         if isinstance(folder, str) and is_ours(callback) and (problem := _why_not(folder)) is not None:
             name = type(callback).__name__
             fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
             yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
-    # Predictions log nothing.
-    for logger in session.trainer.loggers if session.strategy.rank == 0 and session.stage != "predict" else ():
+    for logger in loggers:
         if not isinstance(logger, DirectoryLogger) or "://" in logger.save_dir:
             continue
         if (problem := _why_not(logger.save_dir)) is not None:

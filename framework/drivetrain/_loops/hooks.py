@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
 from drivetrain.module._module_hooks import ModuleHooks
+
+if TYPE_CHECKING:
+    from drivetrain.run_context import RunContext
 
 Call = Callable[..., Any]
 
@@ -32,7 +35,7 @@ class HookTable:
     ``table.early[name]`` and ``table.late[name]`` split it after the module's own hook.
     """
 
-    def __init__(self, trainer: Any, module: Any, callbacks: Sequence[Callback]) -> None:
+    def __init__(self, trainer: RunContext, module: Any, callbacks: Sequence[Callback]) -> None:
         ordered = sorted(callbacks, key=lambda callback: -callback.priority)
         self.early: dict[str, tuple[Call, ...]] = {}
         self.late: dict[str, tuple[Call, ...]] = {}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from drivetrain._metrics.agreed_value import agreed_value
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 
-def monitored_value(trainer: Fit, name: str) -> float | None:
+def monitored_value(trainer: RunContext, name: str) -> float | None:
     """Return the logged value ``name``, the same on every rank; None where no rank has it. Collective."""
     return agreed_value(trainer.strategy.control, name, trainer.callback_metrics.get(name))

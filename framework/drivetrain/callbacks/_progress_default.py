@@ -10,8 +10,8 @@ from drivetrain.callbacks.progress_bar import Phase, ProgressBar
 from drivetrain.callbacks.rich_progress_bar import RichProgressBar, rich_is_installed
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 
 class EpochLines(ProgressBar):
@@ -25,7 +25,7 @@ class EpochLines(ProgressBar):
     on_test_batch_end = Callback.on_test_batch_end
     on_predict_batch_end = Callback.on_predict_batch_end
 
-    def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Remember where the epoch began."""
         super().on_train_epoch_start(trainer, module)
         self._first_micro_batch = trainer.micro_batches
@@ -34,7 +34,7 @@ class EpochLines(ProgressBar):
         """False: nothing is ever rewritten."""
         return False
 
-    def _conclude(self, trainer: Fit, phase: Phase | None) -> None:
+    def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
         # Nobody counted: training has a counter of the engine's, an evaluation ran all it has.
         if phase is not None:
             training = phase is self._training

@@ -9,8 +9,8 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 
 class GradientAccumulationScheduler(Callback):
@@ -56,7 +56,7 @@ class GradientAccumulationScheduler(Callback):
         """How many micro-batches a window has in ``epoch``."""
         return next((self.scheduling[start] for start in reversed(self.scheduling) if start <= epoch), 1)
 
-    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Refuse what contradicts the schedule, and set the first window."""
         if stage != "fit":
             return
@@ -76,15 +76,15 @@ class GradientAccumulationScheduler(Callback):
         self._before = trainer.accumulate_grad_batches
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Set the window of an epoch that is resumed in its middle and has no start of its own."""
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
-    def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Set the epoch's window."""
         trainer.accumulate_grad_batches = self.window(trainer.current_epoch)
 
-    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Leave the run's setting as it was."""
         if self._before is not None:
             trainer.accumulate_grad_batches = self._before

@@ -17,8 +17,8 @@ from drivetrain.checkpoint._retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 _MODES = ("min", "max")
 _LOOK_AT_THE_CLOCK_EVERY = 16  # steps: all ranks go by rank 0's, and asking takes a moment
@@ -159,7 +159,7 @@ class Checkpoint(Callback):
         """Return the list of what is kept, for `go_on_with`."""
         return self._retention.state_dict()
 
-    def go_on_with(self, written: Mapping[str, Any], trainer: Fit, path: str) -> None:
+    def go_on_with(self, written: Mapping[str, Any], trainer: RunContext, path: str) -> None:
         """Keep the list of what was written although the run has gone back to ``path``; what came later goes.
 
         Started again before it has come by once more, a run would go on from the newest.
@@ -175,7 +175,7 @@ class Checkpoint(Callback):
 
     # When
 
-    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Begin afresh."""
         if stage != "fit":
             return
@@ -184,13 +184,13 @@ class Checkpoint(Callback):
         self._begin()
         self._fitting = True
 
-    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Evaluation outside of fit is none of our business."""
         self._fitting = False
         for path in list(self._claims):
             self._give_up(path)  # it could not be written
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Settle when to save, and remove what an earlier run was about to."""
         once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
@@ -201,7 +201,7 @@ class Checkpoint(Callback):
                 remove(one)
 
     def _after_micro_batch(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Save every so many steps, or after so much time."""
         step = trainer.global_step
@@ -217,25 +217,25 @@ class Checkpoint(Callback):
                 self._clock = time.monotonic()
                 self._ask(trainer)
 
-    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save after a validation within an epoch."""
         if self._fitting and self._by_itself and not self._at_epoch_end and not trainer.sanity_checking:
             self._ask(trainer)
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save every so many epochs."""
         every = self.every_n_epochs or (1 if self._by_itself and self._at_epoch_end else None)
         if every is not None and (trainer.current_epoch + 1) % every == 0:
             self._ask(trainer)
 
-    def on_exception(self, trainer: Fit, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
         """Save what there is, where that was asked for."""
         if self._interim is not None and self._interim[1] == trainer.global_step:
             return  # it left because of a signal, and has saved
         if self._fitting and self.save_on_exception:
             trainer.save_after_failure(child(self._folder(), f"exception-step={trainer.global_step}"))
 
-    def save_before_leaving(self, trainer: Fit) -> None:
+    def save_before_leaving(self, trainer: RunContext) -> None:
         """Save what a later run goes on from, as this one ends before its time. Collective.
 
         Such a checkpoint counts for nothing in what is kept, and goes once the later run has saved a further one.
@@ -250,7 +250,7 @@ class Checkpoint(Callback):
 
     # How
 
-    def _ask(self, trainer: Fit) -> None:
+    def _ask(self, trainer: RunContext) -> None:
         if self.save_top_k == 0 and self.keep_last == 0:
             return
         score = None if self.monitor is None else self._score(trainer, self.monitor)
@@ -263,7 +263,7 @@ class Checkpoint(Callback):
         """Whether the name holds logged values, which are brought over from the device for it."""
         return self.filename != DEFAULT
 
-    def _save(self, trainer: Fit, score: float | None, values: Mapping[str, float]) -> None:
+    def _save(self, trainer: RunContext, score: float | None, values: Mapping[str, float]) -> None:
         if trainer.global_step == self._saved_at and score is None:
             return  # an epoch's end comes with its last step
         self._saved_at = trainer.global_step
@@ -278,12 +278,12 @@ class Checkpoint(Callback):
                 self._interim = None
         self._write(trainer, path, going, self.save_weights_only, self.save_async)
 
-    def _choose(self, trainer: Fit, name: str) -> str:
+    def _choose(self, trainer: RunContext, name: str) -> str:
         """Rank 0 chooses: a name of this run's own is written over, another's is not."""
         folder, control = self._folder(), trainer.strategy.control
         return child(folder, control.from_rank_0(self._claim(folder, name) if control.rank == 0 else None))
 
-    def _write(self, trainer: Fit, path: str, going: list[str], weights_only: bool, background: bool) -> None:
+    def _write(self, trainer: RunContext, path: str, going: list[str], weights_only: bool, background: bool) -> None:
         leader = trainer.strategy.control.rank == 0
 
         def whole() -> None:
@@ -309,7 +309,7 @@ class Checkpoint(Callback):
         assert self.dirpath is not None
         return self.dirpath
 
-    def _score(self, trainer: Fit, monitor: str) -> float:
+    def _score(self, trainer: RunContext, monitor: str) -> float:
         value = monitored_value(trainer, monitor)
         if value is None:
             known = sorted(trainer.callback_metrics)

@@ -13,8 +13,8 @@ from drivetrain.callbacks._monitored import monitored_value
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 _MODES = ("min", "max")
 
@@ -137,7 +137,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
 
-    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Begin afresh; evaluation outside a `fit` is none of our business."""
         self._fitting = stage == "fit"
         if self._fitting:
@@ -149,7 +149,7 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.stopping_reason = None
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Settle when to check."""
         if self.check_on_train_epoch_end is not None:
             self._at_epoch_end = self.check_on_train_epoch_end
@@ -157,17 +157,17 @@ class EarlyStopping(Callback):
             once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
             self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check, where the end of an epoch is the moment."""
         if self._at_epoch_end:
             self._check(trainer)
 
-    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check, where the end of a validation is the moment."""
         if self._fitting and not self._at_epoch_end and not trainer.sanity_checking:
             self._check(trainer)
 
-    def _check(self, trainer: Fit) -> None:
+    def _check(self, trainer: RunContext) -> None:
         value = monitored_value(trainer, self.monitor)
         if value is None:
             self._missing(trainer)
@@ -210,7 +210,7 @@ class EarlyStopping(Callback):
     def _better(self, value: float, other: float, margin: float = 0.0) -> bool:
         return value + margin < other if self.mode == "min" else value - margin > other
 
-    def _missing(self, trainer: Fit) -> None:
+    def _missing(self, trainer: RunContext) -> None:
         known = sorted(trainer.callback_metrics)
         what = (
             f"EarlyStopping(monitor={self.monitor!r}): nothing of that name was logged.{nearest(self.monitor, known)}"

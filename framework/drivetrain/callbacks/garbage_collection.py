@@ -9,8 +9,8 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 _YOUNG = 1  # the generation below the oldest: what came since the last collection, in some tenths of a millisecond
 
@@ -45,7 +45,7 @@ class GarbageCollection(Callback):
         self._holds = False  # it was on, and we have switched it off
         self._collected_at = 0
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Collect what set-up has left, and switch the collector off."""
         self._collected_at = trainer.global_step
         self._holds = gc.isenabled()
@@ -53,7 +53,7 @@ class GarbageCollection(Callback):
         gc.disable()
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Collect when it is time."""
         step = trainer.global_step
@@ -61,15 +61,15 @@ class GarbageCollection(Callback):
             self._collected_at = step
             gc.collect(_YOUNG)
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Collect everything: the ranks meet here anyway."""
         gc.collect()
 
-    def on_train_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Leave the collector as it was."""
         self._let_go()
 
-    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """The same after a failure."""
         self._let_go()
 

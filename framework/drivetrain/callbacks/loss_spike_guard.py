@@ -18,7 +18,7 @@ from drivetrain.errors import ConfigurationError, LossSpikeError, nearest
 from drivetrain.module.train_module import TrainModule
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -128,7 +128,7 @@ class LossSpikeGuard(Callback):
         self.rollbacks = max(self.rollbacks, state_dict["rollbacks"])
         self.passed_over |= set(state_dict["passed_over"])
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin with nothing seen."""
         if self.action != "warn":
             self._check(trainer, module)
@@ -136,7 +136,7 @@ class LossSpikeGuard(Callback):
         self._weighs = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
         self._step = trainer.global_step
 
-    def on_before_backward(self, trainer: Fit, module: TrainModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
         self._joined, self._step = trainer.joining, trainer.global_step
         if self._losses is None:
@@ -145,7 +145,7 @@ class LossSpikeGuard(Callback):
             self._losses = torch.zeros(_CAPACITY, dtype=dtype, device=loss.device)
         self._losses[len(self._marks)].add_(loss.detach())
 
-    def on_before_optimizer_step(self, trainer: Fit, module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
         """Drop the gradients of a step that is not to be made."""
         if self.action == "warn":
             return
@@ -157,7 +157,7 @@ class LossSpikeGuard(Callback):
                     parameter.grad = None
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Note which step that was, and look when it is time."""
         # What weighs nothing is not read here: that could wait for the device.
@@ -169,11 +169,11 @@ class LossSpikeGuard(Callback):
         if (made and step % self.every_n_steps == 0) or len(self._marks) == _CAPACITY:
             self._look(trainer)
 
-    def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Look before what may be saved after it."""
         self._look(trainer)
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Look at what is left of the epoch."""
         self._look(trainer)
 
@@ -182,7 +182,7 @@ class LossSpikeGuard(Callback):
 
     # Looking
 
-    def _look(self, trainer: Fit) -> None:
+    def _look(self, trainer: RunContext) -> None:
         if not self._marks:
             return
         means = self._means(trainer)
@@ -202,7 +202,7 @@ class LossSpikeGuard(Callback):
         else:
             self._go_back(trainer, what, spikes)
 
-    def _means(self, trainer: Fit) -> dict[int, float]:
+    def _means(self, trainer: RunContext) -> dict[int, float]:
         """Each step's mean loss over its micro-batches on all ranks, by the step before it."""
         marks, self._marks = self._marks, []
         sums = {mark.step: [0.0, 0.0] for mark in marks}  # the steps are alike on every rank
@@ -216,7 +216,7 @@ class LossSpikeGuard(Callback):
         everyone = trainer.strategy.control.all_gather(told.flatten()).sum(0).view(-1, 2).tolist()
         return {step: total / count for step, (total, count) in zip(sums, everyone, strict=True) if count}
 
-    def _is_dropped(self, trainer: Fit) -> bool:
+    def _is_dropped(self, trainer: RunContext) -> bool:
         """Whether the step that comes next is not to be made; alike on every rank."""
         if self.action == "rollback":
             return self._step in self.passed_over
@@ -239,7 +239,7 @@ class LossSpikeGuard(Callback):
     def _usual(self) -> str:
         return f"the usual is {self._statistic.middle:.4g}, the limit {self._statistic.limit:.4g}"
 
-    def _go_back(self, trainer: Fit, what: str, spikes: Iterable[int]) -> None:
+    def _go_back(self, trainer: RunContext, what: str, spikes: Iterable[int]) -> None:
         first, last = min(spikes), max(spikes)
         if self.rollbacks >= self.max_rollbacks:
             raise LossSpikeError(
@@ -265,11 +265,11 @@ class LossSpikeGuard(Callback):
         )
         trainer.roll_back(path)
 
-    def _say(self, trainer: Fit, message: str) -> None:
+    def _say(self, trainer: RunContext, message: str) -> None:
         if trainer.strategy.rank == 0:
             logger.warning(message)
 
-    def _check(self, trainer: Fit, module: TrainModule) -> None:
+    def _check(self, trainer: RunContext, module: TrainModule) -> None:
         if not trainer.strategy.accepts_none_loss:
             why = f"strategy {trainer.strategy.name!r} keeps its gradients to itself, and cannot pass over a step"
         elif not module.automatic_optimization:
@@ -285,5 +285,5 @@ class LossSpikeGuard(Callback):
         )
 
 
-def _savers(trainer: Fit) -> list[Checkpoint]:
+def _savers(trainer: RunContext) -> list[Checkpoint]:
     return [one for one in trainer.callbacks if isinstance(one, Checkpoint) and not one.save_weights_only]

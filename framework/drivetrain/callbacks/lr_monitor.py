@@ -11,8 +11,8 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 _INTERVALS = ("step", "epoch")
 
@@ -60,7 +60,7 @@ class LearningRateMonitor(Callback):
         }
         return f"{type(self).__qualname__}{settings!r}"
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Settle when to log."""
         self._by_step = self._by_epoch = False
         self._every = trainer.log_every_n_steps
@@ -75,12 +75,12 @@ class LearningRateMonitor(Callback):
         self._by_epoch = not self._by_step
         self._last = -1
 
-    def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Log the rate of the coming epoch."""
         if self._by_epoch:
             trainer.log_metrics(self.rates(trainer), step=trainer.global_step)
 
-    def on_train_batch_start(self, trainer: Fit, module: TrainModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Log the rate of the coming step, once a step however many micro-batches it has."""
         if not self._by_step:
             return
@@ -89,7 +89,7 @@ class LearningRateMonitor(Callback):
             self._last = step
             trainer.log_metrics(self.rates(trainer), step=step)
 
-    def rates(self, trainer: Fit) -> dict[str, float]:
+    def rates(self, trainer: RunContext) -> dict[str, float]:
         """The values as of now, by key."""
         names = {id(config.scheduler.optimizer): config.name for config in trainer.scheduler_configs if config.name}
         values: dict[str, float] = {}

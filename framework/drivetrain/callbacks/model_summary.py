@@ -13,8 +13,8 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ModelSummary(Callback):
         """The class and the depth."""
         return f"{type(self).__qualname__}{{'max_depth': {self.max_depth!r}}}"
 
-    def on_fit_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the summary."""
         if trainer.is_global_zero:
             trainer.print(str(summarize(module, self.max_depth)))

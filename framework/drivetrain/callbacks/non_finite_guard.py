@@ -17,7 +17,7 @@ from drivetrain.module.train_module import TrainModule
 from drivetrain.precision._gradient_meshes import by_mesh
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 _CAPACITY = 256  # micro-batches between two looks at most, whatever the window
 _LOSS, _GRADIENT, _PARAMETER = 0, 1, 2
@@ -83,7 +83,7 @@ class NonFiniteGuard(Callback):
         }
         return f"{type(self).__qualname__}{settings!r}"
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin with nothing seen."""
         if self.check_gradients and trainer.precision.scales_loss:
             raise ConfigurationError(
@@ -96,13 +96,13 @@ class NonFiniteGuard(Callback):
         self._weighs = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
         self._step = self._looked_at = trainer.global_step
 
-    def on_before_backward(self, trainer: Fit, module: TrainModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
         self._joined = trainer.joining
         # Several losses of one micro-batch share a place: NaN and infinity survive a sum.
         self._place(loss, _LOSS).add_(loss.detach())
 
-    def on_before_optimizer_step(self, trainer: Fit, module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
         """Keep the largest magnitude among this rank's gradients."""
         if not self.check_gradients:
             return
@@ -113,7 +113,7 @@ class NonFiniteGuard(Callback):
             self._place(largest, _GRADIENT).add_(largest)
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Note which micro-batch that was, and look when it is time."""
         # What weighs nothing is not read here: that could wait for the device.
@@ -124,17 +124,17 @@ class NonFiniteGuard(Callback):
         if step - self._looked_at >= self.every_n_steps or len(self._marks) == _CAPACITY:
             self._look(trainer, module)
 
-    def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Do not validate, and then keep, a model that is not one any more."""
         if self._marks:
             self._look(trainer, module)
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Look at what is left of the epoch."""
         if self._marks:
             self._look(trainer, module)
 
-    def on_train_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Look at what is left of a training that ended within an epoch."""
         if self._marks:
             self._look(trainer, module)
@@ -150,7 +150,7 @@ class NonFiniteGuard(Callback):
             self._window = torch.zeros(_CAPACITY, 2, dtype=dtype, device=value.device)
         return self._window[len(self._marks), column]
 
-    def _look(self, trainer: Fit, module: TrainModule) -> None:
+    def _look(self, trainer: RunContext, module: TrainModule) -> None:
         marks, self._marks = self._marks, []
         self._looked_at = trainer.global_step
         everyone = trainer.strategy.control.all_gather(self._finding(marks, module))

@@ -15,8 +15,8 @@ from drivetrain.callbacks._readback import Readback
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 _BAR_WIDTH = 24
 
@@ -117,30 +117,30 @@ class ProgressBar(Callback):
 
     # The run
 
-    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Decide whether this rank shows anything."""
         self._speaks = trainer.is_global_zero
         self._live = self._speaks and self.is_terminal()
 
-    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Take the bar down, also after a failure."""
         if self._live:
             self.close()
         self._live = self._speaks = False
         self._training = self._phase = None
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin the count of an epoch that is resumed in its middle and has no start of its own."""
         self.on_train_epoch_start(trainer, module)
 
-    def on_train_epoch_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin an epoch's count."""
         last = f"/{trainer.max_epochs}" if trainer.max_epochs not in (None, -1) else ""
         self._training = Phase(f"Epoch {trainer.current_epoch + 1}{last}", _count(_to_come(trainer)), _now())
         self._show(self._training)
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Count, and refresh when it is time."""
         phase = self._training
@@ -150,25 +150,31 @@ class ProgressBar(Callback):
         if self._live and _now() >= self._next_refresh:
             self._refresh(trainer)
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Leave the epoch's line."""
         self._conclude(trainer, self._training)
         self._training = None
 
     # Evaluation and prediction
 
-    def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin a validation's count."""
         title = "Sanity check" if trainer.sanity_checking else "Validation"
         self._show(Phase(title, _count(sum(trainer.num_val_batches)), _now()))
 
     def on_validation_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: RunContext,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count, and refresh when it is time."""
         self._advance(trainer)
 
-    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Go back to the epoch, whose speed does not count the validation; alone, leave a line."""
         phase, now = self._phase, _now()
         if trainer.sanity_checking or self._training is not None:
@@ -178,31 +184,43 @@ class ProgressBar(Callback):
         else:
             self._conclude(trainer, phase)
 
-    def on_test_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin a test's count."""
         self._show(Phase("Test", _count(sum(trainer.num_test_batches)), _now()))
 
     def on_test_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: RunContext,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count, and refresh when it is time."""
         self._advance(trainer)
 
-    def on_test_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Leave the test's line."""
         self._conclude(trainer, self._phase)
 
-    def on_predict_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_predict_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin a prediction's count."""
         self._show(Phase("Prediction", _count(sum(trainer.num_predict_batches)), _now()))
 
     def on_predict_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: RunContext,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Count, and refresh when it is time."""
         self._advance(trainer)
 
-    def on_predict_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_predict_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Leave the prediction's line."""
         self._conclude(trainer, self._phase)
 
@@ -212,7 +230,7 @@ class ProgressBar(Callback):
         self._phase = phase
         self._next_refresh = 0.0
 
-    def _advance(self, trainer: Fit) -> None:
+    def _advance(self, trainer: RunContext) -> None:
         phase = self._phase
         if phase is not None:
             phase.done += 1
@@ -220,14 +238,14 @@ class ProgressBar(Callback):
         if self._live and _now() >= self._next_refresh:
             self._refresh(trainer)
 
-    def _refresh(self, trainer: Fit) -> None:
+    def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
             self.draw(phase, self._readback.latest(trainer.progress_bar_metrics), now)
         # The pause begins after the drawing, so that a slow terminal cannot take up the whole run.
         self._next_refresh = _now() + self._pause
 
-    def _conclude(self, trainer: Fit, phase: Phase | None) -> None:
+    def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
         self._phase = None
         if not self._speaks or phase is None:
             return
@@ -279,12 +297,12 @@ def _line(phase: Phase, metrics: Mapping[str, float], now: float) -> str:
     return " ".join([*parts, *(f"{name}={number(value)}" for name, value in metrics.items())])
 
 
-def _to_come(trainer: Fit) -> int | float:
+def _to_come(trainer: RunContext) -> int | float:
     """Micro-batches of the epoch, up to where ``max_steps`` ends it."""
     if trainer.max_steps < 0:
         return trainer.num_training_batches
     left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-    return min(trainer.num_training_batches, trainer.progress.batch_idx + left)
+    return min(trainer.num_training_batches, trainer.batch_idx + left)
 
 
 def _count(total: float) -> int | None:

@@ -16,8 +16,8 @@ from drivetrain.callbacks._checksum import checksums
 from drivetrain.errors import ConfigurationError, DistributedError
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 # Between two forwards their statistics are each rank's own: DDP hands out rank 0's as the next forward begins.
 _LOCAL_STATISTICS = (
@@ -70,24 +70,24 @@ class ReplicaCheck(Callback):
         settings = {"every_n_steps": self.every_n_steps, "buffers": self.buffers, "ignore": self.ignore}
         return f"{type(self).__qualname__}{settings!r}"
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Check that all ranks start alike."""
         self._check(trainer, module)
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Check after every ``every_n_steps``-th step."""
         step = trainer.global_step
         if step % self.every_n_steps == 0 and step != self._last:
             self._check(trainer, module)
 
-    def on_train_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Check what training leaves behind."""
         if trainer.global_step != self._last:
             self._check(trainer, module)
 
-    def _check(self, trainer: Fit, module: TrainModule) -> None:
+    def _check(self, trainer: RunContext, module: TrainModule) -> None:
         self._last = trainer.global_step
         control = trainer.strategy.control
         if control.world_size > 1:

@@ -19,7 +19,7 @@ from drivetrain.module.train_module import TrainModule
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 
 class _Point(NamedTuple):
@@ -91,7 +91,7 @@ class ThroughputMonitor(Callback):
         """Take the rates back; the next window replaces them."""
         self.latest = dict(state_dict["latest"])
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin anew."""
         self.latest = {}
         self._points.clear()
@@ -104,7 +104,7 @@ class ThroughputMonitor(Callback):
         self._peak = self.peak_flops or known_peak_flops(strategy.device, trainer.precision.compute_dtype)
         self._counted = self.flops
 
-    def on_train_batch_start(self, trainer: Fit, module: TrainModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Weigh the micro-batch, and count the second one's arithmetic."""
         self._begun += 1
         if self._weighs and not trainer.joining:
@@ -117,7 +117,7 @@ class ThroughputMonitor(Callback):
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Take the counters with the first step and with every logged one."""
         if self._counter is not None:
@@ -130,15 +130,15 @@ class ThroughputMonitor(Callback):
         if every and (not self._points or step % every == 0):
             self._take(trainer)
 
-    def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop the clock."""
         self._paused_since = time.monotonic()
 
-    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Go on."""
         self._paused += time.monotonic() - self._paused_since
 
-    def on_exception(self, trainer: Fit, module: TrainModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
         """Leave nothing switched on."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -147,7 +147,7 @@ class ThroughputMonitor(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_counter": None}
 
-    def _take(self, trainer: Fit) -> None:
+    def _take(self, trainer: RunContext) -> None:
         weight = 0.0
         if self._weighs:
             mine = torch.tensor([float(self._weight)], dtype=torch.float64)

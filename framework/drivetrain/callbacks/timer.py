@@ -12,8 +12,8 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
     from drivetrain.module.train_module import TrainModule
+    from drivetrain.run_context import RunContext
 
 _INTERVALS = ("step", "epoch")
 _STAGES = ("train", "validate", "test")
@@ -87,52 +87,52 @@ class Timer(Callback):
 
     # The run
 
-    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Begin afresh; a validation within `fit` is part of training's time."""
         self._fitting = stage == "fit"
         if self._fitting:
             self._spent = dict.fromkeys(self._spent, 0.0)  # what a checkpoint held comes after this
 
-    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Stop what a failure left running."""
         for running in list(self._since):
             self._stop(running)
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start the clock; a resumed run may have no time left."""
         self._start("train")
         self._deadline = self._since["train"] + self._limit - self._spent["train"]
         self._check(trainer)
 
     def on_train_batch_end(
-        self, trainer: Fit, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
+        self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Look at the clock."""
         if self.interval == "step" and time.monotonic() >= self._deadline:
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Look at the clock."""
         self._check(trainer)
 
-    def on_train_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop the clock."""
         self._stop("train")
 
-    def on_validation_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start validation's clock."""
         if not trainer.sanity_checking:
             self._start("validate")
 
-    def on_validation_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop validation's clock."""
         self._stop("validate")
 
-    def on_test_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_test_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Start the test's clock."""
         self._start("test")
 
-    def on_test_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_test_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Stop the test's clock."""
         self._stop("test")
 
@@ -144,7 +144,7 @@ class Timer(Callback):
         """Count the time of the run that is resumed."""
         self._spent |= {stage: float(spent) for stage, spent in state_dict["time_elapsed"].items()}
 
-    def _check(self, trainer: Fit) -> None:
+    def _check(self, trainer: RunContext) -> None:
         if time.monotonic() < self._deadline or trainer.should_stop:
             return
         trainer.ask_to_stop(f"Timer: the time of {self.duration} is up")

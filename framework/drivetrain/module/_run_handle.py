@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.fit import Fit
+    from drivetrain.run_context import RunContext
 
 
 class RunHandle:
     """Mixed into what a run takes hold of. Outside a run its instances carry nothing of it."""
 
-    _trainer: Fit | None = None
+    _trainer: RunContext | None = None
 
     @property
-    def trainer(self) -> Fit:
-        """The `Fit` that is running.
+    def trainer(self) -> RunContext:
+        """The `Fit` that is running, as `RunContext` describes it.
 
         Raises:
             ConfigurationError: there is none just now.
@@ -31,7 +31,7 @@ class RunHandle:
         return self._trainer
 
 
-def attach(owner: RunHandle, trainer: Fit) -> None:
+def attach(owner: RunHandle, trainer: RunContext) -> None:
     """Let ``owner`` reach ``trainer``, until `detach`."""
     owner.__dict__["_trainer"] = trainer
 

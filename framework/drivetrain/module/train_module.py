@@ -246,7 +246,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     def lr_schedulers(self) -> Any:
         """The scheduler, the list of them, or None."""
-        schedulers = [config.scheduler for config in self.trainer.scheduler_configs]
+        schedulers = self.trainer.lr_schedulers
         if not schedulers:
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from drivetrain._distributed.control import ControlPlane, LocalControl
 from drivetrain._loops.configured_optimizers import SchedulerConfig
-from drivetrain._loops.progress import Progress
 from drivetrain.precision import Precision
 
 
@@ -31,9 +30,9 @@ class Run:
     precision: Precision = field(default_factory=Precision)
     current_epoch: int = 0
     global_step: int = 0
+    batch_idx: int = 0
     micro_batches: int = 0
     samples_seen: int = 0
-    progress: Progress = field(default_factory=Progress)
     max_epochs: int | None = 10
     max_steps: int = -1
     num_training_batches: int | float = 10

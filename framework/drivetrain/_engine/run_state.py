@@ -1,0 +1,112 @@
+"""RunState: what there is of a run on one rank. The engine's parts read it, and fill in what they set up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain._engine.buffers_aside import BuffersAside
+from drivetrain._engine.cursor import Cursor
+from drivetrain._engine.stage_data import StageData
+from drivetrain._engine.stage_loaders import Given
+from drivetrain._loops.configured_optimizers import SchedulerConfig
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
+from drivetrain._loops.progress import Progress
+from drivetrain._loops.saving import SaveRequests
+from drivetrain._loops.stopping import StopRequest
+from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.trainables import Trainables
+from drivetrain._metrics import MetricStore
+from drivetrain.callback import Callback
+from drivetrain.data._ahead import ReadAhead
+from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
+from drivetrain.strategies.strategy import Strategy
+
+
+class RunState:
+    """The state of one run of one stage. Parts that only some stages have are empty or None until they are set up.
+
+    Args:
+        trainer: whose settings hold; handed to callbacks.
+        stage: "fit", "validate", "test" or "predict".
+        module: what is run.
+        given: the loaders or the data module.
+        return_predictions: keep what ``predict_step`` returns.
+        strategy: where.
+    """
+
+    def __init__(
+        self,
+        trainer: RunContext,
+        stage: str,
+        module: TrainModule,
+        given: Given,
+        return_predictions: bool,
+        strategy: Strategy,
+    ) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.module = module
+        self.given = given
+        self.return_predictions = return_predictions
+        self.strategy = strategy
+        self.progress = Progress()
+        self.cursor = Cursor()
+        self.draws = ReadAhead(strategy.device)
+        self.buffers = BuffersAside(module, strategy)
+        self.saves = SaveRequests()
+        self.seed = 0
+        """Of the order of samples, the same on every rank."""
+        self.loop: TrainLoop | None = None
+        self.metrics = MetricStore(module)
+        self.stop = StopRequest(strategy.control, None, None, None)
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[SchedulerConfig] = []
+        self.handles: list[OptimizerHandle] = []
+        self.closure = False
+        """Whether the optimizer evaluates the loss anew within its step."""
+        self.manual: ManualStep | None = None
+        self.callbacks: list[Callback] = []
+        self.data: StageData | None = None
+        self.lengths = Lengths(strategy.control)
+        self.estimate_was_read = False
+        """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""
+        self.sanity_checking = False
+        self.gradient_norm: torch.Tensor | None = None
+        self.validate: Callable[[], list[dict[str, float]]] | None = None
+        self._hooks: HookTable | None = None
+        self._trainables: Trainables | None = None
+
+    @property
+    def was_elsewhere(self) -> bool:
+        """Whether this stands for a run that took place in other processes."""
+        return self._hooks is None
+
+    @property
+    def hooks(self) -> HookTable:
+        """Who overrode what; there from when the callbacks are known."""
+        assert self._hooks is not None
+        return self._hooks
+
+    @property
+    def trainables(self) -> Trainables:
+        """Watches what trains; there from when the strategy holds the module of a fit."""
+        assert self._trainables is not None
+        return self._trainables
+
+    def logger_call(self) -> Callable[[dict[str, float]], None] | None:
+        """Return what sends numbers to the loggers, or None where there are none on this rank."""
+        if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
+            return None
+        return self.trainer.log_metrics
+
+    def data_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of how the data is dealt."""
+        source = None if self.data is None else self.data.train
+        return {**self.cursor.state_dict(source), "seed": self.seed}

@@ -1,0 +1,369 @@
+"""RunContext: what a module, a data module, a callback or a logger may read and call of the run it is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+# For annotations alone, so that this file costs next to nothing to import.
+if TYPE_CHECKING:
+    from drivetrain._config.precedence import Settings
+    from drivetrain.environments import Environment
+    from drivetrain.loggers import Logger
+    from drivetrain.precision import Precision
+    from drivetrain.strategies.strategy import Strategy
+
+
+class RunContext(Protocol):
+    """The run, as ``trainer`` in a hook of a `Callback` and as ``self.trainer`` in a module or a data module.
+
+    It is the `Fit` that is running; this is the part of it that is good for something within a run. Most arguments
+    of `Fit` are read by their names, too, and all of them in ``settings``.
+    """
+
+    # Where the run is
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps made."""
+
+    @property
+    def batch_idx(self) -> int:
+        """Micro-batches of the current epoch that this rank has trained on."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches trained on by this rank."""
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on by all ranks together."""
+
+    state: str
+    """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
+
+    @property
+    def sanity_checking(self) -> bool:
+        """True during the validation that is tried before training."""
+
+    @property
+    def joining(self) -> bool:
+        """True while this rank has no data and only keeps the others company."""
+
+    # How much there is
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on each rank, by limits and ``len(loader)``; infinite where neither says."""
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Micro-batches of each validation loader."""
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Micro-batches of each test loader."""
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Micro-batches of each prediction loader."""
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole run; infinite where nothing bounds it."""
+
+    # Among whom
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; with "auto" known once a run has begun."""
+
+    @property
+    def precision(self) -> Precision:
+        """The precision in use."""
+
+    @property
+    def world_size(self) -> int:
+        """How many processes run together."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all; before a run, as far as those who started it have said."""
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its node."""
+
+    @property
+    def node_rank(self) -> int:
+        """This node among all."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """What `TrainModule.all_gather` does."""
+
+    # What was logged, and where it goes
+
+    @property
+    def callback_metrics(self) -> dict[str, torch.Tensor]:
+        """Everything logged, by every name it is known by."""
+
+    @property
+    def logged_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values that went to the loggers."""
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+        """The latest values logged with ``prog_bar=True``."""
+
+    loggers: list[Logger]
+    """Where numbers go."""
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+
+    def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Send numbers to all loggers. On rank 0 only.
+
+        Args:
+            values: plain numbers by name.
+            step: the optimizer step that they belong to; None is ``global_step``.
+        """
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on rank 0, on a line of its own above the progress bar."""
+
+    # Callbacks, and the end of the run
+
+    # A Callback's hooks name this protocol, which therefore cannot name Callback. Whoever looks for one among them asks
+    # for its class.
+    callbacks: list[Any]
+    """The `Callback`s of every run, the default ones included. Others may be appended until the set-up is through."""
+
+    @property
+    def checkpoint_callback(self) -> SavedCheckpoints | None:
+        """The first callback that saves checkpoints."""
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it, on any rank, to end the run early; all ranks then stop after the same step."""
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None: ...
+
+    def ask_to_stop(self, because: str) -> None:
+        """Set `should_stop`, and say why: the run ends with a line that tells it.
+
+        Args:
+            because: the reason, with its numbers: "val_loss is above 3".
+        """
+
+    # Checkpoints
+
+    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Write a checkpoint. Collective: call it on every rank.
+
+        Within an accumulation window, whose gradients no checkpoint holds, it is written at the window's end.
+        """
+
+    def defer_save(self, save: Callable[[], None]) -> None:
+        """Call ``save`` as soon as the run could be resumed exactly; ask on every rank alike.
+
+        That is once all hooks of the event are through, the module's too, and the accumulation window is closed.
+        """
+
+    def write_checkpoint(
+        self,
+        path: str,
+        weights_only: bool = False,
+        background: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
+
+        Args:
+            path: a path or an fsspec URL.
+            weights_only: leave out what a run needs to go on.
+            background: copy the state, and write it while training goes on.
+            then: called on every rank once it is whole.
+
+        Raises:
+            CheckpointError: on every rank, where it could not be written.
+        """
+
+    def save_after_failure(self, path: str) -> None:
+        """Write what a failed run of one process had as of its last step; from ``on_exception`` only."""
+
+    def checkpoint_before(self, step: int) -> tuple[str, int] | None:
+        """Return the newest whole checkpoint of this run without any optimizer step after ``step``, and its own step.
+
+        Waits for one that is being written. Collective.
+        """
+
+    def roll_back(self, path: str) -> None:
+        """Go back to a checkpoint of this run, a whole one, and train on from there; ask on every rank alike.
+
+        That is once all hooks of the event are through and the accumulation window is closed. What the run's
+        `Checkpoint` callbacks wrote since goes.
+
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+
+    # Optimizers
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers."""
+
+    @property
+    def lr_schedulers(self) -> list[Any]:
+        """The schedulers."""
+
+    @property
+    def scheduler_configs(self) -> Sequence[ScheduledRate]:
+        """The schedulers and when they step."""
+
+    @property
+    def gradient_norm(self) -> torch.Tensor | None:
+        """The total norm before the last clipping, of shape (); None where nothing was clipped."""
+
+    # What `TrainModule`'s own methods go through
+
+    @property
+    def metrics(self) -> Records:
+        """Where `TrainModule.log` writes."""
+
+    @property
+    def optimizer_handles(self) -> Sequence[Any]:
+        """What ``self.optimizers()`` gives in a module: each has its optimizer's attributes."""
+
+    def manual_step(self, what: str, does: str) -> ManualOptimization:
+        """What runs manual optimization; refuses ``what`` elsewhere, where the engine ``does`` it."""
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        """What `TrainModule.manual_backward` does, with a loss of shape ()."""
+
+    def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
+        """What `TrainModule.clip_gradients` does."""
+
+    # The settings, which `Fit` explains
+
+    settings: Settings
+    """Every argument with where its value came from: code, environment, file or default."""
+
+    accelerator: str
+    devices: int | str | list[int]
+    num_nodes: int
+    environment: str | Environment
+    max_epochs: int | None
+    min_epochs: int | None
+    max_steps: int
+    min_steps: int | None
+    max_time: str | dict[str, float] | timedelta | None
+    accumulate_grad_batches: int
+    gradient_clip_val: int | float | None
+    gradient_clip_algorithm: str
+    limit_train_batches: int | float | None
+    limit_val_batches: int | float | None
+    limit_test_batches: int | float | None
+    limit_predict_batches: int | float | None
+    val_check_interval: int | float | None
+    check_val_every_n_epoch: int | None
+    num_sanity_val_steps: int
+    overfit_batches: int | float
+    fast_dev_run: bool | int
+    log_every_n_steps: int
+    enable_checkpointing: bool
+    default_root_dir: str
+    seed: int | None
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    detect_anomaly: bool
+    compile: bool | dict[str, Any]
+    use_distributed_sampler: bool
+    sync_batchnorm: bool
+    preemption_signals: str | list[str] | None
+    barebones: bool
+
+    built_unseeded: bool
+    """Whether ``Fit(seed=)`` was given a module that had been built in a process that nobody had seeded."""
+
+
+class SavedCheckpoints(Protocol):
+    """What is to be known of the checkpoints that a callback has saved, such as `Checkpoint`."""
+
+    dirpath: str | None
+    """The folder or URL where they are; None until the run has chosen one."""
+
+    @property
+    def best_model_path(self) -> str:
+        """The best that is kept; "" where there is none."""
+
+    @property
+    def best_model_score(self) -> float | None:
+        """Its monitored value; None where nothing is monitored."""
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest that is kept; "" where there is none."""
+
+
+class ScheduledRate(Protocol):
+    """A learning-rate scheduler and when it steps."""
+
+    scheduler: Any
+    """What ``step`` is called on."""
+
+    interval: str
+    """"epoch" or "step" (optimizer steps)."""
+
+    name: str | None
+    """What `LearningRateMonitor` calls it."""
+
+
+class Records(Protocol):
+    """Takes logged values."""
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        prog_bar: bool,
+        logger: bool,
+        reduce_fx: Any,
+        batch_size: int | None,
+        sync_dist: bool | None,
+        add_dataloader_idx: bool,
+        metric_attribute: str | None,
+    ) -> None:
+        """Take one value; see `TrainModule.log`."""
+
+
+class ManualOptimization(Protocol):
+    """Runs backward, and settles whose turn it is, where ``training_step`` steps itself."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate a loss of shape ()."""
+
+    def toggle(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters require gradients."""
+
+    def untoggle(self, optimizer: Any) -> None:
+        """Let require gradients again what did so before `toggle`."""
