@@ -1,4 +1,4 @@
-"""Strategies that others write: refused where their ranks would train apart, right where they write what they must (K-01).
+"""Strategies that others write: refused where their ranks would train apart, right where one method is written: K-01.
 
 That they give the reference's numbers, and read and write any checkpoint, the parity and checkpoint matrices show.
 """
@@ -10,12 +10,12 @@ import operator
 from pathlib import Path
 from typing import Any
 
-import averaging
 import pytest
 import torch
-from averaging import Averaging
 from small_runs import TIGHT, Regression, loader, quiet, weights
 
+import averaging
+from averaging import Averaging
 from drivetrain import Callback, ConfigurationError, Strategy
 from drivetrain.strategies import DistributedStrategy
 from drivetrain_strategies import SingleDeviceStrategy

@@ -42,8 +42,9 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._run_handle import attach, detach
-from drivetrain.module.train_module import TrainModule, hold, release
+from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
+from drivetrain.strategies._held_module import hold, release
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 

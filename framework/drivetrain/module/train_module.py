@@ -352,24 +352,3 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy, deep or pickled, is a module of its own and in no run.
         return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_held")}
-
-
-def hold(module: TrainModule) -> None:
-    """Refuse from here on, until `release`, that somebody moves or re-casts ``module``."""
-    module.__dict__["_held"] = True
-
-
-def release(module: TrainModule) -> None:
-    """Let the module be moved again."""
-    module.__dict__.pop("_held", None)
-
-
-@contextmanager
-def may_move(module: torch.nn.Module) -> Iterator[None]:
-    """Within it the strategy may move or re-cast a module that the run holds."""
-    held = module.__dict__.pop("_held", False)
-    try:
-        yield
-    finally:
-        if held:
-            module.__dict__["_held"] = True

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
     from drivetrain.checkpoint._weights_fit import Misfit as Misfit
-    from drivetrain.module.train_module import may_move as may_move
+    from drivetrain.strategies._held_module import may_move as may_move
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
@@ -60,7 +60,7 @@ _HOMES = {
     "cut": "drivetrain._distributed.shards",
     "known_strategies": ".registry",
     "load_named_optimizer_state": "._optimizer_state",
-    "may_move": "drivetrain.module.train_module",
+    "may_move": "._held_module",
     "named_optimizer_state": "._optimizer_state",
     "set_timeout": "drivetrain._distributed.groups",
     "spread": "drivetrain._distributed.control",
