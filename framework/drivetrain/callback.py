@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,80 @@ class Callback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+    # What the engine asks. The answers are alike on every rank.
+
+    def save_before_leaving(self, trainer: RunContext, module: Any) -> bool:
+        """Save what a later run goes on from, as this one ends before its time: for a signal, or ``max_time``.
+
+        Every callback is asked, on every rank, between two windows. Write with `Fit.save_checkpoint`, or ask for it
+        with `Fit.defer_save`: what was asked for is whole before the run ends.
+
+        Returns:
+            Whether this callback has saved, or asked for a save, by which the run can go on. Where all say False, a
+            warning says that nothing is saved.
+        """
+        return False
+
+    @property
+    def writes_to(self) -> Sequence[str]:
+        """Folders and fsspec URLs that this callback writes to, asked after `setup`.
+
+        In a fit they are tried before the first step; ``ckpt_path="last"``, ``"best"`` and ``"auto"`` look for
+        checkpoints in them.
+        """
+        return ()
+
+    @property
+    def kept_checkpoints(self) -> Sequence[str]:
+        """Paths of the checkpoints that this callback has written and keeps; a run goes back to a whole one of them."""
+        return ()
+
+    @property
+    def best_model_path(self) -> str:
+        """The best of them, which ``ckpt_path="best"`` means; "" where there is none."""
+        return ""
+
+    @property
+    def saves_whole(self) -> bool:
+        """Whether `kept_checkpoints` will hold such as a run can go back to: more than weights."""
+        return False
+
+    def before_going_back(self, trainer: RunContext, module: Any) -> None:
+        """Called before the run goes back to an earlier checkpoint, whose state this callback is then given."""
+
+    def after_going_back(self, trainer: RunContext, module: Any, path: str) -> None:
+        """Called once the run has gone back to the checkpoint at ``path``; ``trainer.global_step`` is its step."""
+
+    @property
+    def monitors(self) -> Mapping[str, str]:
+        """Names of logged values that this callback cannot do without, each with the words that the user asked in.
+
+        One that nothing logs is told in the first step: ``{"val_loss": "EarlyStopping(monitor='val_loss')"}``.
+        """
+        return {}
+
+    def window_of(self, epoch: int) -> int | None:
+        """Micro-batches of a window in ``epoch``, where this callback changes them in the course of a run, or None.
+
+        The steps of a run, and with them its schedules, are estimated by it.
+        """
+        return None
+
+    def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+        """Why the run whose checkpoint holds ``state_dict`` was ended by this callback; None where it was not.
+
+        Such a run has nothing left to train.
+        """
+        return None
+
+    def write_line(self, text: str) -> bool:
+        """Print ``text`` for ``trainer.print``, on rank 0, where this callback draws on the terminal.
+
+        Returns:
+            Whether it did; else ``trainer.print`` asks the next one, and prints it itself where nobody does.
+        """
+        return False
 
     # The run
 

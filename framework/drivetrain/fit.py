@@ -80,7 +80,8 @@ class Fit(RunReads):
         use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
         sync_batchnorm: normalise over all ranks.
         profiler: kept for a later version; refused.
-        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; or a `RayLauncher`.
+        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; the name
+            that a package has registered, or a `drivetrain.launchers.Launcher`.
         environment: who started this process: "auto", a name, or an `Environment`.
         preemption_signals: on which of them, beside Ctrl-C, a run saves and ends so that it can go on later: "auto" is
             SIGTERM, and in a job of SLURM SIGUSR1 too; a name or a list of them; None takes none, Ctrl-C included.
@@ -311,7 +312,7 @@ class Fit(RunReads):
 
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
         session = self._running("save_checkpoint")
-        self._collective_calls.check(self.strategy.control, "save_checkpoint", every_time=True)
+        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
         session.checkpoints.save(os.fspath(path), weights_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
@@ -378,17 +379,13 @@ class Fit(RunReads):
     def print(self, *args: Any, **options: Any) -> None:
         if self.global_rank != 0:
             return
-        from drivetrain.callbacks import ProgressBar  # with all that draws one
-
-        write = next((callback.write for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
-        if write is None or options:
+        text = " ".join(map(str, args))
+        if options or not any(callback.write_line(text) for callback in self.callbacks):
             print(*args, **options)
-        else:
-            write(" ".join(str(arg) for arg in args))
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather")
+        session = self._running("all_gather")
+        self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
         return self._collective_calls.gather(self.strategy, data, sync_grads)
 
     def manual_backward(self, loss: torch.Tensor) -> None:

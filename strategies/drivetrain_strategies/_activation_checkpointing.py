@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.strategies import MemoryAdvice
 
 _MATRIX_PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -139,3 +140,10 @@ def modules_of(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterabl
         if any(isinstance(child, one) for one in classes) and not any(name.startswith(f"{outer}.") for outer in chosen):
             chosen.append(name)
             yield child
+
+
+def checkpointing_advice(strategy: type) -> MemoryAdvice:
+    """The advice to checkpoint activations, for a class of strategies that takes ``activation_checkpointing``."""
+    return MemoryAdvice(
+        "activations", f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"
+    )

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from inspect import unwrap
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -30,6 +31,9 @@ _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exp
 """In-place operations that do not look at what was there before."""
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+_INITIALISERS = {unwrap(one).__code__: one for one in vars(nn.init).values() if isinstance(one, FunctionType)}
+"""Torch's functions that initialise a tensor, their first argument, by the code that runs."""
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -187,14 +191,15 @@ class _Constants(TorchFunctionMode):
 
         They ask whether their tensor has storage, and do nothing where it has none.
         """
-        code = frame.f_code
-        if code.co_filename != nn.init.__file__ or not _is_meta(frame.f_locals.get("tensor")):
+        code, values = frame.f_code, frame.f_locals
+        if code not in _INITIALISERS:
             return
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        options = {name: frame.f_locals[name] for name in names}
-        tensor = options.pop("tensor")
+        first, *others = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        tensor, options = values[first], {name: values[name] for name in others}
+        if not _is_meta(tensor):
+            return
         with torch.utils._python_dispatch._disable_current_modes():
-            self._recorder.draw(_Call(getattr(nn.init, code.co_name), (tensor.detach(),), options, []))
+            self._recorder.draw(_Call(_INITIALISERS[code], (tensor.detach(),), options, []))
 
 
 @torch.no_grad()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from drivetrain.strategies import StepRunner, Strategy
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 from drivetrain_strategies._original_device import HomeDevice
 from drivetrain_strategies._weights_left import refuse_weights_left
+
+if TYPE_CHECKING:
+    from drivetrain.strategies import MemoryAdvice
 
 
 class SingleDeviceStrategy(Strategy):
@@ -55,6 +59,11 @@ class SingleDeviceStrategy(Strategy):
         self.precision.convert_module(module)
         module.to(self.device)
         return operator.call
+
+    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+        from drivetrain_strategies._replicas import shard_them  # where memory lacks alone
+
+        return [shard_them(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         if self._home is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.registry import known_strategies, strategy_by_name
@@ -17,6 +18,7 @@ from drivetrain.strategies.run_settings import RunSettings
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, Asked, read_config, resolve
 from drivetrain_strategies.deepspeed._library import import_library
+from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 
 RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
 
@@ -283,3 +285,16 @@ def test_the_import_leaves_no_variable_and_no_text() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+
+
+def test_each_stage_advises_the_next_where_memory_lacks() -> None:
+    # K-02
+    def told(stage: int) -> list[str]:
+        return [one.text for one in DeepSpeedStrategy(stage).memory_advice(torch.nn.Linear(1, 1))]
+
+    first = [told(stage)[0].partition(":")[0] for stage in (1, 2, 3)]
+    assert first == [f"strategy='deepspeed_stage_{stage}'" for stage in ("2", "3", "3_offload")]
+    assert "DeepSpeedStrategy(activation_checkpointing=[Block])" in told(2)[1]
+    cpu = torch.device("cpu")
+    assert not DeepSpeedPrecision("bf16-mixed", cpu).memory_advice()  # "bf16-true" would be refused
+    assert "bf16-mixed" in DeepSpeedPrecision("32-true", cpu).memory_advice()[0].text

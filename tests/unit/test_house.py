@@ -311,6 +311,50 @@ def test_packages_say_that_they_are_typed() -> None:
     assert all((package / "py.typed").exists() for package in packages)
 
 
+# K-02: the engine asks through interfaces
+
+ENGINE = {"engine", "loops", "fit"}
+STRATEGY_NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed"}
+CLASSES_ASKED_FOR = {
+    "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},  # step back for one of their class
+    "drivetrain._engine.reads": {"Checkpoint"},  # Fit.checkpoint_callback is documented to be one
+}
+NAMES_ASKED_FOR = {"drivetrain._engine.launching": {"ddp", "single_device"}}  # what "auto" means
+KINDS = ("drivetrain.callbacks", "drivetrain.loggers", "drivetrain.launchers", "drivetrain_strategies")
+INTERFACES = {"Callback", "Logger", "Launcher", "Strategy", "Work", "World"}
+
+
+def asked_by_name(name: str, source: str) -> set[str]:
+    """Our strategies' names that ``source`` compares or builds by, and our classes of things that it tells apart."""
+    tree = ast.parse(source)
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(KINDS)
+        for alias in node.names
+    } - INTERFACES
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
+            found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)} & ours
+        if isinstance(node, ast.Constant) and node.value in STRATEGY_NAMES:
+            found.add(node.value)
+    return found - CLASSES_ASKED_FOR.get(name, set()) - NAMES_ASKED_FOR.get(name, set())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if is_ours(name) and unit_of(f"{name}.") in ENGINE])
+def test_the_engine_knows_nobody_by_name_or_class(name: str) -> None:
+    assert not asked_by_name(name, MODULES[name].read_text()), "ask through the interface"
+
+
+def test_who_is_asked_by_name_or_class_is_seen() -> None:
+    source = """
+from drivetrain.callbacks import EarlyStopping
+if strategy.name in ("fsdp", "zero") or isinstance(one, EarlyStopping | int): ...
+"""
+    assert asked_by_name("drivetrain._engine.any", source) == {"fsdp", "EarlyStopping"}
+
+
 # What an import costs
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control import LocalControl
-from drivetrain._engine.defaults import is_ours
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
     from drivetrain._engine.run_state import RunState
-    from drivetrain.callbacks import Checkpoint as CheckpointCallback
     from drivetrain.checkpoint._format import Checkpoint
 
 logger = logging.getLogger("drivetrain")
@@ -112,10 +110,10 @@ class RunCheckpoints:
         trainer, states = self._session.trainer, self.opened.state()["callbacks"]
         if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
             return None
-        for callback in filter(is_ours, self._session.callbacks):
+        for callback in self._session.callbacks:
             saved = states.get(callback.state_key)
-            reason = None if saved is None else saved["state"].get("stopping_reason")
-            if reason:
+            reason = None if saved is None else callback.why_ended(saved["state"])
+            if reason is not None:
                 return f"{type(callback).__name__} has ended it: {reason}"
         return None
 
@@ -163,7 +161,7 @@ class RunCheckpoints:
         self.finish()
         control, found = self._session.strategy.control, None
         if control.rank == 0:
-            for path in {path for one in self._callbacks() for path in one.best_k_models}:
+            for path in {path for one in self._session.callbacks for path in one.kept_checkpoints}:
                 with suppress(CheckpointError):  # somebody else has removed it
                     checkpoint = load(path)
                     at = int(checkpoint.progress["global_step"])
@@ -175,8 +173,7 @@ class RunCheckpoints:
     def roll_back(self, path: str) -> None:
         """Go back to a checkpoint of this run as soon as all hooks are through, and train on from there. Collective.
 
-        What the `Checkpoint` callbacks have written until then stays in their lists, and what they wrote after it is
-        removed. Callbacks see their state loaded.
+        Callbacks are told before and after, and see their state loaded in between.
 
         Raises:
             CheckpointError: it cannot be opened; later, from the loop: it is damaged.
@@ -188,10 +185,11 @@ class RunCheckpoints:
 
         def back() -> None:
             self.finish()
-            lists = [(one, one.written()) for one in self._callbacks()]
+            for callback in session.callbacks:
+                callback.before_going_back(session.trainer, session.module)
             self._contents().load(checkpoint, back=True)
-            for one, written in lists:
-                one.go_on_with(written, session.trainer, path)
+            for callback in session.callbacks:
+                callback.after_going_back(session.trainer, session.module, path)
 
         session.saves.go_back(back)
 
@@ -201,7 +199,7 @@ class RunCheckpoints:
             self._contents().load_weights(self.opened)
 
     def _choose(self, which: str) -> str | None:
-        best = [one.best_model_path for one in self._callbacks() if one.best_model_path]
+        best = [one.best_model_path for one in self._session.callbacks if one.best_model_path]
         if which == "best" and best:
             return best[0]
         from drivetrain.checkpoint._finding import newest
@@ -220,17 +218,12 @@ class RunCheckpoints:
         from drivetrain.checkpoint._folders import child
 
         root = child(self._session.trainer.default_root_dir, "checkpoints")
-        return list(dict.fromkeys([*(one.dirpath for one in self._callbacks() if one.dirpath is not None), root]))
+        return list(dict.fromkeys([*(path for one in self._session.callbacks for path in one.writes_to), root]))
 
     def _contents(self) -> RunCheckpoint:
         from drivetrain._engine.run_checkpoint import RunCheckpoint
 
         return RunCheckpoint(self._session)
-
-    def _callbacks(self) -> list[CheckpointCallback]:
-        from drivetrain.callbacks import Checkpoint as CheckpointCallback
-
-        return [one for one in self._session.callbacks if isinstance(one, CheckpointCallback)]
 
     # Writing
 
@@ -303,17 +296,21 @@ class RunCheckpoints:
         self.write(path, weights_only=False)
 
     def save_before_leaving(self) -> None:
-        """Write what a later run goes on from, where a `Checkpoint` keeps its own. Collective.
+        """Let the callbacks write what a later run goes on from, and wait until that is whole. Collective.
 
         Raises:
             CheckpointError: on every rank, where it could not be written.
         """
         self.finish()
-        savers = sorted(self._callbacks(), key=lambda one: one.save_weights_only)
-        if savers:
-            savers[0].save_before_leaving(self._session.trainer)
-        elif self._session.strategy.rank == 0:
-            logger.warning("The run ends before its time, and nothing is saved: it has no Checkpoint callback.")
+        session = self._session
+        saved = [callback.save_before_leaving(session.trainer, session.module) for callback in session.callbacks]
+        session.saves.run()
+        self.finish()
+        if not any(saved) and session.strategy.rank == 0:
+            logger.warning(
+                "The run ends before its time, and nothing is saved: it has no Checkpoint callback, and none whose "
+                "save_before_leaving saves."
+            )
 
     def finish(self) -> None:
         """Wait for what is being written.

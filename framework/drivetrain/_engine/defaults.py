@@ -84,8 +84,3 @@ def checked_callbacks(given: Any, what: str) -> list[Callback]:
 
             check_hooks(callback)
     return callbacks
-
-
-def is_ours(callback: Callback) -> bool:
-    """Whether it is of a class of ours, or of one built on it: what its attributes mean is known."""
-    return any(kind.__module__.startswith("drivetrain.callbacks") for kind in type(callback).__mro__)

@@ -79,7 +79,7 @@ def cause_of(
             return error, None
         if is_cause:
             # Who calls a function in other processes hosts their store itself: there is nothing to stay for.
-            linger = _BRIEF if world is not None and world.kind == "function" else _LINGER
+            linger = _BRIEF if world is not None and world.is_hosted_outside else _LINGER
             return error, _within(linger + _STORE, lambda: _told_by(control, failure, linger))
         return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error)), None
     except RuntimeError:

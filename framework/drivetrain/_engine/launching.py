@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,14 +20,7 @@ from drivetrain._engine.topology import Place, find_place, place_of_first, stand
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers import (
-    FunctionLauncher,
-    Launcher,
-    RayLauncher,
-    SubprocessLauncher,
-    choose_launcher,
-    suggested_threads,
-)
+from drivetrain.launchers import Launcher, Work, World, choose_launcher, named_launcher, suggested_threads
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
 from drivetrain.strategies.registry import strategy_by_name
@@ -64,22 +58,26 @@ def launch(request: Request) -> Any:
     """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
-    setting = trainer.environment
-    environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+    given = trainer.environment
+    environment = given if isinstance(given, Environment) else environment_by_name(given)
     single = trainer.chosen_strategy is not None and trainer.chosen_strategy.single_process
-    ray = _ray_launcher(trainer)
-    if ray is not None and stands_alone(environment):
-        return _on_ray(ray, single, request)
-    devices = resolve_devices(trainer.accelerator, trainer.devices)
-    with told_by_its_own_rank():
-        place = find_place(environment, devices, trainer.num_nodes, single)
-    if place.missing:
-        launcher = choose_launcher(_launcher_setting(trainer), place.placement.local_world_size)
-        if isinstance(launcher, FunctionLauncher):
-            return _in_other_processes(launcher, place, request)
-        assert isinstance(launcher, SubprocessLauncher)
-        world = launcher.launch(place.placement, address=place.address, port=place.port)
-        place = replace(place, store=world.store("runs"), world=world, missing=False)
+    setting = _launcher_setting(trainer)
+    launcher = named_launcher(setting)
+    if launcher is not None and launcher.places_devices and stands_alone(environment):
+        devices = launcher.devices(trainer.accelerator, trainer.devices)
+        place = place_of_first(devices, trainer.num_nodes, single)
+    else:
+        devices = resolve_devices(trainer.accelerator, trainer.devices)
+        with told_by_its_own_rank():
+            place = find_place(environment, devices, trainer.num_nodes, single)
+    if not place.missing:
+        return _run_as_a_rank(request, place)
+    launcher = choose_launcher(launcher or setting, place.placement.local_world_size)
+    work = _WorkOfRun(request, place, devices.type)
+    return launcher.run(work, place.placement, address=place.address, port=place.port)
+
+
+def _run_as_a_rank(request: Request, place: Place) -> Any:
     with told_by_its_own_rank(place.placement.rank):
         return run_here(request, place)
 
@@ -133,11 +131,6 @@ def _launcher_setting(trainer: RunReads) -> str | Launcher:
     return own or trainer.launcher
 
 
-def _ray_launcher(trainer: RunReads) -> RayLauncher | None:
-    setting = _launcher_setting(trainer)
-    return RayLauncher() if setting == "ray" else setting if isinstance(setting, RayLauncher) else None
-
-
 def asks_for_sync_batchnorm(trainer: RunReads, strategy: Strategy, device: torch.device) -> bool:
     """Whether the run is to normalise over all ranks.
 
@@ -164,33 +157,37 @@ def asks_for_sync_batchnorm(trainer: RunReads, strategy: Strategy, device: torch
 # In processes started for the run
 
 
-def _in_other_processes(launcher: FunctionLauncher, place: Place, request: Request) -> Any:
-    trainer = request.trainer
-    _refuse_shards(trainer, request.module)
-    try:
-        outcome = launcher.launch(
-            place.placement,
-            _worker,
-            *request,
-            address=place.address,
-            port=place.port,
-            pass_on=awaited_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else (),
-        )
-    except (SystemExit, KeyboardInterrupt):
-        trainer.state = "interrupted"
-        raise
-    _take_over(outcome, place, request)
-    return outcome.result
+class _WorkOfRun(Work):
+    """A run whose processes have yet to be started.
 
+    Args:
+        request: what is run.
+        place: where the first process of this node stands among them.
+        device: the kind of device that each computes on.
+    """
 
-def _on_ray(launcher: RayLauncher, single: bool, request: Request) -> Any:
-    trainer = request.trainer
-    _refuse_shards(trainer, request.module)
-    devices = launcher.devices(trainer.accelerator, trainer.devices)
-    place = place_of_first(devices, trainer.num_nodes, single)
-    outcome = launcher.launch(place.placement, _worker, *request, device=devices.type)
-    _take_over(outcome, place, request)
-    return outcome.result
+    def __init__(self, request: Request, place: Place, device: str) -> None:
+        self._request = request
+        self._place = place
+        self.device = device
+        fitting = request.stage == "fit"
+        self.signals = awaited_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
+
+    def here(self, world: World) -> Any:
+        store = world.store("runs")
+        place = replace(self._place, placement=world.placement, store=store, world=world, missing=False)
+        return _run_as_a_rank(self._request, place)
+
+    def elsewhere(self, call: Callable[..., Any]) -> Any:
+        trainer = self._request.trainer
+        _refuse_shards(trainer, self._request.module)
+        try:
+            outcome: Outcome = call(_worker, *self._request)
+        except (SystemExit, KeyboardInterrupt):
+            trainer.state = "interrupted"
+            raise
+        _take_over(outcome, self._place, self._request)
+        return outcome.result
 
 
 def _refuse_shards(trainer: RunReads, module: TrainModule) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from types import CodeType, FunctionType
 from typing import Any
 
-from drivetrain._engine.defaults import is_ours
 from drivetrain._engine.run_state import RunState
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
@@ -19,11 +17,9 @@ from drivetrain.module._module_hooks import ModuleHooks
 
 logger = logging.getLogger("drivetrain")
 
-_WHERE_IT_IS_MONITORED = ("__init__", "configure_optimizers", "configure_callbacks")
+_WHERE_IT_IS_MONITORED = ("__init__", "monitors", "configure_optimizers", "configure_callbacks")
 _LATE_HOOKS = ("on_train_epoch_end",)
 _EVALUATION_HOOKS = ("on_validation_epoch_end", "on_validation_end")
-_FIELD = re.compile(r"\{([^{}:]+)")
-_COUNTERS = ("epoch", "step")
 _JOINTS = "_-/. "
 """Where names are put together, as in ``f"{stage}_loss"``."""
 
@@ -65,15 +61,9 @@ class Monitors:
             )
 
     def _monitored(self) -> Iterator[tuple[str, str]]:
-        for callback in filter(is_ours, self._run.callbacks):
-            kind = type(callback).__name__
-            monitor = getattr(callback, "monitor", None)
-            if isinstance(monitor, str) and getattr(callback, "strict", True):
-                yield f"{kind}(monitor={monitor!r})", monitor
-            filename = getattr(callback, "filename", None)
-            for name in _FIELD.findall(filename) if isinstance(filename, str) else ():
-                if name not in _COUNTERS:
-                    yield f"{kind}(filename={filename!r}), which names {name!r}", name
+        for callback in self._run.callbacks:
+            for name, who in callback.monitors.items():
+                yield who, name
         for config in self._run.schedulers:
             if config.plateau and config.monitor is not None and config.strict:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from drivetrain._runtime.sizes import size_in_words
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_state import RunState
+    from drivetrain._runtime.memory_advice import MemoryAdvice
 
 # What torch's allocator of the host's memory says; a device's has an error of its own.
 _SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
@@ -65,9 +66,7 @@ def _note(error: BaseException, session: RunState) -> str:
     for one in sorted(tensors, key=lambda one: -one.nbytes)[:_LARGEST]:
         dtype = str(one.tensor.dtype).removeprefix("torch.")
         lines.append(f"  {_size(one.nbytes)}  {one.kind}: {one.name}, {dtype} of shape {tuple(one.tensor.shape)}")
-    first, *further = _cheaper(session, totals)
-    lines.append(f"Change first: {first}")
-    lines += [f"  then: {step}" for step in further]
+    lines += [f"{'  then' if rank else 'Change first'}: {step}" for rank, step in enumerate(_cheaper(session, totals))]
     return "\n".join(lines)
 
 
@@ -134,46 +133,24 @@ def _size(nbytes: int) -> str:
 def _cheaper(session: RunState, totals: dict[str, int]) -> list[str]:
     """What to change, first what costs least for the memory that is short."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-    device = session.strategy.device
-    used = torch.cuda.memory_allocated(device) if device.type == "cuda" else sum(totals.values())
-    for_state, for_activations = list(_for_state(session)), list(_for_activations(session))
+    strategy = session.strategy
+    used = torch.cuda.memory_allocated(strategy.device) if strategy.device.type == "cuda" else sum(totals.values())
+    fitting = session.stage == "fit"
+    own = strategy.memory_advice(session.module) if fitting else ()
+    of_precision = strategy.precision.memory_advice()
+    for_activations = _smaller_batches(session, fitting) + _on("activations", of_precision) + _on("activations", own)
+    for_state = _on("state", own) + (_on("state", of_precision) if fitting else [])
     return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
 
 
-def _for_activations(session: RunState) -> Iterator[str]:
-    trainer, strategy = session.trainer, session.strategy
+def _on(what: str, advice: Iterable[MemoryAdvice]) -> list[str]:
+    return [one.text for one in advice if one.lessens == what]
+
+
+def _smaller_batches(session: RunState, fitting: bool) -> list[str]:
     size = None if session.data is None else session.data.batch_size
-    fitting = session.stage == "fit"
-    if size is None or size > 1:
-        half = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"
-        window = (
-            f" with accumulate_grad_batches={2 * trainer.accumulate_grad_batches}: the same steps" if fitting else ""
-        )
-        yield f"{half}{window}"
-    if strategy.precision.name.startswith(("32", "64")):
-        yield "precision='bf16-mixed': activations of half the size"
-    if fitting and not getattr(strategy, "activation_checkpointing", None):
-        how = f" ({type(strategy).__name__}(activation_checkpointing=[Block]))"
-        own = hasattr(strategy, "activation_checkpointing")
-        yield "activation checkpointing" + (how if own else " (torch.utils.checkpoint around each block)")
-
-
-def _for_state(session: RunState) -> Iterator[str]:
-    if session.stage != "fit":
-        return
-    strategy = session.strategy
-    name, stage = strategy.name, getattr(strategy, "stage", None)
-    if name in ("single_device", "ddp"):
-        more = " on several devices" if strategy.world_size == 1 else ""
-        yield f"strategy='fsdp'{more}: each rank holds its part of parameters, gradients and optimizer state"
-    elif name == "fsdp":
-        if getattr(strategy, "sharding", "full") != "full":
-            yield "FSDPStrategy(sharding='full')"
-        if not getattr(strategy, "cpu_offload", True):
-            yield "FSDPStrategy(cpu_offload=True): parameters and optimizer state wait in the host's memory"
-    elif name == "deepspeed" and stage in (1, 2):
-        yield f"strategy='deepspeed_stage_{stage + 1}': more is shared out over the ranks"
-    elif name == "deepspeed":
-        yield "strategy='deepspeed_stage_3_offload': parameters and optimizer state wait in the host's memory"
-    if strategy.precision.name.endswith("-mixed"):
-        yield f"precision='{strategy.precision.name.removesuffix('-mixed')}-true': no float32 copy, and less exact"
+    if size is not None and size <= 1:
+        return []
+    half = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"
+    micro_batches = 2 * session.trainer.accumulate_grad_batches
+    return [half + (f" with accumulate_grad_batches={micro_batches}: the same steps" if fitting else "")]

@@ -16,7 +16,7 @@ from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.lengths import Lengths
 from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
-from drivetrain._loops.progress import Progress
+from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.saving import SaveRequests
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLoop
@@ -57,6 +57,7 @@ class RunState:
         self.return_predictions = return_predictions
         self.strategy = strategy
         self.progress = Progress()
+        self.position = Position()
         self.cursor = Cursor()
         self.draws = ReadAhead(strategy.device)
         self.buffers = BuffersAside(module, strategy)

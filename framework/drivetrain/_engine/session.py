@@ -189,9 +189,15 @@ class Session(RunState):
     def _place_in_the_data(self) -> tuple[int, int]:
         return self.strategy.data_rank, self.strategy.data_world_size
 
+    def whereabouts(self) -> str:
+        """Where the run is, in words that are alike on every rank."""
+        progress, position = self.progress, self.position
+        at = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
+        return f"{at}, epoch {progress.epoch}, global step {progress.global_step}"
+
     @property
     def _keeps_files(self) -> bool:
-        saves = self.stage == "fit" and any(hasattr(callback, "dirpath") for callback in self.callbacks)
+        saves = self.stage == "fit" and any(callback.writes_to for callback in self.callbacks)
         return saves or bool(self.trainer.loggers)
 
     def _stage_result(self, runner: StepRunner, move: Move | None) -> Any:
@@ -400,9 +406,9 @@ class Session(RunState):
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell hooks and ranks, let go of everything, and return what to raise."""
-        control, raised_at = self.strategy.control, error.__traceback__
+        control = self.strategy.control
         error = in_vain(control, error)
-        note_where(error, raised_at, self)
+        note_where(error, self)
         note_inference_tensors(error)
         failure = Failure.of_exception(self.strategy.rank, error)
         tell_others(control, failure)

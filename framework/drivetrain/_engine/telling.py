@@ -8,37 +8,26 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._loops.evaluate import EvaluateLoop
-from drivetrain._loops.predict import PredictLoop
-from drivetrain._loops.train import TrainLoop
 from drivetrain.errors import LossSpikeError, NonFiniteError
 from drivetrain.launchers import current_world
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_state import RunState
 
-_LOOPS: dict[CodeType, str] = {
-    TrainLoop._train_epoch.__code__: "",
-    EvaluateLoop._evaluate.__code__: "evaluation ",
-    PredictLoop._predict.__code__: "prediction ",
-}
-"""The functions that go through batches: what they call ``batch_idx`` is where a run was. No step pays for it."""
-
 _INFERENCE = ("Inference tensors cannot be saved for backward", "inference tensor outside InferenceMode")
 """What torch says of tensors made in inference mode that are used where gradients are wanted."""
 
 
-def note_where(error: BaseException, raised_at: TracebackType | None, session: RunState) -> None:
+def note_where(error: BaseException, session: RunState) -> None:
     """Add rank, epoch, step and batch index to what a run failed with, unless it says so itself.
 
     Args:
         error: what is going to be told.
-        raised_at: the traceback of what was raised in the run.
-        session: the run.
+        session: the run, whose loops stand where it was raised.
     """
     if isinstance(error, NonFiniteError | LossSpikeError | RankFailedError):
         return
@@ -46,17 +35,12 @@ def note_where(error: BaseException, raised_at: TracebackType | None, session: R
     places = [f"rank {session.strategy.rank}"]
     if session.loop is not None:
         places += [f"epoch {progress.epoch}", f"global step {progress.global_step}"]
-    frame = None
-    while raised_at is not None:
-        if raised_at.tb_frame.f_code in _LOOPS:
-            frame = raised_at.tb_frame
-        raised_at = raised_at.tb_next
-    if frame is not None:
-        kind, batch_idx = _LOOPS[frame.f_code], frame.f_locals.get("batch_idx", 0)
-        if not kind and metrics.batch is None:
-            places.append(f"after {progress.batch_idx} batches of the epoch")  # reading on, between two of them
-        else:
-            places.append(f"{kind}batch index {batch_idx}")
+    position = session.position
+    if position.loop == "training" and metrics.batch is None:
+        places.append(f"after {progress.batch_idx} batches of the epoch")  # reading on, between two of them
+    elif position.loop is not None:
+        kind = "" if position.loop == "training" else f"{position.loop} "
+        places.append(f"{kind}batch index {position.batch_idx}")
     if len(places) > 1 or session.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
 

@@ -26,7 +26,6 @@ from drivetrain._loops.train import TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.watch import EpochWatch
 from drivetrain._loops.windows import MicroBatch, dealt_windows, exchanged_windows, single_windows, weighed_windows
-from drivetrain.callbacks import GradientAccumulationScheduler
 from drivetrain.data._keeping import own_memory
 from drivetrain.data._source import NO_BATCH
 from drivetrain.errors import ConfigurationError
@@ -78,6 +77,7 @@ def build_training(
         hooks=run.hooks,
         metrics=metrics,
         progress=run.progress,
+        position=run.position,
         limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
         stop=run.stop,
         schedulers=Schedulers(
@@ -118,11 +118,12 @@ def estimated_steps(run: RunState) -> int | float:
     length = data.train_length
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((one for one in run.callbacks if isinstance(one, GradientAccumulationScheduler)), None)
+    schedule = next((one for one in run.callbacks if one.window_of(0) is not None), None)
     if schedule is None:
         steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
     else:
-        steps = sum(math.ceil(length / schedule.window(epoch)) for epoch in range(trainer.max_epochs))
+        windows = (schedule.window_of(epoch) or 1 for epoch in range(trainer.max_epochs))
+        steps = sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 

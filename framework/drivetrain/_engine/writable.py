@@ -6,11 +6,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from drivetrain._engine.defaults import is_ours
 from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
-from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -42,18 +40,17 @@ def check_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Se
 def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
     saving = "the run would train until its first save, and fail there."
     for callback in callbacks:
-        folder = getattr(callback, "dirpath", None)  # a user's own callback may only read there
-        if isinstance(folder, str) and is_ours(callback) and (problem := _why_not(folder)) is not None:
-            name = type(callback).__name__
-            fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
-            yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
+        for folder in callback.writes_to:
+            if (problem := _why_not(folder)) is not None:
+                name = type(callback).__name__
+                fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
+                yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
     for logger in loggers:
-        if not isinstance(logger, DirectoryLogger) or "://" in logger.save_dir:
-            continue
-        if (problem := _why_not(logger.save_dir)) is not None:
+        root = logger.writes_to
+        if root is not None and "://" not in root and (problem := _why_not(root)) is not None:
             name = type(logger).__name__
             fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
-            yield f"{name} cannot write to {logger.save_dir!r}: {problem}", "it would fail at its first row.", fix
+            yield f"{name} cannot write to {root!r}: {problem}", "it would fail at its first row.", fix
 
 
 def _why_not(folder: str) -> str | None:

@@ -14,6 +14,7 @@ from drivetrain._distributed.control import ControlPlane
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.joining import leaving_no_trace
 from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.progress import Position
 from drivetrain._loops.step_arguments import StepArguments
 from drivetrain._metrics import MetricStore
 from drivetrain.data._sharding import Share
@@ -66,6 +67,7 @@ class EvaluateLoop:
         strategy: where.
         hooks: who overrode what.
         metrics: where steps log.
+        position: told the batch that it has come to.
         sources: one for each loader.
         limits: micro-batches of each loader at most; None for all.
         lengths: says which loader's length proved wrong.
@@ -84,6 +86,7 @@ class EvaluateLoop:
         strategy: Strategy,
         hooks: HookTable,
         metrics: MetricStore,
+        position: Position,
         sources: Sequence[BatchSource],
         limits: Sequence[int | None],
         lengths: Lengths,
@@ -99,6 +102,7 @@ class EvaluateLoop:
         self._strategy = strategy
         self._control: ControlPlane = strategy.control
         self._metrics = metrics
+        self._position = position
         self._sources = sources
         self._limits = limits
         self._lengths = lengths
@@ -147,9 +151,11 @@ class EvaluateLoop:
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
-        several, came = len(self._sources) > 1, 0
+        several, came, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
+        before = position.enter("evaluation")
         for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
+            position.batch_idx = batch_idx
             if share.joins:
                 came += share.start >= 0  # nobody else's batch counts
                 self._join(given, batch_idx, index)
@@ -166,6 +172,7 @@ class EvaluateLoop:
             for hook in self._batch_end:
                 hook(outputs, *where)
         metrics.batch = None
+        position.leave(before)
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
 
     def _join(self, given: Any, batch_idx: int, index: int) -> None:

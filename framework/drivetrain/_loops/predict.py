@@ -12,6 +12,7 @@ from drivetrain._loops.evaluate import evaluating, evaluation_pairs
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.joining import leaving_no_trace
 from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.progress import Position
 from drivetrain._loops.step_arguments import StepArguments
 from drivetrain._metrics import MetricStore
 from drivetrain.data._source import BatchSource
@@ -28,6 +29,7 @@ class PredictLoop:
         strategy: where.
         hooks: who overrode what.
         metrics: told the stage, in which nothing may be logged.
+        position: told the batch that it has come to.
         sources: one for each loader.
         limits: micro-batches of each loader at most; None for all.
         lengths: says which loader's length proved wrong.
@@ -44,6 +46,7 @@ class PredictLoop:
         strategy: Strategy,
         hooks: HookTable,
         metrics: MetricStore,
+        position: Position,
         sources: Sequence[BatchSource],
         limits: Sequence[int | None],
         lengths: Lengths,
@@ -56,6 +59,7 @@ class PredictLoop:
         self._strategy = strategy
         self._hooks = hooks
         self._metrics = metrics
+        self._position = position
         self._sources = sources
         self._limits = limits
         self._lengths = lengths
@@ -98,9 +102,11 @@ class PredictLoop:
         from drivetrain._loops.outputs import on_host  # by whoever predicts
 
         several = len(self._sources) > 1
-        kept, came = [], 0
+        kept, came, position = [], 0, self._position
         name = f"prediction loader {index}" if several else "prediction loader"
+        before = position.enter("prediction")
         for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
+            position.batch_idx = batch_idx
             came += not share.joins or share.start >= 0  # nobody else's batch counts
             if share.joins and not self._strategy.collective_forward:
                 continue
@@ -120,6 +126,7 @@ class PredictLoop:
                 start = share.start if source.static else batch_idx
                 kept.append((start, batch_idx, on_host(output, source.lasting)))
             del output  # not held while the next step computes
+        position.leave(before)
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return kept if self._strategy.speaks_for_data else []
 

@@ -42,3 +42,23 @@ class Progress:
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, int(state[field.name]))
+
+
+@dataclass(slots=True)
+class Position:
+    """Which loop goes through batches now, and at which. The loops write it; a failure leaves it as it was then."""
+
+    loop: str | None = None
+    """"training", "evaluation" or "prediction"; None between them."""
+    batch_idx: int = 0
+    """The index of the micro-batch that the loop has come to."""
+
+    def enter(self, loop: str) -> tuple[str | None, int]:
+        """Go through batches from the first; returns what to `leave` with: the loop that has to wait, and its batch."""
+        before = self.loop, self.batch_idx
+        self.loop, self.batch_idx = loop, 0
+        return before
+
+    def leave(self, before: tuple[str | None, int]) -> None:
+        """Be through, with no failure."""
+        self.loop, self.batch_idx = before

@@ -15,7 +15,7 @@ from drivetrain._distributed.control import ControlPlane
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.joining import Joining
 from drivetrain._loops.lengths import Lengths, Tally
-from drivetrain._loops.progress import Progress
+from drivetrain._loops.progress import Position, Progress
 from drivetrain._loops.saving import SaveRequests
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
@@ -67,6 +67,7 @@ class TrainLoop:
         hooks: who overrode what.
         metrics: where steps log.
         progress: the counters.
+        position: told the batch that it has come to.
         limits: how long.
         stop: who asks to end early.
         schedulers: of learning rates.
@@ -92,6 +93,7 @@ class TrainLoop:
         hooks: HookTable,
         metrics: MetricStore,
         progress: Progress,
+        position: Position,
         limits: TrainLimits,
         stop: StopRequest,
         schedulers: Schedulers,
@@ -113,6 +115,7 @@ class TrainLoop:
         self._hooks = hooks
         self._metrics = metrics
         self._progress = progress
+        self._position = position
         self._limits = limits
         self._stop = stop
         self._schedulers = schedulers
@@ -167,7 +170,9 @@ class TrainLoop:
                     self._validation.load_state_dict(resumed["validation"], self._progress)
             over = resumed is not None and resumed["data_is_over"]
             fresh, resumed = True, None
+            before = self._position.enter("training")
             ended = Ended.DATA if over else self._train_epoch()
+            self._position.leave(before)
             over = ended is not Ended.BACK and self._end_epoch(ended)
             if self._saves.back is not None and not self._stop.leaving:
                 resumed = self._go_back(self._saves.back)
@@ -202,7 +207,7 @@ class TrainLoop:
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every = self._limits.max_steps, self._log_every
         step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
-        validation, waiting = self._validation, self._saves.waiting
+        validation, waiting, position = self._validation, self._saves.waiting, self._position
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
@@ -210,6 +215,7 @@ class TrainLoop:
         micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
         for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
+            position.batch_idx = batch_idx
             if micro.opens:
                 progress.window = batch_idx, progress.samples_seen
             metrics.batch = batch

@@ -10,6 +10,7 @@ from drivetrain.errors import ConfigurationError, nearest
 DEFAULT = "{epoch}-{step}"
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
+_COUNTERS = ("epoch", "step")
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9._=,+-]")
 
 
@@ -44,6 +45,11 @@ def checkpoint_name(template: str, values: Mapping[str, float]) -> str:
         return f"{name}={text}"
 
     return _FORBIDDEN.sub("_", _FIELD.sub(filled, template))
+
+
+def names_in(template: str) -> list[str]:
+    """The logged values that a template names."""
+    return [found[1] for found in _FIELD.finditer(template) if found[1] not in _COUNTERS]
 
 
 def check_template(template: str) -> None:

@@ -56,6 +56,10 @@ class GradientAccumulationScheduler(Callback):
         """How many micro-batches a window has in ``epoch``."""
         return next((self.scheduling[start] for start in reversed(self.scheduling) if start <= epoch), 1)
 
+    def window_of(self, epoch: int) -> int:
+        """What `window` says."""
+        return self.window(epoch)
+
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Refuse what contradicts the schedule, and set the first window."""
         if stage != "fit":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checkpoint_names import DEFAULT, check_template, checkpoint_name
+from drivetrain.callbacks._checkpoint_names import DEFAULT, check_template, checkpoint_name, names_in
 from drivetrain.callbacks._monitored import monitored_value
 from drivetrain.checkpoint._finding import older
 from drivetrain.checkpoint._folders import child, claim, point_to, remove
@@ -101,6 +101,7 @@ class Checkpoint(Callback):
         self._interim: tuple[str, int] | None = None  # what `save_before_leaving` wrote, and at which step
         self._clock = time.monotonic()
         self._fitting = False
+        self._written: dict[str, Any] = {}  # the list of before the run went back
         self._claims: dict[str, Callable[[], None]] = {}  # to paths that are being written to, and how to give them up
         self._unfinished: tuple[list[str], float] = ([], 0.0)  # what an earlier run was about to remove, and when
 
@@ -155,16 +156,41 @@ class Checkpoint(Callback):
             self._unfinished = state_dict["going"], state_dict["moment"]
             self._interim = state_dict.get("interim")
 
-    def written(self) -> dict[str, Any]:
-        """Return the list of what is kept, for `go_on_with`."""
-        return self._retention.state_dict()
+    # What the engine asks
 
-    def go_on_with(self, written: Mapping[str, Any], trainer: RunContext, path: str) -> None:
-        """Keep the list of what was written although the run has gone back to ``path``; what came later goes.
+    @property
+    def writes_to(self) -> Sequence[str]:
+        """The folder."""
+        return () if self.dirpath is None else (self.dirpath,)
+
+    @property
+    def kept_checkpoints(self) -> Sequence[str]:
+        """Every path that is kept."""
+        return list(self.best_k_models)
+
+    @property
+    def saves_whole(self) -> bool:
+        """Whether they hold more than weights."""
+        return not self.save_weights_only
+
+    @property
+    def monitors(self) -> Mapping[str, str]:
+        """``monitor``, and what ``filename`` names."""
+        kind = type(self).__name__
+        named = names_in(self.filename)
+        found = {name: f"{kind}(filename={self.filename!r}), which names {name!r}" for name in named}
+        return found if self.monitor is None else {self.monitor: f"{kind}(monitor={self.monitor!r})", **found}
+
+    def before_going_back(self, trainer: RunContext, module: TrainModule) -> None:
+        """Keep the list of what was written."""
+        self._written = self._retention.state_dict()
+
+    def after_going_back(self, trainer: RunContext, module: TrainModule, path: str) -> None:
+        """Go on with the list of what was written; what came later goes.
 
         Started again before it has come by once more, a run would go on from the newest.
         """
-        self._retention.load_state_dict(written)
+        self._retention.load_state_dict(self._written)
         later, self._whole_at = self._retention.drop_after(trainer.global_step), -1
         if trainer.strategy.control.rank == 0:
             for one in later:
@@ -235,18 +261,22 @@ class Checkpoint(Callback):
         if self._fitting and self.save_on_exception:
             trainer.save_after_failure(child(self._folder(), f"exception-step={trainer.global_step}"))
 
-    def save_before_leaving(self, trainer: RunContext) -> None:
-        """Save what a later run goes on from, as this one ends before its time. Collective.
+    def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
+        """Save what a later run goes on from. Of several, the first that keeps whole ones does it for all. Collective.
 
         Such a checkpoint counts for nothing in what is kept, and goes once the later run has saved a further one.
         """
+        savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
+        if self is not min(savers, key=lambda one: one.save_weights_only, default=self):
+            return False
         step = trainer.global_step
         if self._whole_at == step:
-            return
+            return True
         path = self._choose(trainer, f"interrupted-step={step}")
         going = [] if self._interim is None or self._interim[0] == path else [self._interim[0]]
         self._interim, self._whole_at = (path, step), step
         self._write(trainer, path, going, weights_only=False, background=False)
+        return True
 
     # How
 

@@ -137,6 +137,16 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = state_dict["stopping_reason"]
 
+    @property
+    def monitors(self) -> Mapping[str, str]:
+        """``monitor``, where it must be there."""
+        return {self.monitor: f"{type(self).__name__}(monitor={self.monitor!r})"} if self.strict else {}
+
+    def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+        """The reason that was told then."""
+        reason: str | None = state_dict.get("stopping_reason")
+        return reason
+
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Begin afresh; evaluation outside a `fit` is none of our business."""
         self._fitting = stage == "fit"

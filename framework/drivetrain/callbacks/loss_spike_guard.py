@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
-from drivetrain.callbacks.checkpoint import Checkpoint
 from drivetrain.errors import ConfigurationError, LossSpikeError, nearest
 from drivetrain.module.train_module import TrainModule
 
@@ -274,8 +273,8 @@ class LossSpikeGuard(Callback):
             why = f"strategy {trainer.strategy.name!r} keeps its gradients to itself, and cannot pass over a step"
         elif not module.automatic_optimization:
             why = "in manual optimization training_step makes its steps itself"
-        elif self.action == "rollback" and not _savers(trainer):
-            why = "there is no Checkpoint callback whose checkpoints the run could go back to"
+        elif self.action == "rollback" and not any(one.saves_whole for one in trainer.callbacks):
+            why = "there is no Checkpoint callback, nor another that saves what the run could go back to"
         else:
             return
         raise ConfigurationError(
@@ -283,7 +282,3 @@ class LossSpikeGuard(Callback):
             why,
             "use action='warn', or for 'rollback' add Checkpoint(every_n_train_steps=..., keep_last=2)",
         )
-
-
-def _savers(trainer: RunContext) -> list[Checkpoint]:
-    return [one for one in trainer.callbacks if isinstance(one, Checkpoint) and not one.save_weights_only]

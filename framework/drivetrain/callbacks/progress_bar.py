@@ -115,6 +115,11 @@ class ProgressBar(Callback):
         self.stream.flush()
         self._next_refresh = 0.0
 
+    def write_line(self, text: str) -> bool:
+        """Print ``text`` for ``trainer.print``."""
+        self.write(text)
+        return True
+
     # The run
 
     def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
-from drivetrain.launchers._torchrun_variables import suggested_threads
-from drivetrain.launchers.choose import LAUNCHERS, Launcher, check_launcher, choose_launcher
+from drivetrain._runtime.lazy_names import lazy_names
+from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
+from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
 from drivetrain.launchers.function_launcher import FunctionLauncher
-from drivetrain.launchers.ray_launcher import RayLauncher
+from drivetrain.launchers.launcher import Launcher, Work
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 from drivetrain.launchers.world import World, current_world
+
+if TYPE_CHECKING:
+    from drivetrain.launchers.ray_launcher import RayLauncher
 
 __all__ = [
     "LAUNCHERS",
@@ -18,10 +24,15 @@ __all__ = [
     "RankFailedError",
     "RayLauncher",
     "SubprocessLauncher",
+    "Work",
     "World",
     "check_launcher",
     "choose_launcher",
     "current_world",
     "first_cause",
+    "named_launcher",
     "suggested_threads",
+    "torchrun_variables",
 ]
+
+__getattr__, _ = lazy_names(__name__, {"RayLauncher": ".ray_launcher"})  # for runs on Ray alone

@@ -1,77 +1,121 @@
-"""Which launcher a setting means here."""
+"""Which launcher a setting means here, and the registry that finds one by name."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.launchers._forking import why_not_fork
 from drivetrain.launchers._rerun import why_not_rerun
 from drivetrain.launchers.function_launcher import FunctionLauncher
-from drivetrain.launchers.ray_launcher import RayLauncher
+from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
 
-Launcher = SubprocessLauncher | FunctionLauncher | RayLauncher
-LAUNCHERS = ("auto", "subprocess", "spawn", "forkserver", "fork", "ray")
+ENTRY_POINT_GROUP = "drivetrain.launchers"
+
+
+def _ray() -> Launcher:
+    from drivetrain.launchers.ray_launcher import RayLauncher  # for runs on Ray alone
+
+    return RayLauncher()
+
+
+# Known without the metadata of installed packages: reading it takes 8 ms, and that of an editable install may be older
+# than the code.
+_OURS: dict[str, Callable[[], Launcher]] = {
+    "subprocess": SubprocessLauncher,
+    "spawn": partial(FunctionLauncher, "spawn"),
+    "forkserver": partial(FunctionLauncher, "forkserver"),
+    "fork": partial(FunctionLauncher, "fork"),
+    "ray": _ray,
+}
+
+LAUNCHERS = ("auto", *_OURS)
+"""The names that come with drivetrain."""
 
 
 def choose_launcher(setting: str | Launcher, num_local: int) -> Launcher:
-    """Return the launcher for the setting ``Fit(launcher=...)``.
-
-    "auto" runs a script again, and starts a function where there is no script, from a notebook or a REPL, or where more
-    than a script would run again, under pytest: forked where that is safe, because only then do functions and classes
-    that are defined there, within a test say, exist in the started processes.
+    """Return the launcher for the setting ``Fit(launcher=...)``, once it is known that processes are to be started.
 
     Args:
-        setting: one of `LAUNCHERS`, or a launcher, which is returned.
-        num_local: how many processes this node shall have, for the error.
+        setting: "auto", a name, or a launcher, which is returned.
+        num_local: how many processes this node shall have.
 
     Raises:
         ConfigurationError: there is no such launcher, or it cannot work here; with the reason.
     """
+    launcher = named_launcher(setting) or _suitable()
+    launcher.check(num_local)
+    return launcher
+
+
+def named_launcher(setting: str | Launcher) -> Launcher | None:
+    """Return the launcher that a setting names, or is, whether it can work here or not; None for "auto".
+
+    Raises:
+        ConfigurationError: nobody registered the name, or what is registered makes no launcher.
+    """
     if isinstance(setting, Launcher):
         return setting
     if setting == "auto":
-        if not is_interactive() and why_not_rerun() is None:
-            return SubprocessLauncher()
-        return FunctionLauncher("fork" if why_not_fork() is None else "forkserver")
-    if setting == "subprocess":
+        return None
+    check_launcher(setting)
+    if setting in _OURS:
+        return _OURS[setting]()
+    point = _registered(tuple(sys.path))[setting]
+    launcher = point.load()()
+    if not isinstance(launcher, Launcher):
+        raise ConfigurationError(
+            f"The launcher {setting!r} ({point.value}) made a {type(launcher).__name__}, which is not a Launcher.",
+            "the engine drives launchers through that interface.",
+            "make the entry point a callable without arguments that returns a drivetrain.launchers.Launcher.",
+        )
+    return launcher
+
+
+def _suitable() -> Launcher:
+    """Return what runs a script again, or starts a function where there is no script or too much would run again.
+
+    That is in a notebook, in a REPL and under pytest: forked where that is safe, because only then do functions and
+    classes that are defined there, within a test say, exist in the started processes.
+    """
+    if not is_interactive() and why_not_rerun() is None:
         return SubprocessLauncher()
-    if setting == "ray":
-        return RayLauncher()
-    if setting == "spawn" or setting == "forkserver":
-        return FunctionLauncher("spawn" if setting == "spawn" else "forkserver")
-    if setting == "fork":
-        reason = why_not_fork()
-        if reason is not None:
-            raise ConfigurationError(
-                f'launcher="fork" cannot start {num_local} processes here',
-                reason,
-                'use launcher="forkserver", with what you defined moved into a module; or fork before that is used',
-            )
-        return FunctionLauncher("fork")
-    raise _unknown(setting)
+    return FunctionLauncher("fork" if why_not_fork() is None else "forkserver")
 
 
 def check_launcher(setting: object) -> None:
-    """Refuse the name of a launcher that does not exist.
+    """Refuse the name of a launcher that does not exist. Builds none.
 
     Raises:
         ConfigurationError: names the nearest that does.
     """
-    if not isinstance(setting, Launcher) and setting not in LAUNCHERS:
-        raise _unknown(setting)
-
-
-def _unknown(setting: object) -> ConfigurationError:
-    return ConfigurationError(
-        f"launcher={setting!r} is unknown.{nearest(str(setting), LAUNCHERS)}",
-        "it names how processes are started",
-        f"one of {', '.join(LAUNCHERS)}, or a launcher of your own making, such as RayLauncher(...)",
+    if isinstance(setting, Launcher) or (isinstance(setting, str) and setting in LAUNCHERS):
+        return
+    if isinstance(setting, str):
+        if setting not in _registered(tuple(sys.path)):
+            _registered.cache_clear()  # its package may have been installed since
+        if setting in _registered(tuple(sys.path)):
+            return
+    known = [*LAUNCHERS, *_registered(tuple(sys.path))]
+    raise ConfigurationError(
+        f"launcher={setting!r} is unknown.{nearest(str(setting), known)}",
+        "it names how processes are started; those of other packages are in the entry-point group "
+        f"{ENTRY_POINT_GROUP!r}",
+        f"one of {', '.join(known)}, or a launcher of your own making, such as RayLauncher(...)",
     )
+
+
+@cache
+def _registered(path: tuple[str, ...]) -> dict[str, Any]:
+    """Read what is installed where modules are imported from: once for each such ``path``."""
+    from importlib.metadata import entry_points
+
+    points = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+    return {point.name: point for point in points if point.name not in LAUNCHERS}
 
 
 def is_interactive() -> bool:
@@ -80,30 +124,3 @@ def is_interactive() -> bool:
     if ipython is not None and ipython.get_ipython() is not None:
         return True
     return hasattr(sys, "ps1")
-
-
-def why_not_fork() -> str | None:
-    """Return why a copy of this process could not compute, or None where it could."""
-    if sys.platform in ("darwin", "win32"):
-        return f"on {sys.platform} a forked copy of a process that uses the system's frameworks is unsafe or impossible"
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if in_use:
-        return "this process has used CUDA, which does not work in a forked copy"
-    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
-        return "this process has used an XPU, which does not work in a forked copy"
-    if _has_threads_of("pt_autograd"):
-        return "a backward has started threads of autograd's for the accelerators, which a forked copy lacks"
-    if dist.is_available() and dist.is_initialized():
-        return "this process has a process group, whose threads and connections a forked copy lacks"
-    return None
-
-
-def _has_threads_of(name: str) -> bool:
-    """Whether this process has a thread whose name begins so, where the operating system tells."""
-    for file in Path("/proc/self/task").glob("*/comm"):
-        try:
-            if file.read_text().startswith(name):
-                return True
-        except OSError:  # it has ended meanwhile
-            continue
-    return False

@@ -20,9 +20,11 @@ from drivetrain._distributed.failure import Failure, RankFailedError, first_caus
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._elastic import Processes, polls
+from drivetrain.launchers._forking import why_not_fork
 from drivetrain.launchers._lifeline import die_with_parent
 from drivetrain.launchers._passing_on import PassingOn
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
+from drivetrain.launchers.launcher import Launcher, Work
 from drivetrain.launchers.world import World, current_world, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
@@ -32,7 +34,7 @@ Result = TypeVar("Result")
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "drivetrain.launchers.function_launcher")
 
 
-class FunctionLauncher:
+class FunctionLauncher(Launcher):
     """Starts one process a rank, all of them besides the caller, and waits until they have ended.
 
     Args:
@@ -46,6 +48,24 @@ class FunctionLauncher:
     def __init__(self, start_method: StartMethod = "spawn", *, grace: float = 5.0) -> None:
         self.start_method = start_method
         self._grace = grace
+
+    def check(self, num_local: int) -> None:
+        """Refuse to fork a process whose copy could not compute."""
+        reason = why_not_fork() if self.start_method == "fork" else None
+        if reason is not None:
+            raise ConfigurationError(
+                f'launcher="fork" cannot start {num_local} processes here',
+                reason,
+                'use launcher="forkserver", with what you defined moved into a module; or fork before that is used',
+            )
+
+    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+        """Do ``work`` in processes that are started for it."""
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            return self.launch(placement, fn, *args, address=address, port=port, pass_on=work.signals)
+
+        return work.elsewhere(call)
 
     def launch(
         self,

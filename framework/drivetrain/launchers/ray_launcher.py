@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._runtime.accelerators import Devices, resolve_devices
@@ -16,13 +16,14 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._ray_worker import Where, Worker
+from drivetrain.launchers.launcher import Launcher, Work
 
 Result = TypeVar("Result")
 
 _WHO = ("class_name:", "actor_id:", "namespace:", "name:", "repr:", "pid:", "ip:")  # of Ray's words for a dead actor
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Starts one actor a rank on a Ray cluster, and waits until they are done.
 
     A cluster that the caller is connected to is used and left as it is. Else the launcher connects to the one that
@@ -40,6 +41,7 @@ class RayLauncher:
     """
 
     kind = "ray"
+    places_devices: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -69,6 +71,14 @@ class RayLauncher:
             )
         kind = "cuda" if accelerator in ("gpu", "cuda") else resolve_devices(accelerator, "auto").type
         return Devices(kind, counted.indices, chosen=True)
+
+    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+        """Do ``work`` in actors; the cluster knows addresses, and its first worker chooses the port."""
+
+        def call(fn: Callable[..., Any], *args: Any) -> Any:
+            return self.launch(placement, fn, *args, device=work.device)
+
+        return work.elsewhere(call)
 
     def launch(self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu") -> Result:
         """Call ``fn(*args)`` on every rank of all nodes and return what rank 0 returned.

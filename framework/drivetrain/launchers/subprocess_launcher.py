@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -17,6 +18,7 @@ from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import Processes
 from drivetrain.launchers._rerun import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
+from drivetrain.launchers.launcher import Launcher, Work
 from drivetrain.launchers.world import (
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
@@ -27,7 +29,7 @@ from drivetrain.launchers.world import (
 )
 
 
-class SubprocessLauncher:
+class SubprocessLauncher(Launcher):
     """Starts the caller's script, as it was started, once for each further rank of this node.
 
     Every rank goes on through the script after `launch`; the processes last until it ends, and a later `launch` finds
@@ -43,6 +45,18 @@ class SubprocessLauncher:
     def __init__(self, *, grace: float = 30.0, grace_after_failure: float = 5.0) -> None:
         self._grace = grace
         self._grace_after_failure = grace_after_failure
+
+    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+        """Do ``work`` here, as rank 0 of the node; the others come to it through the script."""
+        return work.here(self.launch(placement, address=address, port=port))
+
+    def command(self) -> list[str]:
+        """The command line of the other ranks; override it to put another program before it that becomes it (``nice``).
+
+        Raises:
+            ConfigurationError: there is no script, or it cannot be run again.
+        """
+        return rerun_command()
 
     def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
         """Start the processes of this node, or return the world whose processes are there.
@@ -65,7 +79,7 @@ class SubprocessLauncher:
                 "that is for the first process of a node",
                 "pass the placement of the first one",
             )
-        command = rerun_command()
+        command = self.command()
         store = _host(address, port) if placement.rank == 0 else None
         port = port if store is None else store.port
         processes = self._start(command, placement, address, port) if placement.local_world_size > 1 else None

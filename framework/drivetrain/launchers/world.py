@@ -70,6 +70,11 @@ class World:
         """Whether this process started the others of its node."""
         return self._processes is not None
 
+    @property
+    def is_hosted_outside(self) -> bool:
+        """Whether the store is a caller's that runs no rank itself, and outlives the ranks."""
+        return self.kind == "function"
+
     def store(self, prefix: str) -> Store:
         """Return the key-value store that all processes of the world share, its keys kept apart by ``prefix``.
 
@@ -121,7 +126,7 @@ class World:
         if self._processes is not None:
             return self._processes.failures()
         with contextlib.suppress(RuntimeError):
-            if self.kind == "function" and self.store(LEFT).check(["first"]):
+            if self.is_hosted_outside and self.store(LEFT).check(["first"]):
                 return [Failure(**json.loads(self.store(LEFT).get("first")))]
         return []
 

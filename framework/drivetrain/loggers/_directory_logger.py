@@ -45,3 +45,8 @@ class DirectoryLogger(Logger):
     def log_dir(self) -> str:
         """The run's directory, which exists after the first write."""
         return self._directory.path
+
+    @property
+    def writes_to(self) -> str:
+        """``save_dir``: asking settles no number."""
+        return self.save_dir

@@ -35,6 +35,11 @@ class Logger(ABC):
         """The directory or URL that holds this run's files, ``None`` where it keeps none."""
         return None
 
+    @property
+    def writes_to(self) -> str | None:
+        """The folder or URL below which this logger writes, tried before the first step; None where it writes none."""
+        return None
+
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep ``metrics``, plain numbers by name, as of optimizer step ``step``."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from drivetrain.precision._clipping import clip_gradients
+
+if TYPE_CHECKING:
+    from drivetrain._runtime.memory_advice import MemoryAdvice
+
+
+_TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+"""The precisions whose parameters are in the dtype that they compute in."""
 
 
 class Precision:
@@ -151,6 +158,17 @@ class Precision:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned; an empty one, written under another precision, is accepted."""
+
+    def memory_advice(self) -> Sequence[MemoryAdvice]:
+        """Which other precision would take less memory, for the note on an error for want of it."""
+        from drivetrain._runtime.memory_advice import MemoryAdvice  # where memory lacks alone
+
+        if self.compute_dtype.itemsize > 2:
+            return [MemoryAdvice("activations", "precision='bf16-mixed': activations of half the size")]
+        if self.compute_dtype in _TRUE and self.param_dtype.itemsize > 2:
+            other = _TRUE[self.compute_dtype]
+            return [MemoryAdvice("state", f"precision={other!r}: no float32 copy, and less exact")]
+        return []
 
     def describe(self) -> str:
         """The resolved dtypes on one line."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region as Region
     from drivetrain._distributed.shards import Span as Span
     from drivetrain._distributed.shards import cut as cut
+    from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
     from drivetrain.checkpoint._weights_fit import Misfit as Misfit
     from drivetrain.strategies._held_module import may_move as may_move
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
@@ -45,6 +46,7 @@ _HOMES = {
     "DEFAULT_TIMEOUT": ".distributed",
     "DistributedStrategy": ".distributed",
     "LocalControl": "drivetrain._distributed.control",
+    "MemoryAdvice": "drivetrain._runtime.memory_advice",
     "Misfit": "drivetrain.checkpoint._weights_fit",
     "ParameterShard": "drivetrain._distributed.shards",
     "Pending": "drivetrain._distributed.control",
@@ -74,6 +76,7 @@ __all__ = [
     "ControlPlane",
     "DistributedStrategy",
     "LocalControl",
+    "MemoryAdvice",
     "Misfit",
     "ParameterShard",
     "Pending",

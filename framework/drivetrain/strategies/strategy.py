@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,6 +19,9 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies._optimizer_state import load_named_optimizer_state, named_optimizer_state
 from drivetrain.strategies.run_settings import RunSettings
+
+if TYPE_CHECKING:
+    from drivetrain._runtime.memory_advice import MemoryAdvice
 
 StepRunner = Callable[..., Any]
 """``runner(step, *args)`` calls ``step(*args)`` the way the strategy needs it called (through DDP's forward, say)."""
@@ -317,6 +320,21 @@ class Strategy(ABC):
 
     def save_beside(self, path: str) -> None:
         """Write what the strategy's own tools read beside the checkpoint at ``path``. Collective."""
+
+    # Where memory lacks
+
+    def memory_advice(self, module: torch.nn.Module) -> Sequence[MemoryAdvice]:
+        """Which settings of this strategy, or which other strategy, would take less memory on this rank.
+
+        Asked where training ran out of memory, for the note on the error; the first advice costs least. Talks to
+        nobody, and asks for no more memory. By default what holds under any strategy.
+
+        Args:
+            module: what was trained, wrapped as it is.
+        """
+        from drivetrain._runtime.memory_advice import MemoryAdvice  # where memory lacks alone
+
+        return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
 
     # The end
 

@@ -17,6 +17,7 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
+    MemoryAdvice,
     StepRunner,
     broadcast_together,
 )
@@ -27,6 +28,7 @@ from drivetrain_strategies._module_checks import (
     refuse_other_device,
 )
 from drivetrain_strategies._original_device import HomeDevice
+from drivetrain_strategies._replicas import shard_them
 from drivetrain_strategies._step_module import StepModule, whole_output
 from drivetrain_strategies._weights_left import refuse_weights_left
 from drivetrain_strategies.ddp import _reducer as reducer
@@ -228,6 +230,9 @@ class DDPStrategy(DistributedStrategy):
         except RuntimeError as error:
             reducer.explain(error, ddp)
             raise
+
+    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+        return [shard_them(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         if self._swap is not None:

@@ -22,12 +22,14 @@ _ELEMENTWISE = {
 }
 """Optimizers whose update of an element depends on that element alone."""
 
-_REASONS = {
-    "LBFGS": "it evaluates the loss anew in its step, where DeepSpeed's engine gives it one",
-    "Adafactor": "it looks at a parameter's rows and columns, which ZeRO flattens away: measured, weights move by half",
-    "Muon": "it looks at a parameter as a matrix, which ZeRO flattens away",
-    "SparseAdam": "ZeRO's gradients are dense",
-    "Adagrad": "DeepSpeed steps another one in its place, which no scheduler reaches",
+_REASONS: dict[type, str] = {
+    torch.optim.LBFGS: "it evaluates the loss anew in its step, where DeepSpeed's engine gives it one",
+    torch.optim.Adafactor: (
+        "it looks at a parameter's rows and columns, which ZeRO flattens away: measured, weights move by half"
+    ),
+    torch.optim.Muon: "it looks at a parameter as a matrix, which ZeRO flattens away",
+    torch.optim.SparseAdam: "ZeRO's gradients are dense",
+    torch.optim.Adagrad: "DeepSpeed steps another one in its place, which no scheduler reaches",
 }
 
 
@@ -190,10 +192,11 @@ def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
     if path in _ELEMENTWISE:
         return
     for base in kind.__mro__:
-        if base.__name__ in _REASONS and base.__module__.startswith("torch.optim"):
+        reason = _REASONS.get(base)
+        if reason is not None:
             raise ConfigurationError(
                 f"{kind.__name__} under DeepSpeed.",
-                f"{_REASONS[base.__name__]}.",
+                f"{reason}.",
                 "use another optimizer (AdamW, SGD), or strategy='fsdp' or 'ddp'.",
             )
     if not allowed:

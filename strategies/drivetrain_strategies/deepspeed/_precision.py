@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import LOSS_SCALE_FLOOR, Precision
+from drivetrain.strategies import MemoryAdvice
 
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -78,6 +79,10 @@ class DeepSpeedPrecision(Precision):
         scaler = self.loss_scaler
         if scaler is not None and scaler.dynamic and scaler.cur_scale <= scaler.min_scale and self.at_floor is not None:
             self.at_floor(float(scaler.cur_scale))
+
+    def memory_advice(self) -> Sequence[MemoryAdvice]:
+        """Nothing beyond a mixed precision: those without float32 masters are refused."""
+        return [] if self.half is not None else super().memory_advice()
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, by the names that torch's `GradScaler` uses."""

@@ -78,6 +78,12 @@ def weights_shared_already() -> Iterator[None]:
         DeepSpeedEngine._broadcast_model = before
 
 
+def _is_bf16_optimizer(optimizer: Any) -> bool:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # takes seconds
+
+    return isinstance(optimizer, BF16_Optimizer)
+
+
 class Zero:
     """DeepSpeed's engine with an optimizer.
 
@@ -89,7 +95,7 @@ class Zero:
         self.engine = engine
         self.optimizer = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
-        self._bf16 = type(self.optimizer).__name__ == "BF16_Optimizer"
+        self._bf16 = _is_bf16_optimizer(self.optimizer)
         self._clip = self.optimizer.clip_grad
         self._reduced = False
         self._norm: torch.Tensor | None = None

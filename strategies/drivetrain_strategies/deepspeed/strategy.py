@@ -16,8 +16,21 @@ from torch.optim import Optimizer
 from drivetrain.environments import Placement
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategies import DEFAULT_STEP_TIMEOUT, DEFAULT_TIMEOUT, DistributedStrategy, Region, StepRunner
-from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, modules_of
+from drivetrain.strategies import (
+    DEFAULT_STEP_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    DistributedStrategy,
+    MemoryAdvice,
+    Region,
+    StepRunner,
+)
+from drivetrain_strategies._activation_checkpointing import (
+    Checkpointing,
+    ForwardSwap,
+    Policy,
+    checkpointing_advice,
+    modules_of,
+)
 from drivetrain_strategies._materialize import Building
 from drivetrain_strategies._module_checks import refuse_meta
 from drivetrain_strategies._original_device import HomeDevice
@@ -371,6 +384,18 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         return self._running.state.optimizer_regions()
+
+    # Where memory lacks
+
+    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+        if self.stage < 3:
+            text = f"strategy='deepspeed_stage_{self.stage + 1}': more is shared out over the ranks"
+        else:
+            text = "strategy='deepspeed_stage_3_offload': parameters and optimizer state wait in the host's memory"
+        advice = [MemoryAdvice("state", text)]
+        if not self.activation_checkpointing:
+            advice.append(checkpointing_advice(type(self)))
+        return advice
 
     # The end
 

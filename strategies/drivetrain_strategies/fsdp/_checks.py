@@ -14,7 +14,7 @@ from drivetrain_strategies._module_checks import refuse_device_map, refuse_embed
 SHARDINGS = ("full", "grad_op", "hybrid")
 
 _REFUSED = {
-    "SparseAdam": "sharded gradients are dense",
+    torch.optim.SparseAdam: "sharded gradients are dense",
 }
 
 
@@ -111,9 +111,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
         ConfigurationError: names it and the reason.
     """
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch."):
+        if kind in _REFUSED:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} under FSDP.",
-                f"{_REFUSED[kind.__name__]}.",
+                f"{_REFUSED[kind]}.",
                 "use another optimizer, or strategy='ddp'.",
             )

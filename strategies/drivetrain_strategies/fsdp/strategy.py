@@ -20,12 +20,13 @@ from drivetrain.strategies import (
     DEFAULT_STEP_TIMEOUT,
     DEFAULT_TIMEOUT,
     DistributedStrategy,
+    MemoryAdvice,
     Region,
     StepRunner,
     load_named_optimizer_state,
     named_optimizer_state,
 )
-from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy
+from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
 from drivetrain_strategies._materialize import Building
 from drivetrain_strategies._step_module import StepModule, whole_output
 from drivetrain_strategies._unit_order import UnitOrder
@@ -375,6 +376,19 @@ class FSDPStrategy(DistributedStrategy):
         if self._sharded is not None:
             self._sharded.reshard()
         return self.module
+
+    # Where memory lacks
+
+    def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
+        advice = []
+        if self.sharding != "full":
+            advice.append(MemoryAdvice("state", "FSDPStrategy(sharding='full')"))
+        if not self.cpu_offload:
+            text = "FSDPStrategy(cpu_offload=True): parameters and optimizer state wait in the host's memory"
+            advice.append(MemoryAdvice("state", text))
+        if not self.activation_checkpointing:
+            advice.append(checkpointing_advice(type(self)))
+        return advice
 
     # The end
 

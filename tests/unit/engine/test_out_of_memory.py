@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import traceback
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 from engine_case import Regression, fit, regression
+
+from drivetrain import Precision, Strategy
+from drivetrain.precision import HalfPrecision, MixedPrecision
+from drivetrain.strategies import MemoryAdvice
+from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 
 class Hungry(Regression):
@@ -78,3 +84,65 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="of another kind") as caught:
         fit(tmp_path).fit(Failing(), regression())
     assert caught.value.__notes__ == ["Where: rank 0, epoch 0, global step 0, batch index 0"]
+
+
+# K-02: a strategy and a precision say themselves what would take less; the engine knows none by its name
+
+
+class Cupboard(SingleDeviceStrategy):
+    """A third party's, with settings that nobody else knows."""
+
+    def memory_advice(self, module: torch.nn.Module) -> list[MemoryAdvice]:
+        return [
+            MemoryAdvice("state", f"Cupboard(shelves={sum(1 for _ in module.parameters())})"),
+            MemoryAdvice("activations", "Cupboard(fold=True)"),
+        ]
+
+
+def test_a_strategy_of_a_third_party_gives_its_own_advice(tmp_path: Path) -> None:
+    lines = _note(tmp_path, 1000, strategy=Cupboard())
+    assert [line.strip().removeprefix("then: ") for line in lines[-3:]] == [
+        "precision='bf16-mixed': activations of half the size",
+        "Cupboard(fold=True)",
+        "Cupboard(shelves=4)",
+    ]
+
+
+class Silent(SingleDeviceStrategy):
+    def memory_advice(self, module: torch.nn.Module) -> list[MemoryAdvice]:
+        return []
+
+
+def test_the_largest_tensors_are_named_where_there_is_nothing_to_advise(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(regression().dataset, batch_size=1)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as caught:
+        fit(tmp_path, strategy=Silent(), precision="bf16-true").fit(Hungry(1000), data)
+    assert "The largest tensors:" in caught.value.__notes__[0]
+    assert "Change first" not in caught.value.__notes__[0]
+
+
+def _told(strategy: Strategy) -> list[tuple[str, str]]:
+    return [(one.lessens, one.text.partition(":")[0]) for one in strategy.memory_advice(torch.nn.Linear(1, 1))]
+
+
+def test_each_strategy_advises_what_it_has() -> None:
+    by_hand = ("activations", "activation checkpointing (torch.utils.checkpoint around each block)")
+    assert _told(SingleDeviceStrategy()) == [("state", "strategy='fsdp' on several devices"), by_hand]
+    ddp = DDPStrategy()
+    ddp.placement = dataclasses.replace(ddp.placement, world_size=2)
+    assert _told(ddp) == [("state", "strategy='fsdp'"), by_hand]
+    by_class = ("activations", "activation checkpointing (FSDPStrategy(activation_checkpointing=[Block]))")
+    offload = ("state", "FSDPStrategy(cpu_offload=True)")
+    assert _told(FSDPStrategy()) == [offload, by_class]
+    assert _told(FSDPStrategy("grad_op")) == [("state", "FSDPStrategy(sharding='full')"), offload, by_class]
+    assert _told(FSDPStrategy(cpu_offload=True, activation_checkpointing=[torch.nn.Linear])) == []
+
+
+def test_each_precision_advises_the_next() -> None:
+    def told(precision: Precision) -> list[str]:
+        return [one.text.partition(":")[0] for one in precision.memory_advice()]
+
+    assert told(Precision()) == ["precision='bf16-mixed'"]
+    assert told(MixedPrecision("bf16-mixed", "cpu")) == ["precision='bf16-true'"]
+    assert told(MixedPrecision("16-mixed", "cpu")) == ["precision='16-true'"]
+    assert told(HalfPrecision("bf16-true")) == []

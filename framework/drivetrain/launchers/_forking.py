@@ -1,0 +1,36 @@
+"""Whether a copy of this process could compute."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def why_not_fork() -> str | None:
+    """Return why a copy of this process could not compute, or None where it could."""
+    if sys.platform in ("darwin", "win32"):
+        return f"on {sys.platform} a forked copy of a process that uses the system's frameworks is unsafe or impossible"
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if in_use:
+        return "this process has used CUDA, which does not work in a forked copy"
+    if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
+        return "this process has used an XPU, which does not work in a forked copy"
+    if _has_threads_of("pt_autograd"):
+        return "a backward has started threads of autograd's for the accelerators, which a forked copy lacks"
+    if dist.is_available() and dist.is_initialized():
+        return "this process has a process group, whose threads and connections a forked copy lacks"
+    return None
+
+
+def _has_threads_of(name: str) -> bool:
+    """Whether this process has a thread whose name begins so, where the operating system tells."""
+    for file in Path("/proc/self/task").glob("*/comm"):
+        try:
+            if file.read_text().startswith(name):
+                return True
+        except OSError:  # it has ended meanwhile
+            continue
+    return False

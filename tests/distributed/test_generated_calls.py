@@ -1,0 +1,137 @@
+"""Collective calls in generated code, which has no file, line or name of its own. K-04, A-08."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+from small_runs import Regression, failing, loader, quiet
+
+from drivetrain._engine import collective_calls
+from worlds import on_ranks
+
+BY_ALL = "gathered.append(module.all_gather(batch_idx).tolist())"
+PAIRED = {"one file", "a file for each rank", "a text for each rank", "compiled anew", "other places"}
+ALONE = "batch_idx == 2 and module.trainer.is_global_zero and module.all_gather(1)"
+
+
+class Generated(Regression):
+    """Runs a text after each batch.
+
+    Args:
+        text: the code, of one line.
+        file: the name of its file.
+        anew: compile it for each batch.
+    """
+
+    def __init__(self, text: str, file: str, anew: bool = False) -> None:
+        super().__init__()
+        self.text, self.file, self.anew = text, file, anew
+        self.code = compile(text, file, "exec")
+        self.gathered: list[Any] = []
+
+    def shared(self) -> Any:
+        return self.all_gather(1)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        code = compile(self.text, self.file, "exec") if self.anew else self.code
+        exec(code, {"module": self, "gathered": self.gathered, "batch_idx": batch_idx, "torch": torch})
+
+
+def _run(text: str, file: str = "<string>", anew: bool = False) -> dict[str, Any]:
+    """Train; says what was gathered, how often ranks met, what was raised, and after how long."""
+    module, meetings = Generated(text, file, anew), 0
+    meet = collective_calls._meet
+
+    def counted(*args: Any) -> bool:
+        nonlocal meetings
+        meetings += 1
+        return meet(*args)
+
+    collective_calls._meet = counted
+    began = time.monotonic()
+    try:
+        with failing() as error:
+            quiet(strategy="ddp").fit(module, loader(32, 4))
+    finally:
+        collective_calls._meet = meet
+    return {"gathered": module.gathered, "meetings": meetings, "seconds": time.monotonic() - began, **error}
+
+
+def _all_cases() -> dict[str, dict[str, Any]]:
+    rank, arrive = int(os.environ["RANK"]), collective_calls._ARRIVE
+    collective_calls._ARRIVE = timedelta(seconds=1)
+    try:
+        return {
+            "one file": _run(BY_ALL),
+            "a file for each rank": _run(BY_ALL, f"<cell {rank}>"),
+            "a text for each rank": _run(f"{'pass; ' * rank}{BY_ALL}"),
+            "compiled anew": _run(BY_ALL, anew=True),
+            # Rank 1 comes through two places, and rank 0, at the same time, through one that it knows.
+            "other places": _run(
+                f"if module.global_rank == 1 and batch_idx % 2: {BY_ALL}\nelse: {BY_ALL}", f"<cell {rank}>"
+            ),
+            # On one line, the second call under a condition: file and line were known from the first.
+            "alone": _run(f"{BY_ALL}; {ALONE}"),
+            "alone in a file of its own": _run(f"{BY_ALL}; {ALONE}", f"<cell {rank}>"),
+            "alone by a helper": _run(f"module.shared(); {ALONE.replace('module.all_gather(1)', 'module.shared()')}"),
+            "alone at the end": _run(f"{BY_ALL}; {ALONE.replace('2', '3')}"),
+            # The call alone meets the next one of the others, at the same batch, and that is found out at the next.
+            "alone before another": _run(f"for _ in range(2):\n {BY_ALL}\n _ == 0 and {ALONE}"),
+            "another call": _run(
+                "module.all_gather(1) if module.global_rank else module.trainer.save_checkpoint('nowhere')"
+            ),
+        }
+    finally:
+        collective_calls._ARRIVE = arrive
+
+
+def test_calls_in_generated_code_are_paired_or_refused() -> None:
+    ranks = on_ranks(_all_cases, 2, process_group=None)
+    everywhere = [[batch, batch] for batch in range(4)]
+    for rank, found in enumerate(ranks):
+        for case in PAIRED:
+            assert found[case]["type"] == "nothing was raised", (rank, case, found[case])
+            assert found[case]["gathered"] == everywhere, (rank, case)
+            assert found[case]["seconds"] < 5, (rank, case)
+        # What is known is not waited at again: not where it is compiled anew, either.
+        assert Counter(found[case]["meetings"] for case in ("one file", "compiled anew")) == {1: 2}
+        for case in found.keys() - PAIRED:
+            error = found[case]
+            assert error["type"] != "nothing was raised", (rank, case)
+            assert error["seconds"] < 15, (rank, case, error)
+            assert "rank(s) [1]" in error["text"], (rank, case, error)
+            assert "is_global_zero" in error["text"], (rank, case, error)
+        assert "Rank 0 came to all_gather (training batch 3" in found["alone at the end"]["text"]
+        assert "Rank 0 came to all_gather (training batch 2, epoch 0, global step 3)" in found["alone"]["text"]
+        assert "rank(s) [0] came to save_checkpoint" in found["another call"]["text"]
+    assert [ranks[rank]["other places"]["meetings"] for rank in (0, 1)] == [1, 4]
+
+
+def test_places_are_told_apart_by_the_code_that_runs() -> None:
+    places = collective_calls._Places()
+    found: list[bool] = []
+
+    def here(frame: Any) -> None:
+        found.append(places.is_new(frame))
+
+    names = {"here": here, "frame": __import__("sys")._getframe}
+    text = "for _ in range(2): here(frame()); here(frame())"
+    for _ in range(2):
+        exec(compile(text, "<string>", "exec"), names)
+    assert found == [True, True, False, False, *[False] * 4]
+    exec(compile(text, "<another>", "exec"), names)  # from another line of this function
+    assert found[8:] == [True, True, False, False]
+
+
+def test_what_is_remembered_of_places_is_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(collective_calls, "_MOST", 50)
+    places, names = collective_calls._Places(), {"frame": __import__("sys")._getframe}
+    for number in range(200):
+        names["places"] = places
+        exec(f"{'pass; ' * number}places.is_new(frame())", names)
+        assert len(places._seen) + len(places._known) < 80

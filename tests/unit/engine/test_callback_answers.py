@@ -1,0 +1,216 @@
+"""What the engine asks of callbacks and loggers it asks through their interface, of a third party's too. K-02."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Regression, fit, regression
+
+from drivetrain import Callback, ConfigurationError, Logger
+from drivetrain.callbacks import Checkpoint, LossSpikeGuard, ProgressBar
+
+NOTHING_SAVED = "nothing is saved"
+
+
+class Saver(Callback):
+    """A third party's: a checkpoint every so many steps, written when the engine says."""
+
+    def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
+        self.folder, self.every, self.leaving = folder, every, leaving
+        self.kept: list[str] = []
+        self.told: list[str] = []
+
+    def _write(self, trainer: Any) -> None:
+        path = f"{self.folder}/mine-{trainer.global_step}"
+        trainer.write_checkpoint(path, then=lambda: self.kept.append(path))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step % self.every == 0:
+            trainer.defer_save(lambda: self._write(trainer))
+
+    def save_before_leaving(self, trainer: Any, module: Any) -> bool:
+        if self.leaving == "defer_save":
+            trainer.defer_save(lambda: self._write(trainer))
+        elif self.leaving == "save_checkpoint":
+            trainer.save_checkpoint(f"{self.folder}/mine-{trainer.global_step}")
+        return self.leaving != "nothing"
+
+    @property
+    def writes_to(self) -> Sequence[str]:
+        return [str(self.folder)]
+
+    @property
+    def kept_checkpoints(self) -> Sequence[str]:
+        return self.kept
+
+    @property
+    def saves_whole(self) -> bool:
+        return True
+
+    def before_going_back(self, trainer: Any, module: Any) -> None:
+        self.told.append(f"before at {trainer.global_step}")
+
+    def after_going_back(self, trainer: Any, module: Any, path: str) -> None:
+        self.told.append(f"after at {trainer.global_step}: {os.path.basename(path)}")
+
+
+class Preempted(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("leaving", ["defer_save", "save_checkpoint"])
+def test_a_callback_of_the_users_saves_before_a_run_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, leaving: str
+) -> None:
+    undisturbed = Regression()
+    fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
+    callbacks = [Saver(tmp_path / "own", leaving=leaving), Preempted()]
+    with pytest.raises(SystemExit):
+        fit(tmp_path, max_epochs=2, callbacks=callbacks).fit(Regression(), regression())
+    assert NOTHING_SAVED not in caplog.text
+    assert os.listdir(tmp_path / "own") == ["mine-3"]
+    # "auto" looks where the callback says that it writes.
+    resumed = Regression()
+    run = fit(tmp_path, max_epochs=2, callbacks=Saver(tmp_path / "own"))
+    run.fit(resumed, regression(), ckpt_path="auto")
+    assert run.global_step == 12
+    assert torch.equal(resumed.layer.weight, undisturbed.layer.weight)
+
+
+def test_it_is_said_where_nobody_saves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = [Saver(tmp_path / "own", leaving="nothing"), Preempted()]
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=callbacks).fit(Regression(), regression())
+    assert NOTHING_SAVED in caplog.text
+
+
+def test_of_several_checkpoint_callbacks_one_that_keeps_whole_ones_saves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights, whole = tmp_path / "weights", tmp_path / "whole"
+    callbacks = [Checkpoint(weights, save_weights_only=True), Checkpoint(whole), Saver(tmp_path / "own"), Preempted()]
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=callbacks).fit(Regression(), regression())
+    assert not weights.exists()
+    assert "interrupted-step=3" in os.listdir(whole)
+    assert os.listdir(tmp_path / "own") == ["mine-3"]  # every callback is asked
+    assert NOTHING_SAVED not in caplog.text
+
+
+def test_a_run_goes_back_to_what_a_callback_of_the_users_keeps(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "own", every=2)
+
+    class GoesBack(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 5 and not saver.told:
+                path, step = trainer.checkpoint_before(3)
+                assert (os.path.basename(path), step) == ("mine-2", 2)
+                trainer.roll_back(path)
+
+    run = fit(tmp_path, callbacks=[saver, GoesBack()])
+    run.fit(Regression(), regression())
+    assert saver.told == ["before at 5", "after at 2: mine-2"]
+    # LossSpikeGuard asks the same, and not for a class.
+    fit(tmp_path, callbacks=[LossSpikeGuard("rollback"), Saver(tmp_path / "b")]).fit(Regression(), regression())
+
+
+def test_a_folder_of_a_callback_or_a_logger_of_the_users_is_tried_before_the_first_step(tmp_path: Path) -> None:
+    class Rows(Logger):
+        name = "rows"
+        version = "0"
+        writes_to = str(tmp_path / "file" / "logs")
+
+        def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+            raise AssertionError("before the first row")
+
+    (tmp_path / "file").write_text("")
+    for options, name in (({"callbacks": Saver(tmp_path / "file" / "own")}, "Saver"), ({"logger": Rows()}, "Rows")):
+        run = fit(tmp_path, **options)
+        with pytest.raises(ConfigurationError, match=f"{name} cannot write to .*is no folder"):
+            run.fit(Regression(), regression())
+        assert run.global_step == 0
+
+
+def test_what_prints_lines_is_asked_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Screen(Callback):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def write_line(self, text: str) -> bool:
+            self.lines.append(text)
+            return True
+
+    screen, stream = Screen(), io.StringIO()
+    fit(tmp_path, callbacks=screen).print("loss", 3)
+    assert screen.lines == ["loss 3"]
+    fit(tmp_path, callbacks=ProgressBar(stream=stream)).print("loss", 4)
+    assert stream.getvalue() == "loss 4\n"
+    fit(tmp_path, callbacks=Saver(tmp_path)).print("loss", 5)
+    assert capsys.readouterr().out == "loss 5\n"
+
+
+def test_windows_that_a_callback_of_the_users_changes_count_in_the_estimate(tmp_path: Path) -> None:
+    class Doubling(Callback):
+        def window_of(self, epoch: int) -> int:
+            return 2**epoch
+
+    told: list[float] = []
+
+    class Asks(Regression):
+        def configure_optimizers(self) -> Any:
+            told.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    data = regression()
+    fit(tmp_path, max_epochs=3, callbacks=Doubling()).fit(Asks(), data)
+    assert told == [sum(math.ceil(len(data) / window) for window in (1, 2, 4))]
+
+
+def test_what_a_callback_of_the_users_monitors_is_told_in_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Watches(Callback):
+        @property
+        def monitors(self) -> Mapping[str, str]:
+            return {"valloss": "Watches('valloss')"}
+
+    class Logs(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("val_" + "loss", loss)
+            return loss
+
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, callbacks=Watches()).fit(Logs(), regression())
+    assert (
+        "Watches('valloss'): nothing of that name was logged in the first step. Did you mean 'val_loss'" in caplog.text
+    )
+
+
+def test_a_run_that_a_callback_of_the_users_ended_has_nothing_left(tmp_path: Path) -> None:
+    class Enough(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.should_stop = True
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"enough": True}
+
+        def why_ended(self, state_dict: Mapping[str, Any]) -> str | None:
+            return "it is enough" if state_dict["enough"] else None
+
+    run = fit(tmp_path, max_epochs=5, callbacks=[Enough(), Saver(tmp_path / "own", every=1)])
+    run.fit(Regression(), regression())
+    path = f"{tmp_path}/own/mine-{run.global_step}"
+    with pytest.raises(ConfigurationError, match="Enough has ended it: it is enough"):
+        fit(tmp_path, max_epochs=5, callbacks=Enough()).fit(Regression(), regression(), ckpt_path=path)
