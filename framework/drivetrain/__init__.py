@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain import launchers as launchers
     from drivetrain import loggers as loggers
     from drivetrain import precision as precision
+    from drivetrain import strategies as strategies
     from drivetrain import testing as testing
     from drivetrain._runtime.seed import seed_everything as seed_everything
     from drivetrain.callback import Callback as Callback
@@ -53,7 +54,7 @@ _HOMES = {
     "seed_everything": "drivetrain._runtime.seed",
 }
 _SUBMODULES = frozenset(
-    {"callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "precision", "testing"}
+    {"callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "precision", "strategies", "testing"}
 )
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "loggers",
     "precision",
     "seed_everything",
+    "strategies",
     "testing",
 ]
 
