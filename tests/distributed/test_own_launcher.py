@@ -17,9 +17,8 @@ from small_runs import Regression, global_batches, loader, quiet, train_by_hand,
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain import ConfigurationError
-from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Placement
-from drivetrain.launchers import Launcher, Work, named_launcher, torchrun_variables
+from drivetrain.launchers import Devices, Launcher, Work, named_launcher, torchrun_variables
 from drivetrain_strategies import SingleDeviceStrategy
 
 _RANK = """
@@ -85,11 +84,15 @@ def test_a_command_of_ones_own_runs_the_script_again(tmp_path: Path) -> None:
         import os
         import torch
         from small_runs import Regression, loader, quiet, weights
-        from drivetrain.launchers import SubprocessLauncher
+        from drivetrain.launchers import Launcher, SubprocessLauncher
 
-        class Nice(SubprocessLauncher):
+        class NiceScript(SubprocessLauncher):
             def command(self):
                 return ["nice", "-n", "4", *super().command()]
+
+        class Nice(Launcher):
+            def launch(self, placement, **where):
+                return NiceScript().launch(placement, **where)
 
         before = os.nice(0)
         module = Regression()
@@ -106,6 +109,13 @@ def test_a_command_of_ones_own_runs_the_script_again(tmp_path: Path) -> None:
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     here, told = os.nice(0), lines[0].partition(": ")[2]
     assert lines == [f"rank 0 of 2 at {here}: {told}", f"rank 1 of 2 at {here + 4}: {told}"]
+
+
+def test_a_launcher_writes_one_of_two_methods() -> None:
+    with pytest.raises(TypeError, match="StartsNothing writes neither launch, which returns a World, nor run"):
+
+        class StartsNothing(Launcher):
+            pass
 
 
 class Cluster(Launcher):

@@ -25,7 +25,16 @@ PROMISED = {
         *("SlurmEnvironment", "TorchrunEnvironment", "detect_environment"),
     ],
     "drivetrain.launchers": [
-        *("FunctionLauncher", "Launcher", "RayLauncher", "SubprocessLauncher", "Work", "World", "torchrun_variables"),
+        *(
+            "Devices",
+            "FunctionLauncher",
+            "Launcher",
+            "RayLauncher",
+            "SubprocessLauncher",
+            "Work",
+            "World",
+            "torchrun_variables",
+        ),
     ],
     "drivetrain.loggers": ["CSVLogger", "Logger", "TensorBoardLogger"],
     "drivetrain.precision": [

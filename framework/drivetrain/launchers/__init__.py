@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._runtime.accelerators import Devices
 from drivetrain._runtime.lazy_names import lazy_names
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.choose import LAUNCHERS, check_launcher, choose_launcher, named_launcher
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAUNCHERS",
+    "Devices",
     "Failure",
     "FunctionLauncher",
     "Launcher",

@@ -67,7 +67,7 @@ class FunctionLauncher(Launcher):
 
         return work.elsewhere(call)
 
-    def launch(
+    def launch(  # type: ignore[override]  # no World of the caller's comes of it
         self,
         placement: Placement,
         fn: Callable[..., Result],

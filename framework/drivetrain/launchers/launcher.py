@@ -44,8 +44,11 @@ class Work(ABC):
         """
 
 
-class Launcher(ABC):
-    """Starts the processes of a run. One method must be written.
+class Launcher:
+    """Starts the processes of a run. One of two methods must be written.
+
+    `launch`, where the processes come to the run by themselves, the caller being one of them, as with the script that
+    is run again; `run`, where the caller hands them a function.
 
     Building a launcher starts nothing. It is asked once the run is known to lack processes; in those that it starts,
     and under torchrun or a cluster, it is not asked at all. Give one to ``Fit(launcher=...)``, or register a callable
@@ -80,17 +83,35 @@ class Launcher(ABC):
             ConfigurationError: says why.
         """
 
-    @abstractmethod
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.launch is Launcher.launch and cls.run is Launcher.run:
+            raise TypeError(f"{cls.__name__} writes neither launch, which returns a World, nor run")
+
+    def launch(self, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> World:
+        """Start the other processes of this node, all of which come to the same run; return the world of this one.
+
+        Args:
+            placement: the caller's: the first rank of its node.
+            address: the host of rank 0, where there are several nodes.
+            port: where rank 0 hosts the store; 0 lets the operating system choose.
+
+        Raises:
+            ConfigurationError: they cannot be started.
+        """
+        raise NotImplementedError(f"{type(self).__name__} starts functions: no World of the caller's comes of it")
+
     def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
         """Start the processes, have ``work`` done on every rank, and return what it returns.
 
         Args:
             work: what is to be done, here and in the others (`Work.here`) or in others alone (`Work.elsewhere`).
             placement: of the first process of this node: how many there are here, and in all.
-            address: the host of rank 0, where there are several nodes.
-            port: where rank 0 hosts the store; 0 lets the operating system choose.
+            address: as for `launch`.
+            port: as for `launch`.
 
         Raises:
             ConfigurationError: they cannot be started.
             RankFailedError: one of them raised or died.
         """
+        return work.here(self.launch(placement, address=address, port=port))

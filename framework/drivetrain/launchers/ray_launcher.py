@@ -80,7 +80,9 @@ class RayLauncher(Launcher):
 
         return work.elsewhere(call)
 
-    def launch(self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu") -> Result:
+    def launch(  # type: ignore[override]  # no World of the caller's comes of it
+        self, placement: Placement, fn: Callable[..., Result], *args: Any, device: str = "cpu"
+    ) -> Result:
         """Call ``fn(*args)`` on every rank of all nodes and return what rank 0 returned.
 
         Args:

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from dataclasses import replace
-from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -18,7 +17,7 @@ from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import Processes
 from drivetrain.launchers._rerun import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
-from drivetrain.launchers.launcher import Launcher, Work
+from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.world import (
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
@@ -45,10 +44,6 @@ class SubprocessLauncher(Launcher):
     def __init__(self, *, grace: float = 30.0, grace_after_failure: float = 5.0) -> None:
         self._grace = grace
         self._grace_after_failure = grace_after_failure
-
-    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
-        """Do ``work`` here, as rank 0 of the node; the others come to it through the script."""
-        return work.here(self.launch(placement, address=address, port=port))
 
     def command(self) -> list[str]:
         """The command line of the other ranks; override it to put another program before it that becomes it (``nice``).
