@@ -1,0 +1,137 @@
+"""The small run whose checkpoints are kept in ``older/``, as later versions must read them.
+
+python tests/unit/checkpoint/older_run.py FOLDER     # writes one of each kind with the code as it stands
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint, EarlyStopping
+
+SAVED_AT = 5  # of 8 steps: in the middle of the second epoch
+
+KINDS = {"single_device": 1, "ddp": 2, "fsdp": 2, "deepspeed_stage_1": 2}
+"""Strategies and on how many ranks each wrote its checkpoint."""
+
+
+class Tiny(TrainModule):
+    """Dropout draws from the generators, a buffer counts steps, a weight is tied, and a layer is frozen."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.first = nn.Linear(3, width)
+            self.net = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(0.25), nn.Linear(width, width))
+            self.last = nn.Linear(width, 1)
+        self.net[3].weight = self.net[0].weight
+        self.first.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        self.steps += 1
+        loss = (self.last(self.net(self.first(x))) - y).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", (self.last(self.net(self.first(x))) - y).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        trained = [one for one in self.parameters() if one.requires_grad]
+        groups = [
+            {"params": [one for one in trained if one.dim() > 1], "weight_decay": 0.1},
+            {"params": [one for one in trained if one.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Counts(Callback):
+    """State of a callback's own: a number, a tuple, a tensor."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[int, ...] = ()
+        self.norm = torch.zeros(())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen = (*self.seen, batch_idx)
+        self.norm = self.norm + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "norm": self.norm}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.seen, self.norm = state_dict["seen"], state_dict["norm"]
+
+
+class SaveAt(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == SAVED_AT:
+            trainer.save_checkpoint(self.path)
+
+
+def run(strategy: str, *, save: Path | None = None, start: Path | None = None, folder: Path | None = None) -> Any:
+    """Train for two epochs of four steps on 16 samples, 4 a step over all ranks; return what came of it."""
+    ranks = KINDS[strategy]
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator))
+    counts = Counts()
+    callbacks: list[Callback] = [counts, EarlyStopping("val", patience=50)]
+    callbacks += [] if folder is None else [Checkpoint(folder, monitor="val", every_n_epochs=1)]
+    callbacks += [] if save is None else [SaveAt(save)]
+    module = Tiny()
+    fit = Fit(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1 if ranks == 1 else "auto",
+        max_epochs=2,
+        seed=3,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    loader = DataLoader(data, batch_size=4 // ranks, shuffle=True)
+    fit.fit(module, loader, DataLoader(data, batch_size=4 // ranks), ckpt_path=start)
+    return {name: value.clone() for name, value in module.state_dict().items()}, counts.seen, fit.global_step
+
+
+def write(strategy: str, folder: Path) -> Any:
+    """On each rank: run to the end, saving in the middle."""
+    return run(strategy, save=folder / strategy, folder=folder / f"{strategy}-kept")
+
+
+if __name__ == "__main__":
+    from older_run import write as write_on_a_rank  # by the name under which the ranks can import it
+    from safetensors.torch import save_file
+
+    from drivetrain.testing import run_distributed
+
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True)
+    ended = {}
+    for kind, count in KINDS.items():
+        if count == 1:
+            weights, *_ = write(kind, out)
+        else:
+            weights, *_ = run_distributed(write_on_a_rank, count, kind, out)[0]
+        ended |= {f"{kind}/{name}": value for name, value in weights.items()}
+    save_file(ended, out / "ended.safetensors")
