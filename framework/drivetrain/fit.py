@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, overload
 
@@ -42,11 +42,12 @@ class Fit(RunReads):
     What is read of it, in a run and afterwards, and what hooks call, is in `RunContext`.
 
     Args:
-        strategy: where: a name ("auto", "ddp", ...) or a `Strategy`.
+        strategy: where: a name ("auto", "ddp", ..., or one that a package has registered) or a `Strategy`.
         accelerator: "auto", "cpu", "gpu" ("cuda") or "mps".
         devices: of each node: a count, a list of indices, "auto", or -1 for all.
         num_nodes: over how many nodes.
-        precision: how exact: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", or a `Precision`.
+        precision: how exact: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", the name
+            that a package has registered, or a `Precision`.
         max_epochs: epochs to train; None is 1000 where nothing else limits the run; -1 is no limit.
         min_epochs: epochs before which nothing stops the run early.
         max_steps: optimizer steps to train; -1 is no limit.
@@ -65,7 +66,8 @@ class Fit(RunReads):
         overfit_batches: train and validate on the first so many micro-batches, in the data's order.
         fast_dev_run: try everything with one micro-batch (True) or so many (int), without loggers.
         callbacks: one or a list; they join the default ones.
-        logger: None and True are the default logger, False none; or one, or a list.
+        logger: None and True are the default logger, False none; or one: "csv", "tensorboard", the name that a package
+            has registered, or a `Logger`; or a list of them.
         log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
         enable_progress_bar: show one.
         enable_checkpointing: save once an epoch, the newest being kept: a `Checkpoint` where none is given.
@@ -82,7 +84,8 @@ class Fit(RunReads):
         profiler: kept for a later version; refused.
         launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; the name
             that a package has registered, or a `drivetrain.launchers.Launcher`.
-        environment: who started this process: "auto", a name, or an `Environment`.
+        environment: who started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", the name
+            that a package has registered, or an `Environment`.
         preemption_signals: on which of them, beside Ctrl-C, a run saves and ends so that it can go on later: "auto" is
             SIGTERM, and in a job of SLURM SIGUSR1 too; a name or a list of them; None takes none, Ctrl-C included.
         barebones: leave out everything but the loop.
@@ -121,7 +124,7 @@ class Fit(RunReads):
         overfit_batches: int | float = 0,
         fast_dev_run: bool | int = False,
         callbacks: Callback | list[Callback] | None = None,
-        logger: bool | Logger | list[Logger] | None = None,
+        logger: bool | str | Logger | Sequence[str | Logger] | None = None,
         log_every_n_steps: int = 50,
         enable_progress_bar: bool = True,
         enable_checkpointing: bool = True,
@@ -148,13 +151,13 @@ class Fit(RunReads):
         check_arguments(values, chosen)
         if fast_dev_run:
             batches = int(fast_dev_run)
-            max_epochs, max_steps, num_sanity_val_steps, logger = 1, batches, 0, False
+            max_epochs, max_steps, num_sanity_val_steps = 1, batches, 0
             limit_train_batches = limit_val_batches = limit_test_batches = limit_predict_batches = batches
             val_check_interval, check_val_every_n_epoch, enable_checkpointing = None, 1, False
             overfit_batches = 0
         if barebones:
             enable_progress_bar = enable_checkpointing = enable_model_summary = False
-            logger, log_every_n_steps, num_sanity_val_steps = False, 0, 0
+            log_every_n_steps = num_sanity_val_steps = 0
         self.accelerator = accelerator
         self.devices = devices
         self.num_nodes = num_nodes
@@ -205,7 +208,7 @@ class Fit(RunReads):
             raise ConfigurationError(
                 f"strategy={strategy!r}.", "it is a name or a Strategy.", "use strategy='ddp', or DDPStrategy(...)."
             )
-        self.loggers: list[Logger] = default_loggers(logger, self.default_root_dir)
+        self.loggers: list[Logger] = default_loggers(logger, self.default_root_dir, off=bool(fast_dev_run) or barebones)
         self.callbacks: list[Callback] = default_callbacks(
             callbacks,
             progress_bar=enable_progress_bar,

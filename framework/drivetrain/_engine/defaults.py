@@ -37,27 +37,42 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
     return callbacks
 
 
-def default_loggers(given: Any, root: str) -> list[Logger]:
+def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]:
     """Return the loggers that ``Fit(logger=...)`` means.
 
+    Args:
+        given: None and True are the default one, False none; else a logger, a name of one, or a list of both.
+        root: the run's ``default_root_dir``, with which those that are named are built.
+        off: the run has none, and what is given is only checked.
+
     Raises:
-        ConfigurationError: something given is no `Logger`.
+        ConfigurationError: something given is no `Logger`, or a name that none has.
     """
     if given is False:
         return []
     if given is None or given is True:
+        if off:
+            return []
         from drivetrain.loggers._default import default_logger
 
         return [default_logger(root)]
-    loggers = list(given) if isinstance(given, list | tuple) else [given]
-    for one in loggers:
-        if not isinstance(one, Logger):
+    loggers = []
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(one, str):
+            from drivetrain.loggers._named import check_logger_name, logger_by_name  # by who names one
+
+            check_logger_name(one)
+            if not off:
+                loggers.append(logger_by_name(one, root))
+        elif isinstance(one, Logger):
+            loggers.append(one)
+        else:
             raise ConfigurationError(
                 f"logger holds a {type(one).__name__}, which is no Logger.",
                 "the engine sends it numbers through that interface.",
-                "pass a drivetrain.Logger, a list of them, True, False or None.",
+                "pass a drivetrain.Logger, a name such as 'csv', a list of them, True, False or None.",
             )
-    return loggers
+    return [] if off else loggers
 
 
 def checked_callbacks(given: Any, what: str) -> list[Callback]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from drivetrain._config.entry_points import Names
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.kubeflow import KubeflowEnvironment
 from drivetrain.environments.lsf import LSFEnvironment
@@ -12,7 +13,6 @@ from drivetrain.environments.mpi import MPIEnvironment
 from drivetrain.environments.plain import PlainEnvironment
 from drivetrain.environments.slurm import SlurmEnvironment
 from drivetrain.environments.torchrun import TorchrunEnvironment
-from drivetrain.errors import ConfigurationError, nearest
 
 # The innermost launcher comes first: torchrun under srun is torchrun's, mpirun in a SLURM job is MPI's, and jsrun sets
 # some of Open MPI's variables. Kubeflow's are a part of torchrun's, so that it is asked before.
@@ -23,6 +23,15 @@ _ENVIRONMENTS: tuple[type[Environment], ...] = (
     MPIEnvironment,
     SlurmEnvironment,
     PlainEnvironment,
+)
+
+_NAMES = Names[Environment](
+    "environment",
+    "drivetrain.environments",
+    Environment,  # type: ignore[type-abstract]
+    {kind.name: kind for kind in _ENVIRONMENTS},
+    why="it names who started the processes",
+    instead="an Environment of your own",
 )
 
 
@@ -39,13 +48,16 @@ def detect_environment(variables: Mapping[str, str] | None = None) -> Environmen
 def environment_by_name(name: str, variables: Mapping[str, str] | None = None) -> Environment:
     """Return the environment called ``name``, or the one detected for ``"auto"``.
 
+    Args:
+        name: "auto", one of ours, or one that a package has registered.
+        variables: in place of ``os.environ``.
+
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is none of that name, or what is registered makes no environment.
     """
-    check_environment_name(name)
     if name == "auto":
         return detect_environment(variables)
-    return next(kind for kind in _ENVIRONMENTS if kind.name == name)(variables)
+    return _NAMES.make(name) if variables is None else _NAMES.make(name, variables)
 
 
 def check_environment_name(name: object) -> None:
@@ -54,10 +66,4 @@ def check_environment_name(name: object) -> None:
     Raises:
         ConfigurationError: names the nearest that one has.
     """
-    known = ["auto", *(kind.name for kind in _ENVIRONMENTS)]
-    if name not in known:
-        raise ConfigurationError(
-            f"environment={name!r} is unknown.{nearest(str(name), known)}",
-            "it names who started the processes",
-            f"one of {', '.join(known)}, or an Environment of your own",
-        )
+    _NAMES.check(name)

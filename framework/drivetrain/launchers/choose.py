@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain._config.entry_points import Names
 from drivetrain.launchers._forking import why_not_fork
 from drivetrain.launchers._rerun import why_not_rerun
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher
-
-ENTRY_POINT_GROUP = "drivetrain.launchers"
 
 
 def _ray() -> Launcher:
@@ -23,17 +19,22 @@ def _ray() -> Launcher:
     return RayLauncher()
 
 
-# Known without the metadata of installed packages: reading it takes 8 ms, and that of an editable install may be older
-# than the code.
-_OURS: dict[str, Callable[[], Launcher]] = {
-    "subprocess": SubprocessLauncher,
-    "spawn": partial(FunctionLauncher, "spawn"),
-    "forkserver": partial(FunctionLauncher, "forkserver"),
-    "fork": partial(FunctionLauncher, "fork"),
-    "ray": _ray,
-}
+_NAMES = Names[Launcher](
+    "launcher",
+    "drivetrain.launchers",
+    Launcher,
+    {
+        "subprocess": SubprocessLauncher,
+        "spawn": partial(FunctionLauncher, "spawn"),
+        "forkserver": partial(FunctionLauncher, "forkserver"),
+        "fork": partial(FunctionLauncher, "fork"),
+        "ray": _ray,
+    },
+    why="it names how processes are started",
+    instead="a launcher of your own making, such as RayLauncher(...)",
+)
 
-LAUNCHERS = ("auto", *_OURS)
+LAUNCHERS = _NAMES.ours
 """The names that come with drivetrain."""
 
 
@@ -60,20 +61,7 @@ def named_launcher(setting: str | Launcher) -> Launcher | None:
     """
     if isinstance(setting, Launcher):
         return setting
-    if setting == "auto":
-        return None
-    check_launcher(setting)
-    if setting in _OURS:
-        return _OURS[setting]()
-    point = _registered(tuple(sys.path))[setting]
-    launcher = point.load()()
-    if not isinstance(launcher, Launcher):
-        raise ConfigurationError(
-            f"The launcher {setting!r} ({point.value}) made a {type(launcher).__name__}, which is not a Launcher.",
-            "the engine drives launchers through that interface.",
-            "make the entry point a callable without arguments that returns a drivetrain.launchers.Launcher.",
-        )
-    return launcher
+    return None if setting == "auto" else _NAMES.make(setting)
 
 
 def _suitable() -> Launcher:
@@ -93,29 +81,8 @@ def check_launcher(setting: object) -> None:
     Raises:
         ConfigurationError: names the nearest that does.
     """
-    if isinstance(setting, Launcher) or (isinstance(setting, str) and setting in LAUNCHERS):
-        return
-    if isinstance(setting, str):
-        if setting not in _registered(tuple(sys.path)):
-            _registered.cache_clear()  # its package may have been installed since
-        if setting in _registered(tuple(sys.path)):
-            return
-    known = [*LAUNCHERS, *_registered(tuple(sys.path))]
-    raise ConfigurationError(
-        f"launcher={setting!r} is unknown.{nearest(str(setting), known)}",
-        "it names how processes are started; those of other packages are in the entry-point group "
-        f"{ENTRY_POINT_GROUP!r}",
-        f"one of {', '.join(known)}, or a launcher of your own making, such as RayLauncher(...)",
-    )
-
-
-@cache
-def _registered(path: tuple[str, ...]) -> dict[str, Any]:
-    """Read what is installed where modules are imported from: once for each such ``path``."""
-    from importlib.metadata import entry_points
-
-    points = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
-    return {point.name: point for point in points if point.name not in LAUNCHERS}
+    if not isinstance(setting, Launcher):
+        _NAMES.check(setting)
 
 
 def is_interactive() -> bool:

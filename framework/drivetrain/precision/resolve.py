@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain._config.entry_points import Names
+from drivetrain.errors import ConfigurationError
 from drivetrain.precision.double import DoublePrecision
 from drivetrain.precision.full import FullPrecision
 from drivetrain.precision.half import HalfPrecision
@@ -29,9 +30,19 @@ _BUILDERS: dict[str, Callable[[torch.device], Precision]] = {
 }
 _SHORTHANDS = {"64": "64-true", "32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
+_NAMES = Names[Precision](
+    "precision",
+    "drivetrain.precision",
+    Precision,
+    {},  # what other packages register is made without the device
+    words=(*_BUILDERS, *_SHORTHANDS),
+    why="it names the dtypes of parameters and arithmetic",
+    instead="a drivetrain.Precision",
+)
+
 
 def canonical_name(setting: str | int) -> str:
-    """The canonical name of a precision given by name or shorthand.
+    """The canonical name of a precision given by name or shorthand. Makes none.
 
     Raises:
         ConfigurationError: for an unknown name, with the nearest known one.
@@ -39,12 +50,8 @@ def canonical_name(setting: str | int) -> str:
     name = _SHORTHANDS.get(str(setting), str(setting))
     if name not in _BUILDERS:
         # As others write them: fp16, float32, bfloat16. The nearest spelling of "fp16" would be "bf16".
-        plain = str(setting).lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
-        raise ConfigurationError(
-            f"precision={setting!r} does not exist.{nearest(plain, [*_BUILDERS, *_SHORTHANDS])}",
-            "It names the dtypes of parameters and arithmetic.",
-            f"Use one of {', '.join(map(repr, _BUILDERS))}, or 64, 32, 'bf16', '16' for short.",
-        )
+        plain = name.lower().replace("bfloat", "bf").removeprefix("float").removeprefix("fp")
+        _NAMES.check(setting, plain)
     return name
 
 
@@ -52,17 +59,20 @@ def resolve_precision(setting: str | int | Precision, device: torch.device) -> P
     """Find the precision that ``setting`` asks for, for a run on ``device``. Touches no device.
 
     Args:
-        setting: a name (``"bf16-mixed"``), a shorthand (``64``, ``32``, ``"bf16"``, ``"16"``) or a precision.
+        setting: a name (``"bf16-mixed"``, or one that a package has registered), a shorthand (``64``, ``32``,
+            ``"bf16"``, ``"16"``) or a precision.
         device: where the run computes.
 
     Raises:
-        ConfigurationError: for an unknown name, or a precision that ``device`` cannot do.
+        ConfigurationError: for an unknown name, one under which something else is registered, or a precision that
+            ``device`` cannot do.
     """
     given: object = setting
     if isinstance(given, Precision):
         precision = given
     elif isinstance(given, str | int) and not isinstance(given, bool):
-        precision = _BUILDERS[canonical_name(given)](device)
+        name = canonical_name(given)
+        precision = _BUILDERS[name](device) if name in _BUILDERS else _NAMES.make(name)
     else:
         raise ConfigurationError(
             f"precision={setting!r} is a {type(setting).__name__}.",

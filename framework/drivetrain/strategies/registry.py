@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain._config.entry_points import Names
 from drivetrain.strategies.strategy import Strategy
-
-ENTRY_POINT_GROUP = "drivetrain.strategies"
 
 StrategyName = Literal[
     "auto",
@@ -34,15 +28,19 @@ StrategyName = Literal[
 """The names that come with drivetrain, for editors to complete; those of other packages are as good."""
 
 
+_NAMES = Names[Strategy](
+    "strategy",
+    "drivetrain.strategies",
+    Strategy,  # type: ignore[type-abstract]
+    {},  # ours come in by the door that is everybody's
+    why="it names where a run computes",
+    instead="a Strategy object, such as DDPStrategy(...)",
+)
+
+
 def known_strategies() -> dict[str, Any]:
     """Every registered name with its entry point, ours and third parties' alike."""
-    return dict(_registered(tuple(sys.path)))
-
-
-@cache
-def _registered(path: tuple[str, ...]) -> dict[str, Any]:
-    """Read what is installed where modules are imported from: once for each such ``path``, for it takes 8 ms."""
-    return {point.name: point for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)}
+    return dict(_NAMES.registered())
 
 
 def strategy_by_name(name: str) -> Strategy:
@@ -51,22 +49,4 @@ def strategy_by_name(name: str) -> Strategy:
     Raises:
         ConfigurationError: nobody registered the name; lists the known ones and the nearest spelling.
     """
-    known = known_strategies()
-    if name not in known:
-        _registered.cache_clear()  # its package may have been installed since
-        known = known_strategies()
-    if name not in known:
-        names: Iterable[str] = ["auto", *known]
-        raise ConfigurationError(
-            f"Unknown strategy {name!r}.{nearest(name, names)}",
-            "strategies are found by name in the entry-point group 'drivetrain.strategies'.",
-            f"use one of {', '.join(names)}, or pass a Strategy object.",
-        )
-    strategy = known[name].load()()
-    if not isinstance(strategy, Strategy):
-        raise ConfigurationError(
-            f"The strategy {name!r} ({known[name].value}) made a {type(strategy).__name__}, which is not a Strategy.",
-            "the engine drives strategies through that interface.",
-            "make the entry point a callable without arguments that returns a drivetrain.Strategy.",
-        )
-    return strategy
+    return _NAMES.make(name)

@@ -76,7 +76,7 @@ def _refused(call: Callable[[], Any], *said: str) -> None:
         ({"fast_dev_run": 1.0}, ["fast_dev_run=1.0"]),
         ({"callbacks": "EarlyStopping"}, ["a str", "Callback"]),
         ({"callbacks": [torch.optim.SGD]}, ["the class SGD", "Callback"]),
-        ({"logger": "tensorboard"}, ["a str", "Logger"]),
+        ({"logger": "tensorbord"}, ["'tensorbord' is unknown", "'tensorboard'"]),
         ({"seed": -1}, ["-1"]),
         ({"seed": 1.5}, ["1.5"]),
         ({"deterministic": "wran"}, ["deterministic='wran'", "Did you mean 'warn'?"]),

@@ -60,7 +60,7 @@ def test_an_instance_is_taken_as_it_is() -> None:
         ("fp16-mixed", "Did you mean '16-mixed'"),
         ("fp16", "Did you mean '16'"),
         ("bfloat16", "Did you mean 'bf16'"),
-        (8, "precision=8 does not exist"),
+        (8, "precision=8 is unknown"),
         (True, "is a bool"),
         (None, "is a NoneType"),
         (torch.float16, "is a dtype"),

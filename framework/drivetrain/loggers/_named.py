@@ -1,0 +1,51 @@
+"""Loggers by name: those that come with drivetrain, and those that other packages register."""
+
+from __future__ import annotations
+
+from drivetrain._config.entry_points import Names
+from drivetrain.loggers.logger import Logger
+
+
+def _csv(root: str) -> Logger:
+    from drivetrain.loggers.csv_logger import CSVLogger
+
+    return CSVLogger(root)
+
+
+def _tensorboard(root: str) -> Logger:
+    from drivetrain.loggers.tensorboard_logger import TensorBoardLogger
+
+    return TensorBoardLogger(root)
+
+
+_NAMES = Names[Logger](
+    "logger",
+    "drivetrain.loggers",
+    Logger,  # type: ignore[type-abstract]
+    {"csv": _csv, "tensorboard": _tensorboard},
+    words=(),
+    why="it names what keeps a run's numbers",
+    instead="a drivetrain.Logger, a list of both, True, False or None",
+)
+
+
+def logger_by_name(name: str, root: str) -> Logger:
+    """Build the logger called ``name``.
+
+    Args:
+        name: "csv", "tensorboard", or one that a package has registered.
+        root: the run's ``default_root_dir``, a local path or an fsspec URL, which the factory is called with.
+
+    Raises:
+        ConfigurationError: there is none of that name, or what is registered makes no logger.
+    """
+    return _NAMES.make(name, root)
+
+
+def check_logger_name(name: str) -> None:
+    """Refuse a name that no logger has. Builds none.
+
+    Raises:
+        ConfigurationError: names the nearest that one has.
+    """
+    _NAMES.check(name)

@@ -1,0 +1,188 @@
+"""What `Fit` takes by name, ours and other packages': one manner for all five. K-03, G-06."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import ConfigurationError, Fit, Logger, Precision
+from drivetrain._config.entry_points import Names
+from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
+from drivetrain.launchers import FunctionLauncher, named_launcher
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.precision import FullPrecision, resolve_precision
+from drivetrain_strategies import DDPStrategy, SingleDeviceStrategy
+
+CPU = torch.device("cpu")
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+
+
+class Kept(Logger):
+    name, version = "kept", "0"
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.rows: list[Mapping[str, float]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append(metrics)
+
+
+class Farm(Environment):
+    name = "farm"
+
+    @classmethod
+    def detect(cls, variables: Mapping[str, str]) -> bool:
+        return False
+
+    def placement(self) -> Placement:
+        return Placement(self.variables.integer("FARM_WORKER"), self.variables.integer("FARM_WORKERS"))
+
+
+class Fine(Precision):
+    name = "fine"
+
+
+class OneDevice(SingleDeviceStrategy):
+    pass
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, group: str, **points: str) -> None:
+    """Put a package's metadata where modules are imported from."""
+    info = folder / "cargo-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cargo\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())]))
+    monkeypatch.syspath_prepend(folder)
+
+
+CASES = {  # by setting: the group, one of ours, and what a third party registers
+    "strategy": ("drivetrain.strategies", "ddp", "OneDevice"),
+    "launcher": ("drivetrain.launchers", "fork", "Fine"),
+    "logger": ("drivetrain.loggers", "csv", "Kept"),
+    "environment": ("drivetrain.environments", "plain", "Farm"),
+    "precision": ("drivetrain.precision", "32-true", "Fine"),
+}
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_an_unknown_name_is_refused_as_the_fit_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    group, ours, theirs = CASES[setting]
+    install(tmp_path, monkeypatch, group, cargo=f"{__name__}:{theirs}")
+    pattern = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
+    with pytest.raises(ConfigurationError, match=pattern):
+        Fit(**QUIET, **{setting: "carg"})
+    Fit(**QUIET, **{setting: "cargo"})
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_nobody_takes_one_of_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    group, ours, _ = CASES[setting]
+    install(tmp_path, monkeypatch, group, **{ours: "builtins:dict"})
+    fit = Fit(**QUIET, **{setting: ours})
+    made: dict[str, tuple[Any, type]] = {
+        "strategy": (fit.chosen_strategy, DDPStrategy),
+        "launcher": (named_launcher("fork"), FunctionLauncher),
+        "logger": (fit.loggers[0], CSVLogger),
+        "environment": (environment_by_name("plain"), PlainEnvironment),
+        "precision": (resolve_precision("32-true", CPU), FullPrecision),
+    }
+    one, kind = made[setting]
+    assert type(one) is kind
+
+
+@pytest.mark.parametrize("setting", CASES)
+def test_what_makes_something_else_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    group, _, _ = CASES[setting]
+    install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
+    arguments = ([],) if setting == "logger" else ()
+    names: Names[Any] = Names(setting, group, Precision, {}, why="-", instead="-")
+    refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, which is not a Precision"
+    with pytest.raises(ConfigurationError, match=refused):
+        names.make("cargo", *arguments)
+    lost = rf"(?s)The {setting} 'gone' \(nowhere_to_be_found:Cargo\) cannot be imported.*No module named"
+    with pytest.raises(ConfigurationError, match=lost):
+        names.make("gone", *arguments)
+
+
+def test_names_of_ours_are_known_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(**_: Any) -> Any:
+        raise AssertionError("nobody asked for anything of another package")
+
+    monkeypatch.setattr("importlib.metadata.entry_points", read)
+    Fit(**QUIET, logger=["csv"], launcher="fork", environment="slurm", precision="bf16")
+    assert isinstance(environment_by_name("plain"), PlainEnvironment)
+    assert resolve_precision("bf16", CPU).name == "bf16-mixed"
+
+
+# Loggers
+
+
+def test_loggers_by_name_and_beside_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:Kept")
+    own = Kept("mine")
+    fit = Fit(**QUIET, logger=["csv", own, "cargo", "tensorboard"], default_root_dir=tmp_path / "runs")
+    csv, second, kept, board = fit.loggers
+    assert second is own
+    assert isinstance(csv, CSVLogger)
+    assert isinstance(board, TensorBoardLogger)
+    assert isinstance(kept, Kept)
+    assert csv.save_dir == board.save_dir == kept.root == str(tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()  # A-01: building one touches no disk
+
+
+@pytest.mark.parametrize("off", [{"fast_dev_run": True}, {}])
+def test_a_misspelt_logger_is_refused_where_none_is_used_too(off: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"logger='cvs' is unknown. Did you mean 'csv'"):
+        Fit(**QUIET, logger="cvs", **off)
+
+
+def test_a_run_without_loggers_builds_none() -> None:
+    assert Fit(**QUIET, logger="csv", fast_dev_run=True).loggers == []
+    assert Fit(**QUIET, fast_dev_run=True).loggers == []
+
+
+def test_names_come_from_the_environment_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "drivetrain.loggers", cargo=f"{__name__}:Kept")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DRIVETRAIN_LOGGER", "csv")
+    fit = Fit(**QUIET)
+    assert [type(one) for one in fit.loggers] == [CSVLogger]
+    assert str(fit.settings["logger"]) == "'csv' (environment DRIVETRAIN_LOGGER)"
+    monkeypatch.setenv("DRIVETRAIN_LOGGER", '["cargo", "csv"]')
+    assert [type(one) for one in Fit(**QUIET).loggers] == [Kept, CSVLogger]
+    for text, number in (("true", 1), ("False", 0)):
+        monkeypatch.setenv("DRIVETRAIN_LOGGER", text)
+        assert len(Fit(**QUIET).loggers) == number
+    monkeypatch.delenv("DRIVETRAIN_LOGGER")
+    (tmp_path / "drivetrain.toml").write_text('logger = ["cargo", "csv"]\nenvironment = "slurm"\n')
+    fit = Fit(**QUIET)
+    assert [type(one) for one in fit.loggers] == [Kept, CSVLogger]
+    assert fit.environment == "slurm"
+    (tmp_path / "drivetrain.toml").write_text("logger = 3\n")
+    with pytest.raises(ConfigurationError, match="logger was set to 3"):
+        Fit(**QUIET)
+
+
+# Environments and precisions
+
+
+def test_an_environment_and_a_precision_are_made_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "drivetrain.environments", farm=f"{__name__}:Farm")
+    monkeypatch.setenv("FARM_WORKER", "2")
+    monkeypatch.setenv("FARM_WORKERS", "4")
+    assert Fit(**QUIET, environment="farm").global_rank == 2
+    assert environment_by_name("farm", {"FARM_WORKER": "1", "FARM_WORKERS": "4"}).placement() == Placement(1, 4)
+    other = tmp_path / "other"
+    other.mkdir()
+    install(other, monkeypatch, "drivetrain.precision", fine=f"{__name__}:Fine")
+    assert type(resolve_precision("fine", CPU)) is Fine
+    assert Fit(**QUIET, precision="fine").precision_setting == "fine"
