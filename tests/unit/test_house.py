@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import drivetrain
+from drivetrain.precision.resolve import PrecisionName
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
@@ -313,36 +315,46 @@ def test_packages_say_that_they_are_typed() -> None:
 
 # K-02: the engine asks through interfaces
 
-ENGINE = {"engine", "loops", "fit"}
-STRATEGY_NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed"}
+ENGINE = {"_engine", "_loops", "fit"}
+NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(PrecisionName)} - {16, 32, 64}
 CLASSES_ASKED_FOR = {
     "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},  # step back for one of their class
     "drivetrain._engine.reads": {"Checkpoint"},  # Fit.checkpoint_callback is documented to be one
 }
-NAMES_ASKED_FOR = {"drivetrain._engine.launching": {"ddp", "single_device"}}  # what "auto" means
-KINDS = ("drivetrain.callbacks", "drivetrain.loggers", "drivetrain.launchers", "drivetrain_strategies")
-INTERFACES = {"Callback", "Logger", "Launcher", "Strategy", "Work", "World"}
+NAMES_ASKED_FOR = {
+    "drivetrain._engine.launching": {"ddp", "single_device"},  # what "auto" means
+    "drivetrain.fit": {"32-true"},  # the default
+}
+KINDS = tuple(f"drivetrain{kind}" for kind in (".callbacks", ".loggers", ".launchers", ".environments", ".precision"))
+INTERFACES = {"Callback", "Logger", "Launcher", "Strategy", "Work", "World", "Environment", "Precision"}
 
 
 def asked_by_name(name: str, source: str) -> set[str]:
-    """Our strategies' names that ``source`` compares or builds by, and our classes of things that it tells apart."""
+    """Strategies' and precisions' names that ``source`` compares or builds by, and our classes that it tells apart."""
     tree = ast.parse(source)
     ours = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(KINDS)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith((*KINDS, "drivetrain_strategies"))
         for alias in node.names
     } - INTERFACES
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
             found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)} & ours
-        if isinstance(node, ast.Constant) and node.value in STRATEGY_NAMES:
+        if isinstance(node, ast.Constant) and node.value in NAMES:
             found.add(node.value)
     return found - CLASSES_ASKED_FOR.get(name, set()) - NAMES_ASKED_FOR.get(name, set())
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if is_ours(name) and unit_of(f"{name}.") in ENGINE])
+IN_THE_ENGINE = [name for name in MODULES if is_ours(name) and unit_of(f"{name}.") in ENGINE]
+
+
+def test_the_engine_is_looked_at() -> None:
+    assert {unit_of(name) for name in IN_THE_ENGINE} == ENGINE
+
+
+@pytest.mark.parametrize("name", IN_THE_ENGINE)
 def test_the_engine_knows_nobody_by_name_or_class(name: str) -> None:
     assert not asked_by_name(name, MODULES[name].read_text()), "ask through the interface"
 
@@ -350,9 +362,11 @@ def test_the_engine_knows_nobody_by_name_or_class(name: str) -> None:
 def test_who_is_asked_by_name_or_class_is_seen() -> None:
     source = """
 from drivetrain.callbacks import EarlyStopping
-if strategy.name in ("fsdp", "zero") or isinstance(one, EarlyStopping | int): ...
+from drivetrain.environments import Environment, PlainEnvironment
+if strategy.name in ("fsdp", "zero") or isinstance(one, EarlyStopping | int) or precision.name == "16-mixed": ...
+assert isinstance(one, Environment) and isinstance(one, PlainEnvironment)
 """
-    assert asked_by_name("drivetrain._engine.any", source) == {"fsdp", "EarlyStopping"}
+    assert asked_by_name("drivetrain._engine.any", source) == {"fsdp", "EarlyStopping", "16-mixed", "PlainEnvironment"}
 
 
 # What an import costs

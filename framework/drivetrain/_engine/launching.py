@@ -16,9 +16,8 @@ from drivetrain._engine.session import Session
 from drivetrain._engine.signals import awaited_signals
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.telling import print_in_a_line, told_by_its_own_rank
-from drivetrain._engine.topology import Place, find_place, place_of_first, stands_alone
+from drivetrain._engine.topology import Place, environment_of, find_place, place_of_first, stands_alone
 from drivetrain._runtime.accelerators import resolve_devices
-from drivetrain.environments import Environment, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, Work, World, choose_launcher, named_launcher, suggested_threads
 from drivetrain.module.train_module import TrainModule
@@ -58,18 +57,16 @@ def launch(request: Request) -> Any:
     """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
-    given = trainer.environment
-    environment = given if isinstance(given, Environment) else environment_by_name(given)
-    single = trainer.chosen_strategy is not None and trainer.chosen_strategy.single_process
+    environment = environment_of(trainer.environment)
     setting = _launcher_setting(trainer)
     launcher = named_launcher(setting)
     if launcher is not None and launcher.places_devices and stands_alone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
-        place = place_of_first(devices, trainer.num_nodes, single)
+        place = place_of_first(devices, trainer.num_nodes, trainer.chosen_strategy)
     else:
         devices = resolve_devices(trainer.accelerator, trainer.devices)
         with told_by_its_own_rank():
-            place = find_place(environment, devices, trainer.num_nodes, single)
+            place = find_place(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
     if not place.missing:
         return _run_as_a_rank(request, place)
     launcher = choose_launcher(launcher or setting, place.placement.local_world_size)
@@ -235,6 +232,8 @@ def _worker(
     from drivetrain._engine.outcome import Outcome
 
     before = Before.of(module)
+    if not environment_of(trainer.environment).started_us:
+        trainer.environment = "auto"  # what the caller said of itself; this process has been started
     result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions))
     _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
     return Outcome.of(trainer, module, result, before)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from drivetrain._distributed.failure import RankFailedError, first_cause
 from drivetrain._runtime.accelerators import Devices
-from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
+from drivetrain.environments import Environment, Placement, environment_by_name
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import World, current_world
 from drivetrain.strategies.strategy import Strategy
@@ -40,20 +40,20 @@ class Place:
     port: int = 0
 
 
-def find_place(environment: Environment, devices: Devices, num_nodes: int, single: bool) -> Place:
+def find_place(environment: Environment, devices: Devices, num_nodes: int, strategy: Strategy | None) -> Place:
     """Find this process's place for a run on ``devices`` of each of ``num_nodes`` nodes.
 
     Args:
         environment: who started the processes.
         devices: what the run asks for on this node.
         num_nodes: over how many nodes.
-        single: the strategy takes one process, whatever others there are.
+        strategy: the run's, where it is known yet. One for a single process takes one, whatever others there are.
 
     Raises:
         ConfigurationError: the processes that are there are not as many as asked for.
     """
     asked = len(devices.indices) * num_nodes
-    _check_single(asked, single)
+    single = _takes_one(strategy, asked)
     if single and devices.chosen is False:
         asked = 1
     alone = single or (devices.chosen and asked == 1)
@@ -70,11 +70,15 @@ def find_place(environment: Environment, devices: Devices, num_nodes: int, singl
         return Place(placement, _store_of(environment, placement))
     if asked == 1:
         return Place(Placement(), HashStore())
-    assert isinstance(environment, PlainEnvironment)
     first = environment.first_on_node(num_nodes, len(devices.indices))
     if num_nodes == 1:
         return Place(first, missing=True)
     return Place(first, missing=True, address=environment.main_address, port=environment.main_port)
+
+
+def environment_of(setting: str | Environment) -> Environment:
+    """Return the environment that ``Fit(environment=...)`` is, or names, as of this moment."""
+    return setting if isinstance(setting, Environment) else environment_by_name(setting)
 
 
 def stands_alone(environment: Environment) -> bool:
@@ -83,14 +87,14 @@ def stands_alone(environment: Environment) -> bool:
     return not (environment.started_us or in_group or current_world() is not None)
 
 
-def place_of_first(devices: Devices, num_nodes: int, single: bool) -> Place:
+def place_of_first(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Place:
     """Return rank 0's place in a run whose processes are all started elsewhere, on ``devices`` of each node.
 
     Raises:
         ConfigurationError: the strategy takes one process, and there would be more.
     """
     local_world_size = len(devices.indices)
-    _check_single(local_world_size * num_nodes, single)
+    _takes_one(strategy, local_world_size * num_nodes)
     placement = Placement(
         world_size=local_world_size * num_nodes, local_world_size=local_world_size, num_nodes=num_nodes
     )
@@ -108,17 +112,24 @@ def expected_placement(setting: str | Environment, devices: int | str | list[int
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return Placement(rank, world_size, rank, world_size)
-    environment = setting if isinstance(setting, Environment) else environment_by_name(setting)
+    environment = environment_of(setting)
     return environment.placement() if environment.started_us else Placement()
 
 
-def _check_single(asked: int, single: bool) -> None:
-    if single and asked > 1:
+def _takes_one(strategy: Strategy | None, asked: int) -> bool:
+    """Whether the run's strategy is for a single process.
+
+    Raises:
+        ConfigurationError: it is, and several are asked for.
+    """
+    single = strategy is not None and strategy.single_process
+    if strategy is not None and single and asked > 1:
         raise ConfigurationError(
-            f"strategy='single_device' with {asked} devices.",
+            f"strategy={strategy.name!r} with {asked} devices.",
             "it trains one replica on one device.",
             "use strategy='ddp', or devices=1.",
         )
+    return single
 
 
 def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Placement:

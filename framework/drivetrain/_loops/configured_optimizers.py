@@ -320,8 +320,8 @@ def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: St
     refusing = []
     if not strategy.takes_closures:
         refusing.append("use strategy='ddp' or 'fsdp', since this one evaluates nothing within a step")
-    if strategy.precision.name == "16-mixed":
-        refusing.append("use precision='bf16-mixed' or '32-true', since gradients scaled for fp16 serve no closure")
+    if strategy.precision.scales_loss:
+        refusing.append("use precision='bf16-mixed' or '32-true', since scaled gradients serve no closure")
     if refusing:
         ways = f"take another optimizer; or {' and '.join(refusing)}, and {ways}"
     raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from drivetrain.environments._variables import Variables
 from drivetrain.environments.detection import check_environment_name, detect_environment, environment_by_name
 from drivetrain.environments.environment import Environment
 from drivetrain.environments.kubeflow import KubeflowEnvironment
@@ -21,6 +22,7 @@ __all__ = [
     "PlainEnvironment",
     "SlurmEnvironment",
     "TorchrunEnvironment",
+    "Variables",
     "check_environment_name",
     "detect_environment",
     "environment_by_name",

@@ -36,7 +36,7 @@ _NAMES = Names[Environment](
 
 
 def detect_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Return the environment that this process is in.
+    """Return the environment that this process is in, of those that come with drivetrain.
 
     Args:
         variables: in place of ``os.environ``.
