@@ -18,9 +18,6 @@ T = TypeVar("T")
 class SingleDtypePrecision(Precision):
     """Parameters, buffers, batches and new tensors all in one floating-point dtype."""
 
-    has_forward_context = True
-    converts_batch = True
-
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name = name
         self.param_dtype = self.compute_dtype = self.reduce_dtype = self.output_dtype = dtype

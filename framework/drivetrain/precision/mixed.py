@@ -36,8 +36,6 @@ class MixedPrecision(Precision):
         ConfigurationError: for any other name, a device type without autocast, or a scaler with ``"bf16-mixed"``.
     """
 
-    has_forward_context = True
-
     def __init__(
         self,
         precision: str = "bf16-mixed",

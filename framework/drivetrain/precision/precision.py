@@ -21,11 +21,26 @@ _TRUE = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """The precisions whose parameters are in the dtype that they compute in."""
 
 
-class Precision:
-    """How exact a run computes: its dtypes, autocast, loss scaling and gradient clipping.
+_FLAGS = {
+    "has_forward_context": ("forward_context",),
+    "converts_batch": ("convert_batch",),
+    "scales_loss": ("unscale", "update"),
+}
+"""By attribute: the methods that do nothing where it is false."""
 
-    This class is the interface and at the same time its plainest case, float32 throughout: a subclass overrides
-    what differs. A precision knows neither the module's hooks nor the engine, and works without either::
+
+class Precision:
+    """How exact a run computes: its dtypes, autocast, loss scaling and gradient clipping. Nothing must be written.
+
+    This class is the interface and at the same time its plainest case, float32 throughout, which is why it is not
+    abstract: a subclass overrides what differs from that, and there is no method that all precisions differ in.
+
+    - `forward_context` is around every step, `backward` runs the backward pass, `convert_module`, `convert_batch` and
+      `module_init_context` bring parameters and batches to their dtypes.
+    - `unscale`, `clip_gradients`, `step` and `update` are for gradients that are not what they are to be yet.
+    - `check_device` refuses a device, `state_dict` and `load_state_dict` are kept in checkpoints.
+
+    A precision knows neither the module's hooks nor the engine, and works without either::
 
         loss = step_under(precision.forward_context())
         precision.backward(loss)
@@ -36,11 +51,15 @@ class Precision:
             precision.step(optimizer)
         precision.update()
 
-    The class attributes tell the engine before the loop what it may leave out of it.
+    The attributes tell the engine and the strategies, before the loop, in which dtypes the run is, and what may be left
+    out of the loop. What may be left out follows from what a subclass overrides, unless it says otherwise.
+
+    Give one to ``Fit(precision=...)``, or register a callable without arguments that makes one in the entry-point group
+    ``drivetrain.precision``, and give its name.
     """
 
     name: str = "32-true"
-    """Canonical name, as users write it."""
+    """Canonical name, as users write it; the name of the class where a subclass gives none."""
 
     param_dtype: torch.dtype = torch.float32
     """Dtype in which parameters are kept and updated."""
@@ -49,7 +68,7 @@ class Precision:
     """Dtype of matrix products and convolutions."""
 
     reduce_dtype: torch.dtype = torch.float32
-    """Dtype in which gradients are reduced over ranks."""
+    """Dtype in which gradients are reduced over ranks. DDP reduces in that of the parameters and refuses another."""
 
     output_dtype: torch.dtype = torch.float32
     """Dtype in which the module's outputs arrive."""
@@ -74,6 +93,15 @@ class Precision:
     at_floor: Callable[[float], None] | None = None
     """Told the loss scale, whenever an overflow leaves it at the smallest that there is."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        if "name" not in own:
+            cls.name = cls.__name__
+        for flag, methods in _FLAGS.items():
+            if flag not in own and not own.keys().isdisjoint(methods):
+                setattr(cls, flag, True)
+
     def check_device(self, device: torch.device) -> None:
         """Refuse a device that cannot do this precision. Touches no device.
 
@@ -94,7 +122,11 @@ class Precision:
         return batch
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass. The engine takes one and enters it anew for each step, one at a time."""
+        """The context of a forward pass. The engine takes one and enters it anew for each step, one at a time.
+
+        What activation checkpointing runs once more in `backward` is outside it, unless `backward` enters one, too;
+        ``torch.autocast`` is restored there by itself.
+        """
         return nullcontext()
 
     def outside_forward(self) -> AbstractContextManager[Any]:

@@ -114,6 +114,14 @@ class DDPStrategy(DistributedStrategy):
                 "optimizers that take turns use other parameters in each backward, which is no static graph.",
                 "use strategy='ddp'.",
             )
+        kept, reduced = self.precision.param_dtype, self.precision.reduce_dtype
+        if kept is not reduced and self.world_size > 1 and self.comm_hook is None:
+            raise ConfigurationError(
+                f"precision={self.precision.name!r} reduces gradients in {reduced}, and keeps parameters in {kept}.",
+                "DDP reduces gradients in the dtype of their parameters.",
+                f"use strategy='fsdp', DDPStrategy(comm_hook=...), or {type(self.precision).__name__}.reduce_dtype = "
+                f"{kept}.",
+            )
         if self.sync_batchnorm and self.device.type == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True on the CPU.",

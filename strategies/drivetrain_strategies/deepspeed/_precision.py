@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.precision import LOSS_SCALE_FLOOR, Precision
+from drivetrain.precision import (
+    LOSS_SCALE_FLOOR,
+    DoublePrecision,
+    FullPrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from drivetrain.strategies import MemoryAdvice
 
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+_NAMED = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
+"""The classes of precisions for which there is, or might be, a mode of DeepSpeed's."""
 
 _REFUSED = {
     "64-true": "its optimizers keep float32 masters",
@@ -41,19 +51,30 @@ class DeepSpeedPrecision(Precision):
                 f"{_REFUSED[name]}.",
                 "use '32-true', 'bf16-mixed' or '16-mixed'.",
             )
-        if name not in ("32-true", *_HALVES):
-            raise ConfigurationError(
-                f"precision={name!r} under DeepSpeed.", "it has none of that name.", "use one of drivetrain's by name."
-            )
         self.name = name
         self.half = _HALVES.get(name)
         """The dtype of the parameters that compute, where that is not the masters'."""
         self.loss_scaler: Any = None
         """DeepSpeed's loss scaler, while there is one."""
         self._device_type = device.type
+        self.has_forward_context = self.half is not None
         if self.half is not None:
-            self.has_forward_context = True
             self.compute_dtype = self.output_dtype = self.half
+
+    @classmethod
+    def standing_for(cls, precision: Precision, device: torch.device) -> Self:
+        """Return what DeepSpeed has for ``precision``.
+
+        Raises:
+            ConfigurationError: it has nothing for it.
+        """
+        if type(precision) not in _NAMED:
+            raise ConfigurationError(
+                f"precision={precision.name!r}, a {type(precision).__name__}, under DeepSpeed.",
+                "its engine keeps masters, loss scale and steps itself, and would leave out what this precision does.",
+                "use '32-true', 'bf16-mixed' or '16-mixed', or another strategy, such as 'fsdp'.",
+            )
+        return cls(precision.name, device)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self._device_type, self.half)

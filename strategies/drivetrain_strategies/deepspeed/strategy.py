@@ -181,7 +181,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # Where we are
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
-        super().bind(placement, device, DeepSpeedPrecision(precision.name, device), store)
+        super().bind(placement, device, DeepSpeedPrecision.standing_for(precision, device), store)
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
