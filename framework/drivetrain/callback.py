@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of everything that extends a run.
+    """Base class of everything that extends a run. Nothing must be written: one that overrides nothing does nothing.
 
-    Override the hooks you need; a hook nobody overrides is absent from the loop and costs nothing. Hooks are
-    called in the order of ``docs/how-a-step-runs.md``: callbacks first, by descending `priority`, then the module.
-    A callback with a negative priority runs after the module's own hook: it watches results (early stopping,
+    What may be written are the hooks, `state_dict` and `load_state_dict`, and answers to what the engine asks
+    (`save_before_leaving`, `writes_to`, `monitors`, ...), which all have a default. A hook nobody overrides is absent
+    from the loop and costs nothing. A callback has no name for `Fit`: it is given as an object.
+
+    Hooks are called in the order of ``docs/how-a-step-runs.md``: callbacks first, by descending `priority`, then the
+    module. A callback with a negative priority runs after the module's own hook: it watches results (early stopping,
     checkpoints) and must see what the module logged.
 
     Every rank runs every callback, in the same order, so that collectives in user code pair up.

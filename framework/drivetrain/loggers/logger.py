@@ -10,10 +10,17 @@ import torch
 
 
 class Logger(ABC):
-    """Base class of everything that keeps metrics and hyper-parameters.
+    """Base class of everything that keeps metrics and hyper-parameters. Three must be written.
+
+    These are `name`, `version` and `log_metrics`. What may be written does nothing by default: `log_hyperparams`,
+    `log_graph`, `save` and `finalize`; `writes_to` and `log_dir` where there are files, and `adopt` where the version
+    is not known before the run.
 
     Only rank 0 calls a logger. Building one touches no disk, network or other state (a `Fit` must be free to build):
     directories, files and connections come with the first write.
+
+    Give one or several to ``Fit(logger=...)``, or register a callable that takes the run's ``default_root_dir`` (a path
+    or URL) and makes one in the entry-point group ``drivetrain.loggers``, and give its name.
     """
 
     @property
