@@ -327,8 +327,9 @@ class Fit(RunReads):
         weights_only: bool = False,
         background: bool = False,
         then: Callable[[], None] = lambda: None,
+        identifier: str = "",
     ) -> None:
-        self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then)
+        self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then, identifier)
 
     def save_after_failure(self, path: str) -> None:
         self._running("save_after_failure").checkpoints.write_after_failure(path)

@@ -191,6 +191,7 @@ class RunContext(Protocol):
         weights_only: bool = False,
         background: bool = False,
         then: Callable[[], None] = lambda: None,
+        identifier: str = "",
     ) -> None:
         """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
 
@@ -199,6 +200,7 @@ class RunContext(Protocol):
             weights_only: leave out what a run needs to go on.
             background: copy the state, and write it while training goes on.
             then: called on every rank once it is whole.
+            identifier: what its manifest says of it, by which it is known later; "" lets one be drawn. Rank 0's counts.
 
         Raises:
             CheckpointError: on every rank, where it could not be written.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
     from drivetrain._engine.run_state import RunState
-    from drivetrain.checkpoint._format import Checkpoint
+    from drivetrain.checkpoint._format import Checkpoint, Facts
 
 logger = logging.getLogger("drivetrain")
 
@@ -37,6 +39,9 @@ class RunCheckpoints:
         self._session = session
         self._path = path
         self._background: BackgroundSaver | None = None
+        self._run = os.urandom(8).hex()  # rank 0's tells this run from others
+        self._ancestors: tuple[tuple[str, int], ...] = ()
+        self._parent, self._count = "", 0
         self.opened: Checkpoint | None = None
         """What the run goes on from."""
         self.ended_before: str | None = None
@@ -78,6 +83,9 @@ class RunCheckpoints:
 
         self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
         assert self.opened is not None
+        if fitting:
+            facts = self.opened.manifest.facts
+            self._ancestors, self._parent = facts.lineage, facts.identifier
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def see_what_is_left(self) -> None:
@@ -202,17 +210,18 @@ class RunCheckpoints:
         best = [one.best_model_path for one in self._session.callbacks if one.best_model_path]
         if which == "best" and best:
             return best[0]
-        from drivetrain.checkpoint._finding import newest
+        from drivetrain.checkpoint._finding import best_beside, newest
 
         found = newest(self._folders())
         if found is None:
             return None
         if which != "best":
             return found.path
-        # Another process wrote them: the newest knows which was the best.
+        # Another process wrote them: the newest knows by name which of those beside it was the best.
+        folder = found.path.rpartition("/")[0]
         states = [one["state"] for one in found.state()["callbacks"].values()]
-        kept = [state["best"] for state in states if state.get("best")]
-        return kept[0] if kept else found.path
+        named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
+        return next((path for path in named if path is not None), found.path)
 
     def _folders(self) -> list[str]:
         from drivetrain.checkpoint._folders import child
@@ -248,7 +257,12 @@ class RunCheckpoints:
             self.write(path, weights_only)
 
     def write(
-        self, path: str, weights_only: bool, background: bool = False, then: Callable[[], None] = lambda: None
+        self,
+        path: str,
+        weights_only: bool,
+        background: bool = False,
+        then: Callable[[], None] = lambda: None,
+        identifier: str = "",
     ) -> None:
         """Write a checkpoint now. Collective.
 
@@ -257,6 +271,7 @@ class RunCheckpoints:
             weights_only: leave out what a run needs to go on.
             background: copy the state, and write while training goes on.
             then: called once it is whole.
+            identifier: what the manifest says of it; "" draws one. Rank 0's counts.
 
         Raises:
             CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
@@ -266,6 +281,7 @@ class RunCheckpoints:
         session, strategy = self._session, self._session.strategy
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only)
+        contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
             if strategy.rank == 0:
@@ -285,6 +301,13 @@ class RunCheckpoints:
             self._background = BackgroundSaver(control, session.saves)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, then)
+
+    def _next_of_kin(self, facts: Facts, identifier: str) -> Facts:
+        """Say which checkpoints this one comes from, and take it for the parent of the next."""
+        parent, self._parent = self._parent, identifier
+        self._count += 1
+        lineage = (*self._ancestors, (self._run, self._count))
+        return replace(facts, identifier=identifier, parent=parent, lineage=lineage)
 
     def write_after_failure(self, path: str) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""

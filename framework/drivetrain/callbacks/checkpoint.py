@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import DEFAULT, check_template, checkpoint_name, names_in
 from drivetrain.callbacks._monitored import monitored_value
-from drivetrain.checkpoint._finding import older
-from drivetrain.checkpoint._folders import child, claim, point_to, remove
+from drivetrain.checkpoint._folders import LATEST, child, claim, is_at, point_to, remove, resolved
 from drivetrain.checkpoint._retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
+
+logger = logging.getLogger("drivetrain")
 
 _MODES = ("min", "max")
 _LOOK_AT_THE_CLOCK_EVERY = 16  # steps: all ranks go by rank 0's, and asking takes a moment
@@ -28,8 +33,10 @@ class Checkpoint(Callback):
     """Saves checkpoints while a run trains, and removes those that are no longer wanted.
 
     It only asks: what it asks for is written once all hooks of the event are through and no accumulation window is
-    open, so that a run can go on from it exactly. A new checkpoint is whole before an old one goes, and only what this
-    run wrote is ever removed. Beside them a small file called ``latest`` names the one written last.
+    open, so that a run can go on from it exactly. A new checkpoint is whole before an old one goes. Removed is only
+    what this run wrote, directly within ``dirpath`` and known by the identifier in its manifest. A name is used again
+    once the checkpoint that has it is no longer kept; else ``-v1`` is added, and so on. A small file called ``latest``
+    names the one written last.
 
     Without any of ``every_n_train_steps``, ``every_n_epochs`` and ``train_time_interval`` it saves once an epoch, or
     after each validation where there are several in an epoch.
@@ -98,19 +105,19 @@ class Checkpoint(Callback):
         self._saved_at = -1  # optimizer steps
         self._asked_at = 0
         self._whole_at = -1  # optimizer steps, of the last one that a run can go on from
-        self._interim: tuple[str, int] | None = None  # what `save_before_leaving` wrote, and at which step
+        self._interim: Kept | None = None  # what `save_before_leaving` wrote
         self._clock = time.monotonic()
         self._fitting = False
         self._written: dict[str, Any] = {}  # the list of before the run went back
-        self._claims: dict[str, Callable[[], None]] = {}  # to paths that are being written to, and how to give them up
-        self._unfinished: tuple[list[str], float] = ([], 0.0)  # what an earlier run was about to remove, and when
+        self._claims: dict[str, Callable[[], None]] = {}  # to names that are being written to, and how to give them up
+        self._going: list[Kept] = []  # to be removed as soon as a later one is whole
 
     # What it has written
 
     @property
     def best_model_path(self) -> str:
         """The best checkpoint that is kept; "" where there is none."""
-        return _path(self._retention.best)
+        return self._path(self._retention.best)
 
     @property
     def best_model_score(self) -> float | None:
@@ -121,12 +128,12 @@ class Checkpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """The newest that is kept; "" where there is none."""
-        return _path(self._retention.newest)
+        return self._path(self._retention.newest)
 
     @property
     def best_k_models(self) -> dict[str, float | None]:
         """Every path that is kept, with its value."""
-        return {one.path: one.score for one in self._retention.kept}
+        return {self._path(one): one.score for one in self._retention.kept}
 
     # State
 
@@ -137,24 +144,33 @@ class Checkpoint(Callback):
         return f"{type(self).__qualname__}{ {name: getattr(self, name) for name in names}!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What this run has written, and where."""
+        """What this run has written, by name and identifier, and where."""
+        best = self._retention.best
         return {
-            "dirpath": self.dirpath,
-            "best": self.best_model_path,
+            "dirpath": None if self.dirpath is None else resolved(self.dirpath),
+            "best": "" if best is None else best.name,
             "saved_at": self._saved_at,
             "asked_at": self._asked_at,
-            "interim": self._interim,
-            "moment": time.time(),
+            "interim": None if self._interim is None else asdict(self._interim),
+            "going": [asdict(one) for one in self._going],
             **self._retention.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the list of an earlier run, if it wrote to the same folder: else its files are its own."""
-        self._saved_at, self._asked_at = state_dict["saved_at"], state_dict["asked_at"]
-        if state_dict["dirpath"] == self.dirpath:
+        self._saved_at, self._asked_at = (_step(state_dict.get(name)) for name in ("saved_at", "asked_at"))
+        folder = state_dict.get("dirpath")
+        if self.dirpath is None or folder != resolved(self.dirpath):
+            return
+        try:
             self._retention.load_state_dict(state_dict)
-            self._unfinished = state_dict["going"], state_dict["moment"]
-            self._interim = state_dict.get("interim")
+            going, interim = state_dict.get("going", []), state_dict.get("interim")
+            # Versions before identifiers were kept wrote paths: what they were about to remove stays.
+            self._going = [Kept.from_state(one) for one in going if not isinstance(one, str)]
+            self._interim = Kept.from_state(interim) if isinstance(interim, Mapping) else None
+        except (ValueError, TypeError) as error:
+            self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
+            logger.warning("What the earlier run kept in %r cannot be read, and is left there: %s", folder, error)
 
     # What the engine asks
 
@@ -192,12 +208,10 @@ class Checkpoint(Callback):
         """
         self._retention.load_state_dict(self._written)
         later, self._whole_at = self._retention.drop_after(trainer.global_step), -1
+        self._going += later
         if trainer.strategy.control.rank == 0:
-            for one in later:
-                remove(one)
             folder, _, name = path.rpartition("/")
-            if later and folder == self._folder().rstrip("/"):
-                point_to(folder, name)
+            self._tidy(list(self._going), name if later and folder == self._folder().rstrip("/") else None)
 
     # When
 
@@ -207,14 +221,15 @@ class Checkpoint(Callback):
             return
         if self.dirpath is None:
             self.dirpath = child(trainer.default_root_dir, "checkpoints")
+        self.dirpath = os.path.expanduser(self.dirpath)
         self._begin()
         self._fitting = True
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Evaluation outside of fit is none of our business."""
         self._fitting = False
-        for path in list(self._claims):
-            self._give_up(path)  # it could not be written
+        for name in list(self._claims):
+            self._give_up(name)  # it could not be written
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Settle when to save, and remove what an earlier run was about to."""
@@ -222,9 +237,7 @@ class Checkpoint(Callback):
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
         self._clock = time.monotonic()
         if trainer.strategy.control.rank == 0:
-            # Killed at the wrong moment it did not come to it. Another run may have taken the name since.
-            for one in older(*self._unfinished):
-                remove(one)
+            self._tidy(list(self._going))  # killed at the wrong moment, the earlier run did not come to it
 
     def _after_micro_batch(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
@@ -256,7 +269,7 @@ class Checkpoint(Callback):
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
         """Save what there is, where that was asked for."""
-        if self._interim is not None and self._interim[1] == trainer.global_step:
+        if self._interim is not None and self._interim.step == trainer.global_step:
             return  # it left because of a signal, and has saved
         if self._fitting and self.save_on_exception:
             trainer.save_after_failure(child(self._folder(), f"exception-step={trainer.global_step}"))
@@ -272,10 +285,11 @@ class Checkpoint(Callback):
         step = trainer.global_step
         if self._whole_at == step:
             return True
-        path = self._choose(trainer, f"interrupted-step={step}")
-        going = [] if self._interim is None or self._interim[0] == path else [self._interim[0]]
-        self._interim, self._whole_at = (path, step), step
-        self._write(trainer, path, going, weights_only=False, background=False)
+        earlier = [] if self._interim is None else [self._interim]
+        name, identifier = self._choose(trainer, f"interrupted-step={step}", earlier)
+        self._going += [one for one in earlier if one.name != name]
+        self._interim, self._whole_at = Kept(name, identifier, step=step), step
+        self._write(trainer, name, identifier, weights_only=False, background=False)
         return True
 
     # How
@@ -299,45 +313,79 @@ class Checkpoint(Callback):
         self._saved_at = trainer.global_step
         if not self._retention.wants(score):
             return
-        path = self._choose(trainer, checkpoint_name(self.filename, values))
-        going = self._retention.add(path, score, trainer.global_step)
+        wanted = checkpoint_name(self.filename, values)
+        name, identifier = self._choose(trainer, wanted, self._retention.leaving(score))
+        self._going += self._retention.add(name, identifier, score, trainer.global_step)
         if not self.save_weights_only:
             self._whole_at = trainer.global_step
-            if self._interim is not None and self._interim[1] < trainer.global_step:
-                going = [*going, self._interim[0]]
+            if self._interim is not None and self._interim.step < trainer.global_step:
+                self._going.append(self._interim)
                 self._interim = None
-        self._write(trainer, path, going, self.save_weights_only, self.save_async)
+        self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
-    def _choose(self, trainer: RunContext, name: str) -> str:
-        """Rank 0 chooses: a name of this run's own is written over, another's is not."""
-        folder, control = self._folder(), trainer.strategy.control
-        return child(folder, control.from_rank_0(self._claim(folder, name) if control.rank == 0 else None))
+    def _choose(self, trainer: RunContext, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
+        """Rank 0 chooses a name and an identifier: what this run keeps no longer is written over, and nothing else."""
+        control = trainer.strategy.control
+        chosen: tuple[str, str] = control.from_rank_0(self._claim(name, leaving) if control.rank == 0 else None)
+        return chosen[0], chosen[1]
 
-    def _write(self, trainer: RunContext, path: str, going: list[str], weights_only: bool, background: bool) -> None:
+    def _claim(self, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
+        folder = self._folder()
+
+        def ours(taken: str) -> bool:
+            with suppress(OSError):  # the storage does not say: another name is taken
+                return any(one.name == taken and is_at(folder, taken, one.identifier) for one in leaving)
+            return False
+
+        name, give_up = claim(folder, name, ours)
+        self._claims[name] = give_up
+        return name, secrets.token_hex(16)
+
+    def _write(self, trainer: RunContext, name: str, identifier: str, weights_only: bool, background: bool) -> None:
         leader = trainer.strategy.control.rank == 0
+        going = list(self._going)  # what goes with a later one stays until that is whole
 
         def whole() -> None:
             if leader:
-                point_to(self._folder(), path.rpartition("/")[2])
-                for one in going:
-                    remove(one)
-                self._give_up(path)
+                self._tidy(going, name)
+                self._give_up(name)
+            else:
+                self._going = [one for one in self._going if one not in going]
 
-        trainer.write_checkpoint(path, weights_only, background=background, then=whole)
+        path = child(self._folder(), name)
+        trainer.write_checkpoint(path, weights_only, background=background, then=whole, identifier=identifier)
 
-    def _claim(self, folder: str, name: str) -> str:
-        name, give_up = claim(folder, name, self.best_k_models)
-        self._claims[child(folder, name)] = give_up
-        return name
+    def _tidy(self, going: Sequence[Kept], newest: str | None = None) -> None:
+        """On rank 0, once a later one is whole: say which is the newest, and remove what is no longer kept.
 
-    def _give_up(self, path: str) -> None:
-        give_up = self._claims.pop(path, None)
+        What a storage refuses is tried again the next time: the run goes on, for nothing is lost.
+        """
+        folder = self._folder()
+        try:
+            if newest is not None:
+                point_to(folder, newest)
+        except Exception as error:  # each store's library has errors of its own
+            logger.warning(
+                "%s in %r cannot be written (%s): the checkpoint %r is whole.", LATEST, folder, error, newest
+            )
+        for one in going:
+            try:
+                remove(folder, one.name, one.identifier)
+                self._going.remove(one)
+            except Exception as error:
+                logger.warning("%r in %r is no longer kept, and cannot be removed yet: %s", one.name, folder, error)
+
+    def _give_up(self, name: str) -> None:
+        give_up = self._claims.pop(name, None)
         if give_up is not None:
             give_up()
 
     def _folder(self) -> str:
         assert self.dirpath is not None
         return self.dirpath
+
+    def _path(self, kept: Kept | None) -> str:
+        return "" if kept is None else child(self._folder(), kept.name)
 
     def _score(self, trainer: RunContext, monitor: str) -> float:
         value = monitored_value(trainer, monitor)
@@ -351,8 +399,8 @@ class Checkpoint(Callback):
         return value
 
 
-def _path(kept: Kept | None) -> str:
-    return "" if kept is None else kept.path
+def _step(number: Any) -> int:
+    return number if type(number) is int else -1
 
 
 def _check_monitor(monitor: Any, mode: str) -> None:

@@ -2,31 +2,86 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+import logging
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
-from drivetrain.checkpoint._folders import child, children
-from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._folders import child, children, is_plain_name
+from drivetrain.checkpoint._format import Checkpoint, StorageError, load
 from drivetrain.errors import CheckpointError
 
+logger = logging.getLogger("drivetrain")
 
-def newest(folders: Iterable[str]) -> Checkpoint | None:
-    """Return the checkpoint committed last among those that lie directly in ``folders``, or None.
+Found = TypeVar("Found")
 
-    What is torn or of another kind is passed over, and so are those that hold weights alone: no run can go on from
-    them.
+PATIENCE = 30.0
+"""Seconds in all for which a storage that refuses is asked again: what it has is not known, and may be the newest."""
+
+_FIRST_PAUSE = 0.5  # seconds; each one is twice as long as the one before
+
+
+def newest(folders: Iterable[str], patience: float = PATIENCE) -> Checkpoint | None:
+    """Return the newest of the checkpoints that lie directly in ``folders``, or None.
+
+    One that a run wrote after it had written another, or had gone on from it, is newer, whatever the clocks said; of
+    those that do not come from each other, the one committed last is. What is torn or of another kind is passed over,
+    and so are those that hold weights alone: no run can go on from them.
+
+    Raises:
+        StorageError: the storage refuses to say what is there, for ``patience`` seconds.
     """
-    paths = [child(folder, name) for folder in dict.fromkeys(folders) for name in children(folder)]
-    whole = [one for one in _readable(paths) if not one.weights_only]
-    return max(whole, key=lambda one: (one.manifest.written, one.path), default=None)
+    asking = _Asking(patience)
+    found = []
+    for folder in dict.fromkeys(folders):
+        for name in asking.until_answered(partial(children, folder)):
+            checkpoint = asking.until_answered(partial(_whole, child(folder, name)))
+            if checkpoint is not None and not checkpoint.weights_only:
+                found.append(checkpoint)
+    latest = [one for one in found if not any(_comes_from(other, one) for other in found)]
+    return max(latest, key=lambda one: (one.manifest.written, one.path), default=None)
 
 
-def older(paths: Iterable[str], moment: float) -> list[str]:
-    """Return those of ``paths`` at which there is a checkpoint from before ``moment``, in seconds since 1970."""
-    return [one.path for one in _readable(paths) if one.manifest.written <= moment]
+def best_beside(folder: str, said: Any) -> str | None:
+    """Return the path of the checkpoint that another one calls the best, if it lies beside it; None elsewhere."""
+    name = said.rpartition("/")[2] if isinstance(said, str) else ""  # earlier versions wrote a path
+    if not is_plain_name(name):
+        return None
+    path = child(folder, name)
+    return None if _Asking(PATIENCE).until_answered(partial(_whole, path)) is None else path
 
 
-def _readable(paths: Iterable[str]) -> Iterator[Checkpoint]:
-    for path in paths:
-        with suppress(CheckpointError):
-            yield load(path)
+def _whole(path: str) -> Checkpoint | None:
+    """What is at ``path``; None where that is no whole checkpoint."""
+    try:
+        return load(path)
+    except StorageError:
+        raise
+    except CheckpointError:
+        return None
+
+
+def _comes_from(one: Checkpoint, other: Checkpoint) -> bool:
+    return one.manifest.facts.descends_from(other.manifest.facts)
+
+
+class _Asking:
+    """Asks a storage again while it refuses, for so many seconds in all."""
+
+    def __init__(self, patience: float) -> None:
+        self._left = patience
+        self._pause = _FIRST_PAUSE
+
+    def until_answered(self, ask: Callable[[], Found]) -> Found:
+        while True:
+            try:
+                return ask()
+            except StorageError as error:
+                if self._left <= 0:
+                    raise
+                pause = min(self._pause, self._left)
+                logger.warning("%s It is asked again in %.1f s.", error.what, pause)
+                time.sleep(pause)
+                self._left -= pause
+                self._pause *= 2

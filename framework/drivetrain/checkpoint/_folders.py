@@ -5,13 +5,31 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 from collections.abc import Callable, Container
 
-from drivetrain.checkpoint._format import local_place
+from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_place
+from drivetrain.checkpoint._format.folder import as_os_errors
+from drivetrain.checkpoint._format.manifest import MANIFEST
 from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
 """A small file beside the checkpoints that names the one written last."""
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a text is the name of something directly in a folder, and leads nowhere else."""
+    return _PLAIN.fullmatch(name) is not None
+
+
+def resolved(folder: str) -> str:
+    """Return where a folder is, the same for every way to say it: a path without links, or a URL."""
+    filesystem, root = filesystem_of(folder)
+    return os.path.realpath(os.path.expanduser(root)) if filesystem is None else folder.rstrip("/")
 
 
 def child(folder: str, name: str) -> str:
@@ -20,20 +38,28 @@ def child(folder: str, name: str) -> str:
 
 
 def children(folder: str) -> list[str]:
-    """Return the names of the folders that lie in one; none where it does not exist."""
+    """Return the names of the folders that lie in one; none where it does not exist.
+
+    Raises:
+        StorageError: the storage refuses.
+    """
     filesystem, root = filesystem_of(folder)
-    if filesystem is None:
-        try:
+    try:
+        if filesystem is None:
             with os.scandir(root) as entries:
                 # A hidden one is being written, or was left behind.
                 return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-    filesystem.invalidate_cache()
-    try:
-        entries = filesystem.ls(root, detail=True)
-    except FileNotFoundError:
+        with as_os_errors():
+            filesystem.invalidate_cache()
+            entries = filesystem.ls(root, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise StorageError(
+            f"{folder!r} cannot be listed: {error}.",
+            "whether there is a checkpoint in it is not known.",
+            "check the storage, the credentials and the network.",
+        ) from error
     return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in entries if one["type"] == "directory")
 
 
@@ -43,16 +69,20 @@ def is_taken(path: str) -> bool:
     return os.path.lexists(root) if filesystem is None else bool(filesystem.exists(root))
 
 
-def claim(folder: str, name: str, ours: Container[str]) -> tuple[str, Callable[[], None]]:
-    """Choose a name that is free, or one of our own: ``name``, or ``name-v1``, ``name-v2``, ...
+def claim(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
+    """Choose a name that is free, or one that may be written over: ``name``, or ``name-v1``, ``name-v2``, ...
 
     On a local disk other runs keep off it, until what is returned beside the name is called.
+
+    Args:
+        folder: where it is to be.
+        name: what is asked for.
+        ours: whether what is there under a name is the run's own, and may be replaced.
     """
 
     def free(claimed: Container[str]) -> str:
         versions = itertools.chain([name], (f"{name}-v{number}" for number in itertools.count(1)))
-        paths = ((one, child(folder, one)) for one in versions)
-        return next(one for one, path in paths if path in ours or not (one in claimed or is_taken(path)))
+        return next(one for one in versions if ours(one) or not (one in claimed or is_taken(child(folder, one))))
 
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
@@ -61,16 +91,55 @@ def claim(folder: str, name: str, ours: Container[str]) -> tuple[str, Callable[[
     return free(()), lambda: None
 
 
-def remove(path: str) -> None:
-    """Remove a checkpoint: in one step, or its manifest first, so that what is left of it is none."""
-    filesystem, root = filesystem_of(path)
+def is_at(folder: str, name: str, identifier: str) -> bool:
+    """Whether the checkpoint of this identifier lies in a folder under this name, and nothing else does."""
+    return _found(folder, name, identifier) is not None
+
+
+def remove(folder: str, name: str, identifier: str) -> bool:
+    """Remove a checkpoint that lies directly in a folder, if it is the one that is meant; nothing else is touched.
+
+    Args:
+        folder: where it lies.
+        name: under which name.
+        identifier: its manifest's.
+
+    Returns:
+        Whether it was there.
+
+    Raises:
+        OSError: the storage refuses.
+    """
+    found = _found(folder, name, identifier)
+    if found is None:
+        return False
+    filesystem, root = filesystem_of(child(folder, name))
     if filesystem is None:
         local_place.discard(root)
-        return
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.rm(f"{root}/manifest.json")
-    with contextlib.suppress(FileNotFoundError):
-        filesystem.rm(root, recursive=True)
+        return True
+    # Its manifest first: what is left of it without is none. Only its own files go, one by one.
+    for file in (MANIFEST, *found.manifest.files):
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.rm_file(f"{root}/{file}")
+    with contextlib.suppress(OSError, NotImplementedError):  # where it keeps folders, and this one is empty now
+        filesystem.rmdir(root)
+    return True
+
+
+def _found(folder: str, name: str, identifier: str) -> Checkpoint | None:
+    if not identifier or not is_plain_name(name):
+        return None
+    path = child(folder, name)
+    filesystem, root = filesystem_of(path)
+    if filesystem is None and os.path.islink(root):
+        return None  # we make no links
+    try:
+        checkpoint = load(path)
+    except StorageError as error:
+        raise OSError(error.what) from error
+    except CheckpointError:
+        return None
+    return checkpoint if checkpoint.manifest.identifier == identifier else None
 
 
 def point_to(folder: str, name: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from drivetrain.checkpoint._folders import is_plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,16 +15,38 @@ class Kept:
     """A checkpoint that this run wrote.
 
     Attributes:
-        path: where.
+        name: of its folder, directly within the callback's.
+        identifier: its manifest's; "" where that is not known, and then it is never removed.
         score: the monitored value as it was saved; None where nothing is monitored.
         number: counts the run's checkpoints.
         step: the optimizer step that it was written after.
     """
 
-    path: str
-    score: float | None
-    number: int
+    name: str
+    identifier: str
+    score: float | None = None
+    number: int = 0
     step: int = 0
+
+    @classmethod
+    def from_state(cls, document: Any) -> Kept:
+        """Read what `dataclasses.asdict` gave, or a version before identifiers were kept.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if not isinstance(document, Mapping):
+            raise ValueError(f"{document!r} names no checkpoint")
+        path = document.get("path")
+        name = document.get("name", path.rpartition("/")[2] if isinstance(path, str) else None)
+        identifier, score = document.get("identifier", ""), document.get("score")
+        number, step = document.get("number", 0), document.get("step", 0)
+        plain = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
+        if not plain or type(number) is not int or type(step) is not int:
+            raise ValueError(f"{document!r} names no checkpoint")
+        if score is not None and not isinstance(score, int | float):
+            raise ValueError(f"the score {score!r} is no number")
+        return cls(name, identifier, score, number, step)
 
 
 class Retention:
@@ -39,27 +63,30 @@ class Retention:
         self._keep_last = keep_last
         self._sign = 1.0 if mode == "min" else -1.0
         self._count = 0
-        self._going: list[str] = []
         self.kept: list[Kept] = []
 
     def wants(self, score: float | None) -> bool:
         """Whether a checkpoint with this score would be kept, be it for a while."""
-        coming = Kept("", score, self._count)
+        coming = self._coming(score)
         return coming in self._chosen([*self.kept, coming])
 
-    def add(self, path: str, score: float | None, step: int = 0) -> list[str]:
-        """Take note of a checkpoint; return the paths of those that go once it is whole."""
-        everything = [*(one for one in self.kept if one.path != path), Kept(path, score, self._count, step)]
+    def leaving(self, score: float | None) -> list[Kept]:
+        """What would go if a checkpoint with this score came: its name may take one of theirs."""
+        staying = self._chosen([*self.kept, self._coming(score)])
+        return [one for one in self.kept if one not in staying]
+
+    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[Kept]:
+        """Take note of a checkpoint; return those that go once it is whole, the one that it replaces apart."""
+        everything = [*self.kept, Kept(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._chosen(everything)
-        self._going = [one.path for one in everything if one not in self.kept]
-        return self._going
+        return [one for one in everything if one not in self.kept and one.name != name]
 
-    def drop_after(self, step: int) -> list[str]:
-        """Forget what was written after a later step, and return the paths: the run has gone back to this one."""
+    def drop_after(self, step: int) -> list[Kept]:
+        """Forget what was written after a later step, and return it: the run has gone back to this one."""
         later = [one for one in self.kept if one.step > step]
         self.kept = [one for one in self.kept if one.step <= step]
-        return [one.path for one in later]
+        return later
 
     @property
     def best(self) -> Kept | None:
@@ -72,13 +99,23 @@ class Retention:
         return max(self.kept, key=lambda one: one.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, and what goes once this is saved: killed just then, a run has not removed it yet."""
-        return {"count": self._count, "kept": [asdict(one) for one in self.kept], "going": self._going}
+        """Return what is kept."""
+        return {"count": self._count, "kept": [asdict(one) for one in self.kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        self._count = state["count"]
-        self.kept = [Kept(**one) for one in state["kept"]]
+        """Take back what `state_dict` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        count, kept = state.get("count"), state.get("kept")
+        if type(count) is not int or not isinstance(kept, Sequence):
+            raise ValueError(f"count={count!r}, kept={kept!r}")
+        self.kept = [Kept.from_state(one) for one in kept]
+        self._count = max([count, *(one.number + 1 for one in self.kept)])
+
+    def _coming(self, score: float | None) -> Kept:
+        return Kept("", "", score, self._count)
 
     def _chosen(self, everything: list[Kept]) -> list[Kept]:
         if self._top_k < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,8 @@ class TestWhatIsKept:
     @pytest.mark.parametrize("mode", ["min", "max"])
     def test_a_value_that_is_no_number_is_the_worst(self, mode: str) -> None:
         retention = Retention(1, 0, mode)
-        assert retention.add("a", float("nan")) == []
-        assert retention.add("b", 1.0) == ["a"]
+        assert retention.add("a", "1", float("nan")) == []
+        assert [one.name for one in retention.add("b", "2", 1.0)] == ["a"]
         assert not retention.wants(float("nan"))
 
     def test_two_callbacks_of_one_class(self, tmp_path: Path) -> None:
@@ -194,6 +195,23 @@ class TestWhatIsKept:
 
 
 class TestGoingOn:
+    def test_a_clock_that_was_ahead_does_not_hold_a_run_back(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # J-03: each restart went on from what was written an hour ahead
+        clock = time.time
+        monkeypatch.setattr("time.time", lambda: clock() + 3600)
+        kept = {"save_top_k": -1}
+        fit(tmp_path, Checkpoint(**kept), max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path="auto")
+        monkeypatch.setattr("time.time", clock)
+        for epochs in (2, 3, 4):
+            module = Scored([0.0] * epochs)
+            fit(tmp_path, Checkpoint(**kept), max_epochs=epochs).fit(module, loader(), ckpt_path="auto")
+            assert module.started == [epochs - 1]
+        facts = [load(tmp_path / "checkpoints" / name).manifest.facts for name in names(tmp_path)]
+        assert [len(one.lineage) for one in facts] == [1, 2, 3, 4]
+        assert [one.parent for one in facts[1:]] == [one.identifier for one in facts[:-1]]
+
     def test_auto_starts_afresh_and_then_goes_on(self, tmp_path: Path) -> None:
         first, second = Scored([0.0] * 4), Scored([0.0] * 4)
         fit(tmp_path, Checkpoint(), max_epochs=2).fit(first, loader(), ckpt_path="auto")

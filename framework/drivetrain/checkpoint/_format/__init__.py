@@ -2,6 +2,7 @@
 
 from drivetrain.checkpoint._format.agreement import agreed
 from drivetrain.checkpoint._format.dealing import Sizes
+from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.manifest import Facts, Manifest
 from drivetrain.checkpoint._format.reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.staging import Contents, Staged, stage
@@ -15,6 +16,7 @@ __all__ = [
     "Manifest",
     "Sizes",
     "Staged",
+    "StorageError",
     "Weights",
     "agreed",
     "commit",

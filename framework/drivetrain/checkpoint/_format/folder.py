@@ -14,6 +14,10 @@ from drivetrain.checkpoint._format.place import filesystem_of
 from drivetrain.errors import CheckpointError
 
 
+class StorageError(CheckpointError):
+    """A storage did not give what may well be there: it refused, or does not answer."""
+
+
 class Source(Protocol):
     """The bytes of one file.
 
@@ -110,11 +114,11 @@ class _MappedFile:
 
 def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
     try:
-        with _as_os_errors():
+        with as_os_errors():
             filesystem.invalidate_cache()
             there = filesystem.exists(root)
     except OSError as error:
-        raise CheckpointError(
+        raise StorageError(
             f"{path!r} cannot be reached: {error}.",
             "the storage refused, or does not answer.",
             "check the URL, the credentials and the network.",
@@ -125,7 +129,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
 
 
 @contextmanager
-def _as_os_errors() -> Iterator[None]:
+def as_os_errors() -> Iterator[None]:
     """Each store's library has errors of its own."""
     try:
         yield
@@ -144,11 +148,11 @@ class _ObjectFolder:
         self._root = root
 
     def open(self, name: str) -> Source:
-        with _as_os_errors():
+        with as_os_errors():
             return _RemoteFile(self._filesystem, f"{self._root}/{name}")
 
     def read_all(self, name: str, limit: int) -> bytes:
-        with _as_os_errors():
+        with as_os_errors():
             content: bytes = self._filesystem.cat_file(f"{self._root}/{name}")
         return content[:limit]
 

@@ -63,6 +63,10 @@ class Facts:
         progress: counters, JSON-able.
         hyper_parameters: the arguments that the module was built with, JSON-able.
         weights_only: whether no run can go on from it.
+        identifier: tells it from all others; "" lets the writer draw one.
+        parent: the identifier of the checkpoint that the run wrote before, or went on from; "" for none.
+        lineage: the runs that it comes from, the oldest first, each with how many checkpoints it had written until the
+            next one went on from it, or until this one.
     """
 
     strategy: str = ""
@@ -70,6 +74,17 @@ class Facts:
     progress: Mapping[str, Any] = field(default_factory=dict)
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     weights_only: bool = False
+    identifier: str = ""
+    parent: str = ""
+    lineage: tuple[tuple[str, int], ...] = ()
+
+    def descends_from(self, other: Facts) -> bool:
+        """Whether a run wrote this after it had written, or gone on from, ``other``."""
+        last = len(other.lineage) - 1
+        if last < 0 or len(self.lineage) <= last or self.lineage[:last] != other.lineage[:last]:
+            return False
+        (run, count), (others_run, others_count) = self.lineage[last], other.lineage[last]
+        return run == others_run and (count, len(self.lineage)) > (others_count, last + 1) and count >= others_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +141,8 @@ def seal(manifest: Manifest) -> bytes:
         "weights_only": facts.weights_only,
         "progress": encode(facts.progress, nothing_aside, "progress"),
         "hyper_parameters": encode(facts.hyper_parameters, nothing_aside, "hyper_parameters"),
+        "parent": facts.parent,
+        "lineage": [list(one) for one in facts.lineage],
         "weights": _part_as_json(manifest.weights),
         "aliases": dict(manifest.aliases),
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
@@ -203,6 +220,9 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             progress=decode(document["progress"], _no_tensor),
             hyper_parameters=decode(document["hyper_parameters"], _no_tensor),
             weights_only=bool(document["weights_only"]),
+            identifier=str(document["id"]),
+            parent=str(document.get("parent", "")),  # versions before lineage have neither
+            lineage=tuple((str(run), _count(count)) for run, count in document.get("lineage", ())),
         ),
         files=files,
         weights=_part(document["weights"]),

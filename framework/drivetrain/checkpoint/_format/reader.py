@@ -11,7 +11,7 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.documents import decode, loads
-from drivetrain.checkpoint._format.folder import Folder, folder_at
+from drivetrain.checkpoint._format.folder import Folder, StorageError, folder_at
 from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
 from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
 from drivetrain.errors import CheckpointError
@@ -205,11 +205,12 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         CheckpointError: there is none, it is not whole, or it is of another format.
+        StorageError: one of these, where the storage refuses to say.
     """
     folder = folder_at(os.fspath(path))
     try:
         content = folder.read_all(MANIFEST, LONGEST_MANIFEST)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         raise CheckpointError(
             f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing.",
             "the manifest is written last, and without it the rest may be anything.",
@@ -217,8 +218,10 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             "drivetrain.checkpoint.convert.",
         ) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{MANIFEST} of {folder.path!r} cannot be read: {error}.", "", "check the path and its permissions."
+        raise StorageError(
+            f"{MANIFEST} of {folder.path!r} cannot be read: {error}.",
+            "the storage refused, or does not answer.",
+            "check the path and its permissions.",
         ) from error
     return Checkpoint(folder, unseal(content, folder.path))
 

@@ -255,7 +255,7 @@ def _conclude(
         for role, part in parts:
             of_role[role].append(part)
         manifest = Manifest(
-            identifier=secrets.token_hex(16),
+            identifier=staged.facts.identifier or secrets.token_hex(16),
             world_size=control.world_size,
             facts=staged.facts,
             files=written,
