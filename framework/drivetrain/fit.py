@@ -15,6 +15,7 @@ from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launching import Request, launch
 from drivetrain._engine.reads import RunReads
+from drivetrain._engine.same_run import check_allow
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._loops.manual_step import OptimizerHandle
@@ -229,6 +230,7 @@ class Fit(RunReads):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
         """Train ``module``.
 
@@ -238,10 +240,16 @@ class Fit(RunReads):
             val_dataloaders: one or several validation loaders.
             datamodule: where the loaders come from instead.
             ckpt_path: a checkpoint to go on from.
+            allow: what may differ from the run that it goes on with: some of "data", "optimizer", "scheduler" and
+                "module". What differs begins anew: an optimizer's and a scheduler's state, or the epoch on other data.
+
+        Raises:
+            ConfigurationError: what was asked for cannot be done; before anything is changed.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        self._launch("fit", module, Given(train_dataloaders, val_dataloaders, datamodule), ckpt_path)
+        given = Given(train_dataloaders, val_dataloaders, datamodule)
+        self._launch("fit", module, given, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
@@ -352,7 +360,15 @@ class Fit(RunReads):
                 print(f"{head}: " + ", ".join(f"{name} {value:.6g}" for name, value in result.items()))
         return results
 
-    def _launch(self, stage: str, module: Any, given: Given, ckpt_path: Any, return_predictions: bool = True) -> Any:
+    def _launch(
+        self,
+        stage: str,
+        module: Any,
+        given: Given,
+        ckpt_path: Any,
+        return_predictions: bool = True,
+        allow: tuple[str, ...] = (),
+    ) -> Any:
         if not isinstance(module, TrainModule):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",
@@ -368,7 +384,7 @@ class Fit(RunReads):
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         try:
-            return launch(Request(self, stage, module, given, path, return_predictions))
+            return launch(Request(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
 

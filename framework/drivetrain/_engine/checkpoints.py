@@ -33,11 +33,14 @@ class RunCheckpoints:
     Args:
         session: the run.
         path: what it starts from: a path or URL, "last", "best" or "auto"; None for a fresh start.
+        allow: what may differ from the run that it goes on with.
     """
 
-    def __init__(self, session: RunState, path: str | None) -> None:
+    def __init__(self, session: RunState, path: str | None, allow: Sequence[str] = ()) -> None:
         self._session = session
         self._path = path
+        self._allow = allow
+        self._anew: set[str] = set()  # of what may differ, what does
         self._background: BackgroundSaver | None = None
         self._run = os.urandom(8).hex()  # rank 0's tells this run from others
         self._ancestors: tuple[tuple[str, int], ...] = ()
@@ -125,10 +128,40 @@ class RunCheckpoints:
                 return f"{type(callback).__name__} has ended it: {reason}"
         return None
 
+    def check_data(self) -> None:
+        """Look whether module and data are those of the run that goes on. Collective.
+
+        Raises:
+            ConfigurationError: they are not, and `allow` does not name them.
+        """
+        session = self._session
+        if session.stage != "fit":
+            return
+        from drivetrain._engine.same_run import class_name, data_facts
+
+        assert session.data is not None
+        facts = data_facts(session.data.train, session.data.loaders)
+        session.made_of |= {"module": class_name(session.module), "data": facts}
+        self._compare()
+
+    def _compare(self) -> None:
+        """Refuse what differs from the run that goes on, as far as this one is made by now."""
+        if self.opened is None:
+            return
+        from drivetrain._engine.same_run import differences, refuse
+
+        found = differences(self.opened.state().get("made_of"), self._session.made_of)
+        refuse(self.opened.path, found, self._allow)
+        differing = {one.consent for one in found}
+        if differing - self._anew and self._session.strategy.rank == 0:
+            told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._anew)
+            logger.warning("Not as in the run that goes on, and allowed: %s.", told)
+        self._anew |= differing
+
     def load(self) -> None:
         """Go on from what was opened, if anything. Collective."""
         if self.opened is not None:
-            self._contents().load(self.opened)
+            self._contents().load(self.opened, anew=self._anew)
             self._session.trainables.resuming(self._frozen() is not None)
 
     def restore_trainables(self) -> None:
@@ -142,13 +175,19 @@ class RunCheckpoints:
                 )
 
     def regroup(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers the groups that they had in the run that goes on; what trains stays as it was there."""
+        """Give optimizers the groups that they had in the run that goes on; what trains stays as it was there.
+
+        Raises:
+            ConfigurationError: they, or the schedulers, are of other classes, and `allow` does not name them.
+        """
+        self._compare()
         frozen = self._frozen()
         if frozen is None or self.opened is None:
             return
         session = self._session
         session.trainables.keep_frozen(frozen, "configure_optimizers")
-        self._contents().regroup(self.opened, optimizers)
+        if "optimizer" not in self._anew:
+            self._contents().regroup(self.opened, optimizers)
 
     def keep_trainables(self) -> None:
         """Undo what hooks that begin a resumed run froze or unfroze."""

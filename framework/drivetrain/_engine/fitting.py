@@ -25,8 +25,8 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
     )
 
 
-def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int, schedulers: int) -> None:
-    """Refuse a checkpoint of a run with another number of optimizers or schedulers.
+def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedulers: int | None) -> None:
+    """Refuse a checkpoint of a run with another number of optimizers or schedulers; None stands for any.
 
     Raises:
         CheckpointError: names both numbers.
@@ -36,7 +36,7 @@ def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int, schedulers: in
         ("optimizer(s)", len(checkpoint.manifest.optimizers), optimizers),
         ("learning-rate scheduler(s)", len(state["schedulers"]), schedulers),
     ):
-        if saved != here:
+        if here is not None and saved != here:
             raise CheckpointError(
                 f"{checkpoint.path!r} holds the state of {saved} {what}, and configure_optimizers returned {here}.",
                 "states are matched by their order.",

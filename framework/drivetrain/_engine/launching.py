@@ -43,6 +43,7 @@ class Request(NamedTuple):
         given: the loaders or the data module.
         ckpt_path: what to start from, or None.
         return_predictions: keep what ``predict_step`` returns.
+        allow: what may differ from the run that it goes on with.
     """
 
     trainer: RunReads
@@ -51,6 +52,7 @@ class Request(NamedTuple):
     given: Given
     ckpt_path: str | None
     return_predictions: bool = True
+    allow: tuple[str, ...] = ()
 
 
 def launch(request: Request) -> Any:
@@ -225,7 +227,13 @@ def _stand_in(trainer: RunReads, place: Place) -> Strategy:
 
 
 def _worker(
-    trainer: RunReads, stage: str, module: TrainModule, given: Given, ckpt_path: str | None, return_predictions: bool
+    trainer: RunReads,
+    stage: str,
+    module: TrainModule,
+    given: Given,
+    ckpt_path: str | None,
+    return_predictions: bool,
+    allow: tuple[str, ...],
 ) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
     from drivetrain._engine.layers import Before  # for runs in other processes alone
@@ -234,6 +242,6 @@ def _worker(
     before = Before.of(module)
     if not environment_of(trainer.environment).started_us:
         trainer.environment = "auto"  # what the caller said of itself; this process has been started
-    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions))
+    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions, allow))
     _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
     return Outcome.of(trainer, module, result, before)

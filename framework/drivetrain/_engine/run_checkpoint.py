@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class RunCheckpoint:
             "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "precision": self._strategy.precision.state_dict(),
             "frozen": self._frozen(),
+            "made_of": run.made_of,
             "loop": {} if run.loop is None else run.loop.state_dict(),
             "data": run.data_state(),
         }
@@ -151,12 +152,13 @@ class RunCheckpoint:
         """
         self._strategy.load_model_state(self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
 
-    def load(self, checkpoint: Checkpoint, back: bool = False) -> None:
+    def load(self, checkpoint: Checkpoint, back: bool = False, anew: Collection[str] = ()) -> None:
         """Take everything that the run goes on from.
 
         Args:
             checkpoint: of this run or another.
             back: the run is under way: what trains, and in which groups, goes back as well.
+            anew: what is not the saved run's, and begins anew: some of "optimizer", "scheduler" and "data".
 
         Raises:
             CheckpointError: it is damaged, or does not fit; nothing is changed then.
@@ -164,11 +166,11 @@ class RunCheckpoint:
         run, strategy = self._run, self._strategy
 
         def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-            check_optimizers_fit(checkpoint, len(run.optimizers), len(run.schedulers))
+            optimizers = None if "optimizer" in anew else len(run.optimizers)
+            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in anew else len(run.schedulers))
             weights = self._read_weights(checkpoint)
             states = [
-                checkpoint.optimizer_state(index, strategy.optimizer_regions(index))
-                for index in range(len(run.optimizers))
+                checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
             ]
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
@@ -184,11 +186,15 @@ class RunCheckpoint:
         strategy.load_model_state(weights)
         for index, optimizer_state in enumerate(states):
             strategy.load_optimizer_state(optimizer_state, index)
-        for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
-            config.scheduler.load_state_dict(scheduler_state)
+        if "scheduler" not in anew:
+            for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
+                config.scheduler.load_state_dict(scheduler_state)
         strategy.precision.load_state_dict(state["precision"])
         run.progress.load_state_dict(checkpoint.progress)
-        self._go_on(state, ranks)
+        if "data" in anew:
+            self._begin_epoch_anew()
+        else:
+            self._go_on(state, ranks)
         self._load_into_hooks(state)
 
     def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
@@ -214,6 +220,12 @@ class RunCheckpoint:
             seed = derive_seed(_ANEW, data["seed"], progress.epoch, progress.epoch_samples)
             seed_rank(seed, self._strategy.data_rank)
         run.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
+
+    def _begin_epoch_anew(self) -> None:
+        """Go on with the epoch under way from the beginning of other data."""
+        run, progress = self._run, self._run.progress
+        progress.batch_idx = progress.epoch_samples = 0
+        seed_rank(derive_seed(_ANEW, run.seed, progress.epoch, 0), self._strategy.data_rank)
 
     def _load_into_hooks(self, state: dict[str, Any]) -> None:
         run = self._run

@@ -70,6 +70,8 @@ class RunState:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.handles: list[OptimizerHandle] = []
+        self.made_of: dict[str, Any] = {}
+        """What a checkpoint says of the run's parts, by which one that goes on knows itself; see `same_run`."""
         self.closure = False
         """Whether the optimizer evaluates the loss anew within its step."""
         self.manual: ManualStep | None = None

@@ -64,6 +64,7 @@ class Session(RunState):
         given: the loaders or the data module.
         ckpt_path: what to start from, or None.
         return_predictions: keep what ``predict_step`` returns.
+        allow: what may differ from the run that it goes on with.
         strategy: where.
         place: this process among all.
     """
@@ -76,12 +77,13 @@ class Session(RunState):
         given: Given,
         ckpt_path: str | None,
         return_predictions: bool,
+        allow: tuple[str, ...],
         strategy: Strategy,
         place: Place,
     ) -> None:
         super().__init__(trainer, stage, module, given, return_predictions, strategy)
         self.place = place
-        self.checkpoints = RunCheckpoints(self, ckpt_path)
+        self.checkpoints = RunCheckpoints(self, ckpt_path, allow)
         self.last_line: str | None = None
         """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
         self._own: list[Callback] = []  # what configure_callbacks returned
@@ -172,6 +174,7 @@ class Session(RunState):
         self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
         self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
+        self.checkpoints.check_data()
         runner = self._set_up_module(self.data)
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_rank(trainer.seed, strategy.data_rank)
