@@ -193,7 +193,7 @@ class Fit(RunReads):
         self.environment = environment
         self.preemption_signals = preemption_signals
         self.barebones = barebones
-        self.default_root_dir = os.fspath(default_root_dir) if default_root_dir is not None else os.getcwd()
+        self.default_root_dir = os.getcwd() if default_root_dir is None else os.path.expanduser(default_root_dir)
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):

@@ -195,6 +195,8 @@ class RunCheckpoints:
         if frozen is not None:
             self._session.trainables.keep_frozen(frozen, "on_fit_start or on_train_start")
             self._session.trainables.resuming(False)
+        if self.opened is not None:
+            self.opened.close()  # nothing more is read: it may be removed, and its space be free
 
     def _frozen(self) -> set[str] | None:
         """What did not train in the run that goes on; None for a fresh start, or a checkpoint that does not say."""
@@ -244,6 +246,7 @@ class RunCheckpoints:
         """Take the weights of what was opened, if anything. Collective."""
         if self.opened is not None:
             self._contents().load_weights(self.opened)
+            self.opened.close()
 
     def _choose(self, which: str) -> str | None:
         best = [one.best_model_path for one in self._session.callbacks if one.best_model_path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -49,7 +50,7 @@ def is_ours(name: str) -> bool:
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
-    """Return the fsspec file system and the path on it; the file system is None for the local disk.
+    """Return the fsspec file system and the path on it; the file system is None for the local disk, ``~`` its home.
 
     Raises:
         CheckpointError: nobody knows the protocol, or what serves it is not installed.
@@ -60,8 +61,8 @@ def filesystem_of(path: str) -> tuple[Any, str]:
             "a URL has two slashes after its protocol; pathlib.Path leaves one of them out.",
             "pass the URL as a str.",
         )
-    if "://" not in path and "::" not in path:
-        return None, path
+    if not _is_url(path):
+        return None, os.path.expanduser(path)
     # Imported here: a local path does not need it, and importing it costs time.
     import fsspec
 
@@ -74,6 +75,18 @@ def filesystem_of(path: str) -> tuple[Any, str]:
             "check the spelling, or install what serves it: pip install 'drivetrain[s3]' for s3://.",
         ) from error
     return (None, root) if "file" in protocols_of(filesystem) else (filesystem, root)
+
+
+def _is_url(path: str) -> bool:
+    """Whether it is fsspec's: with a protocol before ``://``, or chained by ``::`` to one that fsspec knows."""
+    if "://" in path:
+        return True
+    chained, double_colon, _ = path.partition("::")
+    if not double_colon:
+        return False
+    from fsspec.registry import known_implementations, registry  # "run::1" is the name of a folder
+
+    return chained in registry or chained in known_implementations
 
 
 def protocols_of(filesystem: Any) -> set[str]:

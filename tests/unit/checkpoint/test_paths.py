@@ -1,0 +1,82 @@
+"""Where a path leads: the home folder, names with colons, and a file that is let go of (J-12)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.loggers import CSVLogger
+
+
+class Model(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def fit(epochs: int = 1, start: object = None, **options: object) -> Fit:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Fit(max_epochs=epochs, seed=1, **{**quiet, **options})
+    trainer.fit(Model(), list(torch.randn(4, 2, 64)), ckpt_path=start)
+    return trainer
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    return home
+
+
+def test_the_home_folder(home: Path) -> None:
+    # J-12: a folder called "~" was made
+    trainer = fit(callbacks=Checkpoint("~/kept"), logger=CSVLogger("~/logs"), log_every_n_steps=1)
+    trainer.save_checkpoint("~/by-hand", weights_only=True)
+    fit(callbacks=Checkpoint(), default_root_dir="~/root")
+    assert list(Path().iterdir()) == []
+    assert verify("~/by-hand") == []
+    assert (home / "kept/epoch=0-step=4/manifest.json").exists()
+    assert (home / "root/checkpoints/epoch=0-step=4/manifest.json").exists()
+    assert len(list((home / "logs").rglob("metrics.csv"))) == 1
+    assert fit(2, "~/kept/epoch=0-step=4", callbacks=Checkpoint("~/kept")).global_step == 8
+
+
+def test_a_name_with_colons_is_a_folder(home: Path) -> None:
+    # J-12: it was taken for a URL, after an epoch
+    fit(callbacks=Checkpoint("exp::1"))
+    assert load("exp::1/epoch=0-step=4").progress["epoch"] == 1
+    assert filesystem_of("simplecache::memory://bucket/run")[0] is not None
+    assert filesystem_of("a::b") == (None, "a::b")
+
+
+def test_a_resumed_run_lets_go_of_what_it_read(home: Path) -> None:
+    # J-12: its files stayed mapped, and their space was not free once they were removed
+    fit(callbacks=Checkpoint("run"))
+    held: list[str] = []
+
+    class Looks(Checkpoint):
+        def on_train_end(self, trainer: object, module: object) -> None:
+            held.extend(Path("/proc/self/maps").read_text().splitlines())
+            held.extend(os.readlink(one) for one in Path("/proc/self/fd").iterdir() if one.is_symlink())
+
+    fit(2, "run/epoch=0-step=4", callbacks=Looks("run"))
+    assert held
+    assert not [line for line in held if "epoch=0-step=4" in line]
