@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -233,7 +232,7 @@ class GroupControl:
     def report_failure(self, failure: Failure) -> None:
         self.failed = True
         number = self.store.add("failures", 1)
-        self.store.set(f"failure/{number}", json.dumps(asdict(failure)))
+        self.store.set(f"failure/{number}", failure.told())
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
@@ -262,7 +261,7 @@ class GroupControl:
 
     def _reports(self) -> list[Failure]:
         count = self.store.add("failures", 0)
-        told = [Failure(**json.loads(self.store.get(f"failure/{number + 1}"))) for number in range(count)]
+        told = [Failure.heard(self.store.get(f"failure/{number + 1}")) for number in range(count)]
         # Who was killed tells nobody; its launcher may know.
         return told + [one for one in self.hearsay() if one.rank not in {failure.rank for failure in told}]
 

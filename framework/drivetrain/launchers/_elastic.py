@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -13,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +37,7 @@ class Processes:
     Args:
         first_rank: the global rank of the first of them; the others follow.
         context: elastic's.
-        folder: where they leave their failures; removed at the end.
+        folder: where they leave their failures; removed at the end. Only this user can read and write in it.
     """
 
     def __init__(self, first_rank: int, context: PContext, folder: str) -> None:
@@ -153,13 +151,13 @@ class Processes:
         """Tell the others of a rank that ended and could not tell them itself."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                self.store.set(f"{LEFT}/first", json.dumps(asdict(failure)))
+                self.store.set(f"{LEFT}/first", failure.told())
 
     def _left_in_store(self, rank: int) -> Failure | None:
         key = f"{LEFT}/{rank}"
         with contextlib.suppress(RuntimeError):
             if self.store is not None and self.store.check([key]):
-                return Failure(**json.loads(self.store.get(key)))
+                return Failure.heard(self.store.get(key))
         return None
 
     def send(self, number: int) -> None:

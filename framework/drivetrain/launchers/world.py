@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import sys
 import time
-from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -127,7 +125,7 @@ class World:
             return self._processes.failures()
         with contextlib.suppress(RuntimeError):
             if self.is_hosted_outside and self.store(LEFT).check(["first"]):
-                return [Failure(**json.loads(self.store(LEFT).get("first")))]
+                return [Failure.heard(self.store(LEFT).get("first"))]
         return []
 
     def ended(self) -> dict[int, int]:
@@ -150,7 +148,7 @@ class World:
             except OSError:
                 # The disk is full, or the caller is gone, and its folder with it.
                 with contextlib.suppress(RuntimeError):
-                    self.store(LEFT).set(str(failure.rank), json.dumps(asdict(failure)))
+                    self.store(LEFT).set(str(failure.rank), failure.told())
 
     @property
     def is_ours(self) -> bool:
