@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from drivetrain._distributed.control_group import GroupControl
+from drivetrain._distributed.plain_values import encode
 from drivetrain_strategies import DDPStrategy
 
 
@@ -35,17 +36,17 @@ class OthersAnswered:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._values: dict[str, str] = {}
+        self._values: dict[str, bytes] = {}
         self.calls = 0
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         self.calls += 1
-        self._values[key] = value
+        self._values[key] = value.encode() if isinstance(value, str) else value
 
     def add(self, key: str, amount: int) -> int:
         self.calls += 1
         done = {"total": amount * self._size, "purposes": ["the same"]}
-        self._values[f"{key}/done"] = json.dumps(done)
+        self._values[f"{key}/done"] = json.dumps(done).encode()
         return amount * (self._size - 1) if self._size > 1 else amount
 
     def check(self, keys: list[str]) -> bool:
@@ -54,7 +55,7 @@ class OthersAnswered:
 
     def get(self, key: str) -> bytes:
         self.calls += 1
-        return self._values[key].encode()
+        return self._values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.calls += 1
@@ -72,7 +73,7 @@ class _Control(GroupControl):
 
     def from_rank_0(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
-        self.store.set(key, json.dumps(value))  # what rank 0 has put there
+        self.store.set(key, encode(value))  # what rank 0 has put there
         return super().from_rank_0(value)
 
     def gather_objects(self, value: Any) -> list[Any]:

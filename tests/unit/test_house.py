@@ -313,6 +313,47 @@ def test_packages_say_that_they_are_typed() -> None:
     assert all((package / "py.typed").exists() for package in packages)
 
 
+# J-06: what comes from elsewhere is not unpickled
+
+PICKLES = {
+    "drivetrain._distributed.failure": "an error, through a file that only this user can write",
+    "drivetrain._distributed.flight_recorder": "of this very process",
+    "drivetrain._engine.layers": "of the caller's, who sent it through its launcher",
+    "drivetrain._loops.outputs": "a user's own objects, between ranks of one job",
+    "drivetrain.checkpoint._dcp": "by an unpickler that knows DCP's records alone",
+    "drivetrain.launchers._ray_worker": "the caller's function, brought by Ray",
+    "drivetrain.launchers.function_launcher": "through pipes to processes of this one",
+    "drivetrain.launchers.ray_launcher": "what a worker returned, brought by Ray",
+    "drivetrain.testing._ranks": "through pipes to processes of this one",
+    "drivetrain.testing.run_distributed": "through pipes to processes of this one",
+}
+UNPICKLING = {"gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list", "recv_object_list"}
+
+
+def unpickles(source: str) -> set[str]:
+    """Ways in which ``source`` may unpickle: the module, and torch's collectives of objects."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & {"pickle"}
+        if isinstance(node, ast.ImportFrom) and node.module == "pickle":
+            found.add("pickle")
+        if isinstance(node, ast.Attribute) and node.attr in UNPICKLING:
+            found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in PICKLES])
+def test_nothing_is_unpickled_but_where_it_is_known_why(name: str) -> None:
+    assert not unpickles(MODULES[name].read_text())
+
+
+def test_what_unpickles_is_seen() -> None:
+    assert all(unpickles(MODULES[name].read_text()) == {"pickle"} for name in PICKLES)
+    source = "import torch.distributed as dist\ndist.all_gather_object(a, b)\nfrom pickle import loads"
+    assert unpickles(source) == {"all_gather_object", "pickle"}
+
+
 # K-02: the engine asks through interfaces
 
 ENGINE = {"_engine", "_loops", "fit"}

@@ -45,7 +45,13 @@ class ControlPlane(Protocol):
         """Begin to sum a CPU tensor of shape (n,) over the ranks."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank: plain ones, that `plain_values.encode` takes."""
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return every rank's bytes, by rank, on every rank: the plane opens none of them.
+
+        For objects of the user's own, which travel as pickles between the ranks of one job, and for nothing else.
+        """
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -61,7 +67,10 @@ class ControlPlane(Protocol):
         """Return another control plane over the same ranks, for a thread beside this one. It ends with this one."""
 
     def from_rank_0(self, value: Any) -> Any:
-        """Return rank 0's JSON-able value on every rank. Goes through the store: no collective is issued."""
+        """Return rank 0's value on every rank: a plain one, as for `gather_objects`.
+
+        Goes through the store: no collective is issued.
+        """
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         """Count, for each flag, the ranks that raise it. Goes through the store: no collective is issued.
@@ -141,6 +150,9 @@ class LocalControl:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        return [content]
 
     def barrier(self) -> None:
         return None

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from drivetrain._distributed.control import Pending, absent_error, spread
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.flight_recorder import FlightRecord
+from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.watchdog import stacks
 from drivetrain.errors import DistributedError
 
@@ -89,9 +90,21 @@ class GroupControl:
         return _Reduction(values, dist.all_reduce(values, group=self._group, async_op=True))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [decode(content) for content in self.gather_bytes(encode(value))]
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(content)]))]
+        longest = max(sizes)
+        if longest == 0:
+            return [b""] * self.world_size
+        # Tensors over memory of Python's: gloo reads and writes it where it is.
+        gathered = bytearray(longest * self.world_size)
+        parts = torch.frombuffer(gathered, dtype=torch.uint8).view(self.world_size, longest)
+        mine = bytearray(longest)
+        mine[: len(content)] = content
+        dist.all_gather(list(parts), torch.frombuffer(mine, dtype=torch.uint8), group=self._group)
+        begins = range(0, len(gathered), longest)
+        return [bytes(gathered[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
 
     def barrier(self) -> None:
         dist.barrier(group=self._group)
@@ -119,10 +132,10 @@ class GroupControl:
         key = f"shared/{self._shared}"
         self._shared += 1
         if self.rank == 0:
-            self.store.set(key, json.dumps(value))
+            self.store.set(key, encode(value).decode())
             return value
         self._wait(key, "a value from rank 0", None)
-        return json.loads(self.store.get(key))
+        return decode(self.store.get(key))
 
     def agree(self, purpose: str, *flags: bool, timeout: timedelta | None = None) -> tuple[int, ...]:
         # One counter holds, side by side, how many ranks came and how many of them raise each flag. Who completes it

@@ -48,7 +48,7 @@ def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
             "return tensors, or write the outputs in on_predict_batch_end and call predict with "
             "return_predictions=False.",
         ) from error
-    return [pickle.loads(one) for one in control.gather_objects(stream.getvalue())]
+    return [pickle.loads(one) for one in control.gather_bytes(stream.getvalue())]
 
 
 def _moved(value: Any) -> Any:

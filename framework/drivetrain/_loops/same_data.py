@@ -38,9 +38,10 @@ def compared(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -
 
 def _first(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -> Pairs:
     pair = next(pairs, None)
-    by_rank = strategy.control.gather_objects((strategy.data_rank, source.seen_first()))
+    by_rank = strategy.control.gather_objects((strategy.data_rank, [tuple(sight) for sight in source.seen_first()]))
     data_ranks = [data_rank for data_rank, _ in by_rank]
-    for sights in zip(*(sights for _, sights in by_rank), strict=True):
+    for told in zip(*(seen for _, seen in by_rank), strict=True):
+        sights = [FirstSight(*sight) for sight in told]
         if sights[0].common:
             _check_order(sights, name)
         elif strategy.rank == 0:

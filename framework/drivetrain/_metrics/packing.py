@@ -92,7 +92,8 @@ def _gather_apart(
     control: ControlPlane, keys: Sequence[str], numbers: Sequence[float], part: Part
 ) -> tuple[list[str], torch.Tensor]:
     """Gather from ranks that do not all know the same keys, as some had no data; refuse what differs otherwise."""
-    everybody: list[tuple[Part, list[str], list[float]]] = control.gather_objects((part, list(keys), list(numbers)))
+    told = control.gather_objects((int(part), list(keys), list(numbers)))
+    everybody: list[tuple[Part, list[str], list[float]]] = [(Part(one), own, values) for one, own, values in told]
     whole = [own for part, own, _ in everybody if part is Part.WHOLE]
     counted = {key for _, own, values in everybody for key in own[: len(values) // 2]}
     # Where no rank had all data, none knows all keys.

@@ -17,7 +17,7 @@ def tell(control: ControlPlane, failing: str, value: Any, problem: Exception | N
     Args:
         control: between the ranks.
         failing: what does not come about if one of them has.
-        value: this rank's; pickled on its way.
+        value: this rank's; a plain one, as for `ControlPlane.gather_objects`.
         problem: this rank's.
 
     Raises:

@@ -37,7 +37,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Raises:
     CheckpointError: a tensor that safetensors cannot hold, by name.
     """
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         problem = f"of dtype {tensor.dtype}"
     elif tensor.layout != torch.strided:
         problem = f"of layout {tensor.layout}"
@@ -96,7 +96,7 @@ def header_of(specs: Sequence[Spec]) -> bytes:
     for spec in specs:
         end = begin + spec.nbytes
         places[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
+            "dtype": NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [begin, end],
         }

@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from drivetrain._distributed.control import ControlPlane
@@ -14,6 +14,7 @@ from drivetrain.checkpoint._format.agreement import agreed, tell
 from drivetrain.checkpoint._format.checksums import sums_of
 from drivetrain.checkpoint._format.dealing import USUAL, PlannedFile, Sizes
 from drivetrain.checkpoint._format.gathering import Gathering, Regions
+from drivetrain.checkpoint._format.greeting import Greeting, Outcome
 from drivetrain.checkpoint._format.local_place import LocalPlace
 from drivetrain.checkpoint._format.manifest import FileRecord, Manifest, Part, seal, versions
 from drivetrain.checkpoint._format.object_place import ObjectPlace
@@ -102,25 +103,17 @@ class _Meeting:
     state: list[Spec]
 
 
-@dataclass(frozen=True, slots=True)
-class _Greeting:
-    path: str
-    ticket: Ticket | None = None
-    digests: list[str] = field(default_factory=list)
-    regions: list[Regions] = field(default_factory=list)
-    state: list[Spec] = field(default_factory=list)
-
-
 def _meet(path: str, staged: Staged, place: Place | None, problem: Exception | None, control: ControlPlane) -> _Meeting:
     shared = _shared(staged)
-    greeting = _Greeting(
+    greeting = Greeting(
         path=path,
         ticket=None if place is None else place.ticket,
         digests=[part.digest() for part in shared],
         regions=[{name: speaks_for(shard) for name, shard in part.shards().items()} for part in shared],
         state=shared[-1].specs() if shared and control.rank == 0 else [],
     )
-    told: list[_Greeting] = tell(control, f"The checkpoint {path!r} could not be written", greeting, problem)
+    words = tell(control, f"The checkpoint {path!r} could not be written", greeting.said(), problem)
+    told = [Greeting.heard(one) for one in words]
     paths = [one.path for one in told]
     if len(set(paths)) > 1:
         raise CheckpointError(
@@ -211,12 +204,13 @@ def _write(
             problem = problem or error
         index_name = place.named(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
-    told = tell(control, f"The checkpoint {path!r} could not be written", (written, parts), problem)
+    words = tell(control, f"The checkpoint {path!r} could not be written", Outcome(written, parts).said(), problem)
+    told = [Outcome.heard(one) for one in words]
     everything: dict[str, FileRecord] = {}
-    for records, _ in told:
-        everything.update(records)
-    ranks = [part for _, theirs in told for part in theirs if part[0] == "rank"]
-    return everything, [part for part in told[0][1] if part[0] != "rank"] + ranks
+    for one in told:
+        everything.update(one.written)
+    ranks = [part for one in told for part in one.parts if part[0] == "rank"]
+    return everything, [part for part in told[0].parts if part[0] != "rank"] + ranks
 
 
 def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:

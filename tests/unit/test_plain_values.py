@@ -1,0 +1,93 @@
+"""What ranks say to each other, as bytes and back. J-06."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from drivetrain._distributed.plain_values import decode, encode
+from drivetrain._distributed.shards import Box, Span
+from drivetrain.checkpoint._format.greeting import Greeting, Outcome
+from drivetrain.checkpoint._format.manifest import FileRecord, Part
+from drivetrain.checkpoint._format.tensor_file import Spec
+
+
+class _Named(NamedTuple):
+    name: str
+    count: int
+
+
+class _Kind(IntEnum):
+    SOME = 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        3,
+        -(2**70),
+        0.1,
+        math.inf,
+        -math.inf,
+        "text with \udc80 and \N{SNOWMAN}",
+        [],
+        (),
+        {},
+        [1, [2.5, None], (3, (4, "x"))],
+        {"a": (1, 2), "b": {"c": [()]}},
+        {0: "a", (1, 2): {"b": (3,)}, "c": None},
+        {"$tuple": [1]},
+        {"$pairs": [[1, 2]], "x": 1},
+        [{"$tuple": [1]}, ({"$x": (1,)},)],
+    ],
+)
+def test_a_value_comes_back_equal_and_of_the_same_types(value: Any) -> None:
+    again = decode(encode(value))
+    assert repr(again) == repr(value)
+    assert again == value
+
+
+def test_what_is_not_a_number_stays_so_and_subclasses_come_back_plain() -> None:
+    assert math.isnan(decode(encode((math.nan,)))[0])
+    values: list[Any] = [_Named("x", 1), _Kind.SOME, MappingProxyType({"a": 1})]
+    again = decode(encode(values))
+    assert again == [("x", 1), 2, {"a": 1}]
+    assert [type(one) for one in again] == [tuple, int, dict]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", torch.zeros(1), torch.float32])
+def test_what_is_no_plain_value_is_refused_by_its_type(value: Any) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        encode({"a": [(value,)]})
+
+
+def test_a_pickle_is_no_text() -> None:
+    with pytest.raises(ValueError, match=r"decode|JSON|Expecting"):
+        decode(pickle.dumps([1]))
+
+
+def _sent(said: tuple[Any, ...]) -> Any:
+    again = decode(encode(said))
+    assert again == said
+    return again
+
+
+def test_what_ranks_say_as_they_save_is_plain() -> None:
+    regions: list[Mapping[str, Any]] = [{"w": Box((0, 2), (3, 4)), "v": None}, {"m": Span(3, 9), "scalar": Box((), ())}]
+    state = [Spec("generator", torch.uint8, (5056,)), Spec("half", torch.bfloat16, ())]
+    greeting = Greeting("/runs/x", {"folder": "y"}, ["digest"], regions, state)
+    assert Greeting.heard(_sent(greeting.said())) == greeting
+    outcome = Outcome(
+        {"model.safetensors": FileRecord(8, "00000000")},
+        [("weights", Part(None, ("model.safetensors",))), ("rank", Part("rank-0.json", ("a", "b"), "index"))],
+    )
+    assert Outcome.heard(_sent(outcome.said())) == outcome
