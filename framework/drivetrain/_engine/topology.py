@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import RankFailedError, first_cause
+from drivetrain._distributed.job import Job
+from drivetrain._distributed.rendezvous import admit, admit_first, host
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Environment, Placement, environment_by_name
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import World, current_world
 from drivetrain.strategies.strategy import Strategy
 
@@ -50,7 +52,9 @@ def find_place(environment: Environment, devices: Devices, num_nodes: int, strat
         strategy: the run's, where it is known yet. One for a single process takes one, whatever others there are.
 
     Raises:
-        ConfigurationError: the processes that are there are not as many as asked for.
+        ConfigurationError: the processes that are there are not as many as asked for; or the port where they are to
+            meet is taken, or another job's.
+        DistributedError: nobody hosts the store where they are to meet.
     """
     asked = len(devices.indices) * num_nodes
     single = _takes_one(strategy, asked)
@@ -169,16 +173,28 @@ def _check_size(placement: Placement, asked: int, chosen: bool, who: str) -> Non
 def _store_of(environment: Environment, placement: Placement) -> Store:
     if placement.world_size == 1:
         return HashStore()
-    hosts = placement.rank == 0 and not environment.agent_store
-    store = _connect(environment.main_address, environment.main_port, placement.world_size, hosts)
+    store = _meet(environment.main_address, environment.main_port, placement, environment.job, environment.agent_store)
     # A store that outlives the processes still holds the keys of those before a restart.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 
 
 @lru_cache(maxsize=8)
-def _connect(address: str, port: int, world_size: int, hosts: bool) -> TCPStore:
-    # Kept for the life of the process: rank 0 cannot host a second store on the port.
-    return TCPStore(address, port, world_size, is_master=hosts, timeout=_CONNECT, wait_for_workers=False)
+def _meet(address: str, port: int, placement: Placement, name: str | None, agents: bool) -> TCPStore:
+    # Kept for the life of the process: rank 0 cannot host a second store on the port, nor another come in again.
+    ranks = (placement.rank, placement.local_rank, placement.node_rank)
+    job = Job.of_this_process(name or ("none" if agents else None), ranks)
+    if placement.rank == 0 and not agents:
+        return host(address, port, num_nodes=placement.num_nodes, job=job)
+    try:
+        store = TCPStore(address, port, is_master=False, timeout=_CONNECT)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {placement.rank} finds no store at {address}:{port}: {error}",
+            "all ranks meet there, and rank 0 hosts it" + (", by its agent" if agents else ""),
+            "look whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
+        ) from error
+    (admit_first if agents else admit)(store, job, placement.rank, address, port)
+    return store
 
 
 def check_control_plane(strategy: Strategy, placement: Placement) -> None:

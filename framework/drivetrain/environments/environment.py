@@ -93,6 +93,15 @@ class Environment(ABC):
         return self._default_port() if port is None else port
 
     @property
+    def job(self) -> str | None:
+        """What the job is called by who started its processes, the same on every rank; None where nobody said.
+
+        It tells two jobs apart that were given one address and port. ``TORCHELASTIC_RUN_ID`` names it anywhere.
+        """
+        name = self.variables.text("TORCHELASTIC_RUN_ID")
+        return self._default_job() if name in (None, "none") else name  # torchrun says "none" where nobody said
+
+    @property
     def agent_store(self) -> bool:
         """Whether somebody else hosts the store at `main_address`, so that rank 0 must not."""
         return False
@@ -104,6 +113,9 @@ class Environment(ABC):
 
     def _default_address(self) -> str:
         return "127.0.0.1"
+
+    def _default_job(self) -> str | None:
+        return None
 
     def _default_port(self) -> int:
         return self.variables.integer("MASTER_PORT")

@@ -41,9 +41,14 @@ class LSFEnvironment(Environment):
         # On machines with launch nodes the first host only runs the job script.
         return hosts[1] if len(hosts) > num_nodes else hosts[0]
 
+    def _default_job(self) -> str | None:
+        return f"LSF's job {self.variables.text('LSB_JOBID')}, step {self._step()}"
+
     def _default_port(self) -> int:
-        job = self.variables.text("LSB_JOBID") or ""
-        return job_port("lsf", job, self.variables.text("JSM_NAMESPACE_ID", "PMIX_NAMESPACE") or "")
+        return job_port("lsf", self.variables.text("LSB_JOBID") or "", self._step())
+
+    def _step(self) -> str:
+        return self.variables.text("JSM_NAMESPACE_ID", "PMIX_NAMESPACE") or ""
 
     def _hosts(self) -> list[str]:
         """The job's hosts, each once, in order."""

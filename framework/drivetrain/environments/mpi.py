@@ -57,6 +57,10 @@ class MPIEnvironment(Environment):
             )
         return super()._default_address()
 
+    def _default_job(self) -> str | None:
+        job = self.variables.text(*_JOB)
+        return None if job is None else f"MPI's job {job}"
+
     def _default_port(self) -> int:
         job = self.variables.text(*_JOB)
         return job_port("mpi", job) if job else super()._default_port()

@@ -81,10 +81,16 @@ class SlurmEnvironment(Environment):
         nodes = self.variables.text("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
         return super()._default_address() if nodes is None else first_node(nodes)
 
+    def _default_job(self) -> str | None:
+        job = self.variables.text("SLURM_JOB_ID", "SLURM_JOBID")
+        return None if job is None else f"SLURM's job {job}, step {self._step()}"
+
     def _default_port(self) -> int:
-        job = self.variables.text("SLURM_JOB_ID", "SLURM_JOBID") or ""
         # Two steps of one job may run side by side on one node.
-        return job_port("slurm", job, self.variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "")
+        return job_port("slurm", self.variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "", self._step())
+
+    def _step(self) -> str:
+        return self.variables.text("SLURM_STEP_ID", "SLURM_STEPID") or ""
 
     def _tasks_per_node(self, num_nodes: int, world_size: int) -> list[int]:
         text = self.variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure
+from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.world import World, set_current_world
@@ -37,9 +38,9 @@ class Worker:
         context = ray.get_runtime_context()
         return Where(ray.util.get_node_ip_address(), list(context.get_accelerator_ids().get("GPU", [])))
 
-    def host(self) -> int:
-        """Host the store where all ranks meet; returns its port."""
-        self._store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    def host(self, address: str) -> int:
+        """Host the store where all ranks meet, at this machine's address; returns its port."""
+        self._store = host(address, 0)
         return int(self._store.port)
 
     def run(

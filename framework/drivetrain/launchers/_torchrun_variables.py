@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from drivetrain.environments import Placement
 
 
-def torchrun_variables(placement: Placement, address: str, port: int) -> dict[str, str]:
-    """Return what torchrun would set for the process at ``placement``, with the store hosted at ``address:port``."""
+def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = "drivetrain") -> dict[str, str]:
+    """Return what torchrun would set for the process at ``placement``, with the store hosted at ``address:port``.
+
+    ``run_id`` names the job, alike for all of its processes: one of another name is refused at the store.
+    """
     return {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.world_size),
@@ -25,7 +28,7 @@ def torchrun_variables(placement: Placement, address: str, port: int) -> dict[st
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": "drivetrain",
+        "TORCHELASTIC_RUN_ID": run_id,
     }
 
 

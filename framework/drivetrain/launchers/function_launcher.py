@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import multiprocessing
 import os
@@ -14,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.job import Job
+from drivetrain._distributed.rendezvous import host, host_on, listen
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._elastic import Processes, polls
@@ -25,7 +25,7 @@ from drivetrain.launchers._lifeline import die_with_parent
 from drivetrain.launchers._passing_on import PassingOn
 from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
-from drivetrain.launchers.world import World, current_world, set_current_world
+from drivetrain.launchers.world import World, current_world, job_to_start, set_current_world
 
 StartMethod = Literal["spawn", "forkserver", "fork"]
 Result = TypeVar("Result")
@@ -108,8 +108,9 @@ class FunctionLauncher(Launcher):
         _check_nesting()
         work = _Call(fn, args) if self.start_method == "fork" else _dump(fn, args, self.start_method)
         hosts, forks = placement.rank == 0, self.start_method == "fork"
-        listener = _listen(port) if hosts and forks else None
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False) if hosts and not forks else None
+        job, nodes = job_to_start(placement), placement.num_nodes
+        listener = listen(address, port, nodes) if hosts and forks else None
+        store = host(address, port, num_nodes=nodes, job=job) if hosts and not forks else None
         if listener is not None:
             port = listener.getsockname()[1]
         elif store is not None:
@@ -120,6 +121,7 @@ class FunctionLauncher(Launcher):
                 replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
                 address,
                 port,
+                job,
                 dict(os.environ),
                 os.getcwd(),
                 multiprocessing.get_start_method(allow_none=True),
@@ -135,9 +137,7 @@ class FunctionLauncher(Launcher):
             if listener is not None:
                 # Not before: a thread of the store's that resolves a peer's address holds a lock, and a process that is
                 # forked meanwhile would find it locked for ever. Who connects early waits.
-                store = TCPStore(
-                    address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-                )
+                store = host_on(listener, address, job)
             processes.store = store
             with passing:
                 values = self._wait(processes)
@@ -209,6 +209,7 @@ class _Job:
     placement: Placement
     address: str
     port: int
+    job: Job
     variables: dict[str, str]
     folder: str
     workers_method: str | None
@@ -224,7 +225,7 @@ def _run(job: _Job, work: _Call | bytes) -> bytes:
     _restore_surroundings(job)
     if job.listener is not None:
         job.listener.close()
-    world = World("function", job.placement, job.address, job.port, early=forked)
+    world = World("function", job.placement, job.address, job.port, early=forked, job=job.job)
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work
@@ -243,7 +244,7 @@ def _restore_surroundings(job: _Job) -> None:
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
     os.environ.update(job.variables)
-    os.environ.update(torchrun_variables(job.placement, job.address, job.port))
+    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or "drivetrain"))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(job.folder)
     multiprocessing.set_start_method(job.workers_method, force=True)
@@ -264,16 +265,6 @@ def _load(work: bytes) -> _Call:
 
 
 # The caller's side
-
-
-def _listen(port: int) -> socket.socket:
-    """Listen as a store does: on all interfaces, for both versions of IP where there are two."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # IPv6 may be compiled in, and switched off
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=socket.SOMAXCONN, dualstack_ipv6=True
-            )
-    return socket.create_server(("", port), backlog=socket.SOMAXCONN)
 
 
 def _check_nesting() -> None:

@@ -150,7 +150,7 @@ class RayLauncher(Launcher):
         places = [_placement_of(placement, rank) for rank in range(placement.world_size)]
         outcomes = self._collect(ray, [actor.where.remote() for actor in actors])
         wheres: list[Where] = _all_or_raise(outcomes)
-        [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote()]))
+        [port] = _all_or_raise(self._collect(ray, [actors[0].host.remote(wheres[0].address)]))
         shared, paths = ray.put(work), [path for path in sys.path if path]
         calls = [
             actor.run.remote(place, wheres[0].address, port, _devices_of(place, wheres), paths, shared)

@@ -9,9 +9,9 @@ import sys
 import threading
 from dataclasses import replace
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.job import Job
+from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import Processes
@@ -19,11 +19,13 @@ from drivetrain.launchers._rerun import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
 from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.world import (
+    JOB_VARIABLE,
     LAUNCHER_VARIABLE,
     PARENT_VARIABLE,
     THREAD_VARIABLE,
     World,
     current_world,
+    job_to_start,
     set_current_world,
 )
 
@@ -75,24 +77,29 @@ class SubprocessLauncher(Launcher):
                 "pass the placement of the first one",
             )
         command = self.command()
-        store = _host(address, port) if placement.rank == 0 else None
+        job = job_to_start(placement)
+        store = host(address, port, num_nodes=placement.num_nodes, job=job) if placement.rank == 0 else None
         port = port if store is None else store.port
-        processes = self._start(command, placement, address, port) if placement.local_world_size > 1 else None
-        world = World(self.kind, placement, address, port, store=store, processes=processes)
+        processes = self._start(command, placement, address, port, job) if placement.local_world_size > 1 else None
+        world = World(self.kind, placement, address, port, store=store, processes=processes, job=job)
         set_current_world(world)
         if processes is not None:
             atexit.register(self._finish, world, processes)
         return world
 
-    def _start(self, command: list[str], placement: Placement, address: str, port: int) -> Processes:
+    def _start(self, command: list[str], placement: Placement, address: str, port: int, job: Job) -> Processes:
         variables = [
             {
                 **torchrun_variables(
-                    replace(placement, rank=placement.rank + local_rank, local_rank=local_rank), address, port
+                    replace(placement, rank=placement.rank + local_rank, local_rank=local_rank),
+                    address,
+                    port,
+                    job.name or "drivetrain",
                 ),
                 **thread_variables(placement.local_world_size, os.environ),
                 LAUNCHER_VARIABLE: self.kind,
                 PARENT_VARIABLE: str(os.getpid()),
+                JOB_VARIABLE: job.told(),
                 **({} if threading.current_thread() is threading.main_thread() else {THREAD_VARIABLE: "1"}),
             }
             for local_rank in range(1, placement.local_world_size)
@@ -137,17 +144,6 @@ def _existing(world: World, placement: Placement) -> World:
             f"ask for {world.placement.world_size} again, or for 1 (every rank then runs by itself)",
         )
     return world
-
-
-def _host(address: str, port: int) -> TCPStore:
-    try:
-        return TCPStore(address, port, is_master=True, wait_for_workers=False)
-    except Exception as error:
-        raise ConfigurationError(
-            f"rank 0 cannot host the store at {address}:{port}: {error}",
-            "all processes meet there",
-            "set MASTER_ADDR to a name of this machine and MASTER_PORT to a free port",
-        ) from error
 
 
 def _exit_with(failure: Failure) -> None:

@@ -12,8 +12,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, failure_file, first_cause
-from drivetrain.environments import Placement, TorchrunEnvironment
-from drivetrain.errors import DistributedError
+from drivetrain._distributed.job import Job
+from drivetrain._distributed.rendezvous import admit
+from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
+from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import LEFT, Processes
 from drivetrain.launchers._lifeline import die_with_parent
 
@@ -22,6 +24,7 @@ from drivetrain.launchers._lifeline import die_with_parent
 LAUNCHER_VARIABLE = "_DRIVETRAIN_LAUNCHER"
 PARENT_VARIABLE = "_DRIVETRAIN_PARENT"
 THREAD_VARIABLE = "_DRIVETRAIN_FROM_THREAD"
+JOB_VARIABLE = "_DRIVETRAIN_JOB"
 
 _MEET_PAUSE = 0.02  # seconds
 _CONNECT_LIMIT = timedelta(seconds=300)
@@ -49,6 +52,7 @@ class World:
         store: Store | None = None,
         processes: Processes | None = None,
         early: bool = False,
+        job: Job | None = None,
     ) -> None:
         self.kind = kind
         self.placement = placement
@@ -57,7 +61,8 @@ class World:
         self._store = store
         self._processes = processes
         self._early = early  # this process was there before the store
-        self._refused: RuntimeError | None = None
+        self._job = job  # None: the store's host does not say whose it is
+        self._refused: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
         self._meetings = 0
         self.left_with: int | None = None
@@ -77,6 +82,9 @@ class World:
         """Return the key-value store that all processes of the world share, its keys kept apart by ``prefix``.
 
         It lives as long as the process that hosts it: the caller, on the first node.
+
+        Raises:
+            ConfigurationError: what is at its address is another job's.
         """
         if self._refused is not None:
             raise self._refused  # who ends because of it asks again, for what others may have left
@@ -85,11 +93,14 @@ class World:
             waits = self.placement.num_nodes > 1 or self._early
             limit = _CONNECT_LIMIT if waits else _CONNECT_LIMIT_HERE
             try:
-                self._store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
-            except RuntimeError as error:
+                store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
+                if self._job is not None:
+                    admit(store, self._job, self.placement.rank, self.address, self.port)
+            except (RuntimeError, ConfigurationError) as error:
                 self._refused = error
                 raise
-            self._store.set_timeout(_CONNECT_LIMIT)
+            store.set_timeout(_CONNECT_LIMIT)
+            self._store = store
         return PrefixStore(prefix, self._store)
 
     def meet(self) -> None:
@@ -123,7 +134,7 @@ class World:
         """
         if self._processes is not None:
             return self._processes.failures()
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, ConfigurationError):
             if self.is_hosted_outside and self.store(LEFT).check(["first"]):
                 return [Failure.heard(self.store(LEFT).get("first"))]
         return []
@@ -147,13 +158,23 @@ class World:
                 failure.write(failure_file(path))
             except OSError:
                 # The disk is full, or the caller is gone, and its folder with it.
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(RuntimeError, ConfigurationError):
                     self.store(LEFT).set(str(failure.rank), failure.told())
 
     @property
     def is_ours(self) -> bool:
         """Whether this is the process that it describes, and not one forked from it."""
         return self._pid == os.getpid()
+
+
+def job_to_start(placement: Placement) -> Job:
+    """Return the job of processes that this one is about to start: one of its own, on a single node.
+
+    On several each node starts its own processes, and nobody can tell the others a name before they have met.
+    """
+    if placement.num_nodes == 1:
+        return Job.new()
+    return Job.of_this_process(PlainEnvironment().job, (placement.rank, placement.node_rank))
 
 
 _world: World | None = None
@@ -190,7 +211,14 @@ def _join() -> World | None:
             "look at what it printed last; run the script again",
         )
     environment = TorchrunEnvironment()
-    world = World("subprocess", environment.placement(), environment.main_address, environment.main_port)
+    told = os.environ.get(JOB_VARIABLE)
+    world = World(
+        "subprocess",
+        environment.placement(),
+        environment.main_address,
+        environment.main_port,
+        job=None if told is None else Job.heard(told),
+    )
     set_current_world(world)
     die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)
     atexit.register(_report_uncaught, world)

@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
+from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._torchrun_variables import torchrun_variables
@@ -113,7 +114,7 @@ class World:
             self._start()
             # Port 0: the operating system chooses a free one, and nobody can take it in between.
             hosts = process_group is None
-            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts else None
+            store = host("127.0.0.1", 0) if hosts else None
             self._send(work, process_group, timeout, {**os.environ, **(env or {})}, store)
             outcomes = self._collect(timeout)
             leftovers = self._ask_for_leftovers()

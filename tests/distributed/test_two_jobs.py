@@ -1,0 +1,85 @@
+"""Two jobs that were given one port: the one that was there goes on, the other is told. J-05, on real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
+
+from drivetrain.environments import Placement
+from drivetrain.launchers import FunctionLauncher
+from drivetrain.testing import requires_linux, run_distributed
+
+
+def _there(port: int, address: str = "127.0.0.1") -> bool:
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def _until(holds: Any) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _rank_of_two_jobs(folder: str, port: int) -> tuple[str, Any, float]:
+    number = int(os.environ["RANK"])
+    job, rank = "AB"[number // 2], number % 2
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
+        del os.environ[name]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = ["train.py", "--job", job]
+    newcomers = [Path(folder, name) for name in ("B0", "B1")]
+    if job == "B":
+        _until(lambda: _there(port))
+    elif rank == 1:  # the newcomer's rank 1 comes before this one
+        _until(lambda: all(path.exists() for path in newcomers))
+    module = Regression()
+    began = time.monotonic()
+    try:
+        quiet(strategy="ddp").fit(module, loader(64, 4))
+    except BaseException as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    finally:
+        Path(folder, f"{job}{rank}").touch()
+    return "trained", weights(module), time.monotonic() - began
+
+
+def test_of_two_jobs_at_one_port_the_first_goes_on_and_the_other_is_told(tmp_path: Path) -> None:  # J-05
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    *first, host, other = run_distributed(_rank_of_two_jobs, 4, str(tmp_path), port, process_group=None)
+    reference = weights(train_by_hand(Regression(), global_batches(64, 8)))
+    for how, found, _ in first:
+        assert how == "trained", found
+        assert torch.allclose(found, reference, atol=1e-6)
+    assert (host[0], other[0]) == ("ConfigurationError", "ConfigurationError")
+    assert f"127.0.0.1:{port}: port {port} is taken" in host[1]
+    assert f"rank 1 came to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
+    assert "it was started by another command line" in other[1]
+    assert max(host[2], other[2]) < 15  # at the start of the run
+
+
+def _open_elsewhere() -> tuple[bool, bool]:
+    port = int(os.environ["MASTER_PORT"])
+    return _there(port), _there(port, "127.0.0.2")
+
+
+@requires_linux()
+def test_the_store_of_one_machine_is_on_its_loopback_device_alone() -> None:  # J-06
+    placement = Placement(0, 2, 0, 2)
+    assert FunctionLauncher("forkserver").launch_all(placement, _open_elsewhere) == [(True, False)] * 2
+    assert FunctionLauncher("fork").launch_all(placement, _open_elsewhere) == [(True, False)] * 2
+    assert run_distributed(_open_elsewhere, 2, process_group=None) == [(True, False)] * 2

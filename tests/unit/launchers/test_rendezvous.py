@@ -1,0 +1,266 @@
+"""Where the store listens, and whom it lets in: rows J-05 and J-06, on real stores in one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from drivetrain._distributed import rendezvous
+from drivetrain._distributed.job import Job
+from drivetrain._distributed.rendezvous import admit, admit_first, host
+from drivetrain._engine.topology import find_place
+from drivetrain._runtime.accelerators import Devices
+from drivetrain.environments import (
+    Environment,
+    LSFEnvironment,
+    MPIEnvironment,
+    Placement,
+    PlainEnvironment,
+    SlurmEnvironment,
+    TorchrunEnvironment,
+)
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers import FunctionLauncher, SubprocessLauncher
+from drivetrain.launchers._ray_worker import Worker
+from drivetrain.launchers.world import World, set_current_world
+from drivetrain.testing import requires_linux
+
+
+def answers(port: int, address: str = "127.0.0.2") -> bool:
+    """Whether somebody listens there: at another address of this machine than the one that was asked for."""
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_on_all_interfaces_it_would_answer_at_another_address() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert answers(store.port)
+
+
+def _free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _bare(port: int, rank: int = 0, world_size: int = 2, **more: str) -> TorchrunEnvironment:
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return TorchrunEnvironment({"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **where, **more})
+
+
+def _place(environment: Environment) -> Any:
+    return find_place(environment, Devices("cpu", [0], chosen=False), 1, single=False)
+
+
+class _Script(SubprocessLauncher):
+    def command(self) -> list[str]:
+        return []  # pytest is not run again, and no process is started
+
+
+def _by_host() -> tuple[int, Any]:
+    store = host("127.0.0.1", 0)
+    return store.port, store
+
+
+def _by_the_script() -> tuple[int, Any]:
+    try:
+        world = _Script().launch(Placement())
+    finally:
+        set_current_world(None)
+    return world.port, world
+
+
+def _by_rank_0() -> tuple[int, Any]:
+    port = _free_port()
+    return port, _place(_bare(port))
+
+
+def _by_a_worker_of_rays() -> tuple[int, Any]:
+    worker = Worker()
+    return worker.host("127.0.0.1"), worker
+
+
+@requires_linux()
+@pytest.mark.parametrize("hosted", [_by_host, _by_the_script, _by_rank_0, _by_a_worker_of_rays])
+def test_the_store_listens_where_it_is_asked_to(hosted: Any) -> None:  # J-06
+    port, _kept = hosted()
+    assert answers(port, "127.0.0.1")
+    assert not answers(port)
+
+
+@requires_linux()
+def test_by_name_it_listens_where_the_name_leads() -> None:  # J-06
+    store = host("localhost", 0, num_nodes=2)
+    assert TCPStore("localhost", store.port, is_master=False).check(["x"]) is False
+    assert not answers(store.port)
+
+
+def test_what_is_no_address_of_this_machine_is_listened_for_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = _free_port()
+    with closing(rendezvous.listen("192.0.2.1", port, 1)):  # a gateway's, say, which leads here
+        assert answers(port, "127.0.0.1")
+    # A machine's own name may lead to its loopback device, where those of other machines would find nobody.
+    with closing(rendezvous.listen(socket.gethostname(), port, 2)):
+        assert answers(port, "127.0.0.1")
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        yield listener.getsockname()[1]
+
+
+def _nothing() -> None: ...
+
+
+def _by_functions(port: int, method: Any = "spawn") -> Any:
+    return FunctionLauncher(method).launch(Placement(), _nothing, port=port)
+
+
+@pytest.mark.parametrize(
+    "hosting",
+    [
+        lambda port: host("127.0.0.1", port),
+        lambda port: _Script().launch(Placement(), port=port),
+        _by_functions,
+        lambda port: _by_functions(port, "fork"),
+        lambda port: _place(_bare(port)),
+    ],
+)
+def test_a_taken_port_is_an_error_of_ours_that_names_it(hosting: Any, taken: int) -> None:  # J-05
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{taken}: port {taken} is taken") as caught:
+        hosting(taken)
+    assert "MASTER_PORT" in caught.value.fix
+
+
+def test_what_cannot_be_hosted_otherwise_says_why() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot host the store at no\.such\.host\.invalid:0: .*[Nn]ame"):
+        host("no.such.host.invalid", 0)
+
+
+# Two jobs at one port
+
+
+def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, command: str = "train.py") -> Job:
+    before = os.getcwd()
+    try:
+        os.chdir(folder or before)
+        return Job.of_this_process(name, (rank,), command.split())
+    finally:
+        os.chdir(before)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "comes"),
+    [
+        ("train.py --lr 1", "train.py --lr 1"),
+        ("train.py 0 2", "train.py 1 2"),
+        ("train.py --local-rank=0 --lr 1", "train.py --local-rank=1 --lr 1"),
+        ("train.py --node_rank 0", "train.py --node_rank 1"),
+        ("train.py --process-id 0 -v", "train.py --process-id 1 -v"),
+        ("train.py trainer.rank=0", "train.py trainer.rank=1"),
+    ],
+)
+def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-05
+    first, other = _job(command=hosts), _job(rank=1, command=comes)
+    assert first.why_another(other) == other.why_another(first) == ""
+    again = Job.heard(first.told())
+    assert again == first
+    assert "--" not in first.told()  # what a command line says may be secret
+
+
+@pytest.mark.parametrize(
+    ("hosts", "comes", "why"),
+    [
+        (_job("a"), _job("b"), "it is 'a', and this is 'b'"),
+        (_job("a"), _job(), "it is 'a', and this is 'one without a name'"),
+        (_job(), _job("b"), "it is 'a job without a name', and this is 'b'"),
+        (_job(), _job(folder=Path("/")), "and this in /"),
+        (_job(command="train.py --seed 0"), _job(rank=1, command="train.py --seed 1"), "another command line"),
+        (_job(command="train.py --seed=0"), _job(rank=1, command="train.py --seed=1"), "another command line"),
+        (_job(command="train.py"), _job(command="other.py"), "another command line"),
+        (_job(command="train.py"), _job(command="train.py --fast"), "another command line"),
+        (Job(user="0", folder="/"), Job(user="7", folder="/"), "it is of user 0, and this is of user 7"),
+        (Job.new(), Job.new(), "and this is"),
+    ],
+)
+def test_two_jobs_are_told_apart(hosts: Job, comes: Job, why: str) -> None:  # J-05
+    store = host("127.0.0.1", 0, job=hosts)
+    newcomer = TCPStore("127.0.0.1", store.port, is_master=False)
+    for let_in in (admit, admit_first):
+        with pytest.raises(ConfigurationError, match=rf"rank 1 came to 127\.0\.0\.1:{store.port}") as caught:
+            let_in(newcomer, comes, 1, "127.0.0.1", store.port)
+        assert f"port {store.port}" in caught.value.why
+        assert why in caught.value.why
+        assert "MASTER_PORT" in caught.value.fix
+    member = TCPStore("127.0.0.1", store.port, is_master=False)
+    admit(member, hosts, 1, "127.0.0.1", store.port)  # the rank is still free
+
+
+def test_a_rank_that_is_there_is_refused_a_second_time() -> None:  # J-05
+    job = _job()
+    store = host("127.0.0.1", 0, job=job)
+    for rank in (1, 2):
+        admit(TCPStore("127.0.0.1", store.port, is_master=False), job, rank, "127.0.0.1", store.port)
+    with pytest.raises(ConfigurationError, match="where a rank 1 is already"):
+        admit(TCPStore("127.0.0.1", store.port, is_master=False), job, 1, "127.0.0.1", store.port)
+
+
+def test_a_store_that_outlives_its_ranks_lets_them_in_again() -> None:  # J-05
+    store = host("127.0.0.1", 0)
+    for _ in range(2):
+        admit_first(store, _job("run 3"), 1, "127.0.0.1", store.port)
+    with pytest.raises(ConfigurationError, match="another job"):
+        admit_first(store, _job("run 4"), 0, "127.0.0.1", store.port)
+
+
+def test_a_store_that_is_nobodys_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:  # J-05
+    monkeypatch.setattr(rendezvous, "_SIGNS_WITHIN", rendezvous._SIGNS_WITHIN / 600)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ConfigurationError, match=rf"127\.0\.0\.1:{store.port}, and what is there is no store of this"):
+        admit(store, _job(), 1, "127.0.0.1", store.port)
+
+
+def test_a_started_process_refuses_anothers_store_and_is_refused_once() -> None:  # J-05
+    store = host("127.0.0.1", 0, job=Job.new())
+    world = World("function", Placement(1, 2, 1, 2), "127.0.0.1", store.port, job=Job.new())
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="another job"):
+            world.store("runs")
+    assert world.failures() == []  # asked for as the error is told
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
+        (TorchrunEnvironment({"TORCHELASTIC_RUN_ID": "none"}), None),
+        (TorchrunEnvironment({}), None),
+        (PlainEnvironment({"TORCHELASTIC_RUN_ID": "x"}), "x"),
+        (SlurmEnvironment({"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}), "SLURM's job 12, step 3"),
+        (SlurmEnvironment({"SLURM_JOBID": "12", "SLURM_STEPID": "3"}), "SLURM's job 12, step 3"),
+        (MPIEnvironment({"PMIX_NAMESPACE": "77"}), "MPI's job 77"),
+        (MPIEnvironment({}), None),
+        (LSFEnvironment({"LSB_JOBID": "5", "JSM_NAMESPACE_ID": "1"}), "LSF's job 5, step 1"),
+    ],
+)
+def test_who_started_a_job_names_it(environment: Environment, name: str | None) -> None:  # J-05
+    assert environment.job == name
+
+
+def test_a_process_stays_with_its_store_wherever_it_goes_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = _free_port()
+    first = _place(_bare(port))
+    monkeypatch.chdir(tmp_path)
+    first.store.set("x", "y")
+    assert _place(_bare(port)).store.get("x") == b"y"
