@@ -14,7 +14,8 @@ import torch
 from small_runs import Regression, global_batches, loader, quiet, train_by_hand, weights
 
 from drivetrain.environments import Placement
-from drivetrain.launchers import FunctionLauncher
+from drivetrain.errors import ConfigurationError
+from drivetrain.launchers import FunctionLauncher, current_world
 from drivetrain.testing import requires_linux, run_distributed
 
 
@@ -70,6 +71,42 @@ def test_of_two_jobs_at_one_port_the_first_goes_on_and_the_other_is_told(tmp_pat
     assert f"rank 1 came to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
     assert "it was started by another command line" in other[1]
     assert max(host[2], other[2]) < 15  # at the start of the run
+
+
+def _meets_the_other_node() -> str:
+    world = current_world()
+    assert world is not None
+    store = world.store("test")
+    store.set(os.environ["RANK"], "here")
+    store.wait(["0", "1"])
+    return os.environ["RANK"]
+
+
+def _node_of_two(folder: str, port: int) -> tuple[str, str]:
+    """Node 0, a node 1 of another job, and node 1, each of which starts its own process."""
+    number = int(os.environ["RANK"])
+    node = min(number, 1)
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "GROUP", "ROLE"))]:
+        del os.environ[name]
+    sys.argv = ["train.py", "--job", "B" if number == 1 else "A"]
+    refused = Path(folder, "refused")
+    if number == 2:
+        _until(refused.exists)
+    placement = Placement(node, 2, 0, 1, node, 2)
+    try:
+        return "met", FunctionLauncher("fork").launch(placement, _meets_the_other_node, port=port)
+    except ConfigurationError as error:
+        refused.touch()
+        return "refused", str(error)
+
+
+def test_a_node_of_another_job_is_told_and_the_jobs_own_node_is_let_in(tmp_path: Path) -> None:  # J-05
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+    first, other, second = run_distributed(_node_of_two, 3, str(tmp_path), port, process_group=None)
+    assert (first, second) == (("met", "0"), ("met", "1"))
+    assert other[0] == "refused"
+    assert f"rank 1 came to 127.0.0.1:{port}, where the processes of another job meet" in other[1]
 
 
 def _open_elsewhere() -> tuple[bool, bool]:
