@@ -225,7 +225,7 @@ def _run(job: _Job, work: _Call | bytes) -> bytes:
     _restore_surroundings(job)
     if job.listener is not None:
         job.listener.close()
-    world = World("function", job.placement, job.address, job.port, early=forked, job=job.job)
+    world = World("function", job.placement, job.address, job.port, job=job.job)
     set_current_world(world)
     try:
         call = _load(work) if isinstance(work, bytes) else work

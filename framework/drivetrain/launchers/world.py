@@ -28,7 +28,7 @@ JOB_VARIABLE = "_DRIVETRAIN_JOB"
 
 _MEET_PAUSE = 0.02  # seconds
 _CONNECT_LIMIT = timedelta(seconds=300)
-_CONNECT_LIMIT_HERE = timedelta(seconds=3)  # torch tries twice
+_CONNECT_LIMIT_HERE = timedelta(seconds=5)  # torch tries twice
 
 
 class World:
@@ -51,7 +51,6 @@ class World:
         *,
         store: Store | None = None,
         processes: Processes | None = None,
-        early: bool = False,
         job: Job | None = None,
     ) -> None:
         self.kind = kind
@@ -60,7 +59,6 @@ class World:
         self.port = port
         self._store = store
         self._processes = processes
-        self._early = early  # this process was there before the store
         self._job = job  # None: the store's host does not say whose it is
         self._refused: RuntimeError | ConfigurationError | None = None
         self._pid = os.getpid()
@@ -89,9 +87,8 @@ class World:
         if self._refused is not None:
             raise self._refused  # who ends because of it asks again, for what others may have left
         if self._store is None:
-            # Else the store was there before this process was.
-            waits = self.placement.num_nodes > 1 or self._early
-            limit = _CONNECT_LIMIT if waits else _CONNECT_LIMIT_HERE
+            # On one machine the store is there before the process is, or as soon as all are forked.
+            limit = _CONNECT_LIMIT if self.placement.num_nodes > 1 else _CONNECT_LIMIT_HERE
             try:
                 store = TCPStore(self.address, self.port, is_master=False, timeout=limit)
                 if self._job is not None:
