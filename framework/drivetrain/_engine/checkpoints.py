@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control import LocalControl
+from drivetrain._engine.saved_state import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
@@ -123,7 +124,8 @@ class RunCheckpoints:
             return None
         for callback in self._session.callbacks:
             saved = states.get(callback.state_key)
-            reason = None if saved is None else callback.why_ended(saved["state"])
+            with taking(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
+                reason = None if saved is None else callback.why_ended(saved["state"])
             if reason is not None:
                 return f"{type(callback).__name__} has ended it: {reason}"
         return None
@@ -205,6 +207,7 @@ class RunCheckpoints:
 
     def before(self, step: int) -> tuple[str, int] | None:
         """Return the newest whole one of this run's that holds no step after ``step``, and its own. Collective."""
+        from drivetrain._engine.saved_state import check_progress
         from drivetrain.checkpoint._format import load
 
         self.finish()
@@ -213,6 +216,7 @@ class RunCheckpoints:
             for path in {path for one in self._session.callbacks for path in one.kept_checkpoints}:
                 with suppress(CheckpointError):  # somebody else has removed it
                     checkpoint = load(path)
+                    check_progress(checkpoint)
                     at = int(checkpoint.progress["global_step"])
                     if at <= step and not checkpoint.weights_only and (found is None or at > found[1]):
                         found = path, at
@@ -261,7 +265,8 @@ class RunCheckpoints:
             return found.path
         # Another process wrote them: the newest knows by name which of those beside it was the best.
         folder = found.path.rpartition("/")[0]
-        states = [one["state"] for one in found.state()["callbacks"].values()]
+        with taking(found, "the run's state", "callbacks"):
+            states = [one["state"] for one in found.state()["callbacks"].values()]
         named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
         return next((path for path in named if path is not None), found.path)
 

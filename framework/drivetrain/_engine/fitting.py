@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from drivetrain._engine.saved_state import check_progress, check_state
 from drivetrain.checkpoint._weights_fit import Misfit
 from drivetrain.errors import CheckpointError
 
@@ -48,7 +49,7 @@ def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
     """Refuse what training cannot go on from, or not with this ``Fit(seed=)``.
 
     Raises:
-        CheckpointError: it holds weights only, or its run had another seed.
+        CheckpointError: it holds weights only, what it says of its run is malformed, or that run had another seed.
     """
     if checkpoint.weights_only:
         raise CheckpointError(
@@ -56,6 +57,8 @@ def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
             "a run cannot go on without its optimizer's state and its progress.",
             "load the weights with load_from_checkpoint, or take a whole checkpoint.",
         )
+    check_progress(checkpoint)
+    check_state(checkpoint)
     saved = checkpoint.state()["data"]["seed"]
     if seed is not None and seed != saved:
         raise CheckpointError(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from drivetrain._engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain._engine.own_buffers import own_buffers, take_own_buffers
 from drivetrain._engine.run_state import RunState
+from drivetrain._engine.saved_state import check_rank_state, taking
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumbered
 from drivetrain._runtime.seed import derive_seed
@@ -174,7 +175,8 @@ class RunCheckpoint:
             ]
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
-            run.metrics.check_states([one["metrics"] for one in ranks])
+            with taking(checkpoint, "the ranks' documents", "metrics"):
+                run.metrics.check_states([one["metrics"] for one in ranks])
             return weights, states, state, ranks
 
         # All that is needed is read and checked, on every rank, before anything changes.
@@ -185,17 +187,21 @@ class RunCheckpoint:
             run.trainables.touched = True
         strategy.load_model_state(weights)
         for index, optimizer_state in enumerate(states):
-            strategy.load_optimizer_state(optimizer_state, index)
+            with taking(checkpoint, f"the state of optimizer {index}", "state"):
+                strategy.load_optimizer_state(optimizer_state, index)
         if "scheduler" not in anew:
-            for config, scheduler_state in zip(run.schedulers, state["schedulers"], strict=True):
-                config.scheduler.load_state_dict(scheduler_state)
-        strategy.precision.load_state_dict(state["precision"])
+            for number, scheduler_state in enumerate(state["schedulers"]):
+                with taking(checkpoint, "the run's state", f"schedulers/{number}"):
+                    run.schedulers[number].scheduler.load_state_dict(scheduler_state)
+        with taking(checkpoint, "the run's state", "precision"):
+            strategy.precision.load_state_dict(state["precision"])
         run.progress.load_state_dict(checkpoint.progress)
         if "data" in anew:
             self._begin_epoch_anew()
         else:
-            self._go_on(state, ranks)
-        self._load_into_hooks(state)
+            with taking(checkpoint, "the ranks' documents", "source"):
+                self._go_on(state, ranks)
+        self._load_into_hooks(checkpoint, state)
 
     def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
@@ -227,7 +233,7 @@ class RunCheckpoint:
         progress.batch_idx = progress.epoch_samples = 0
         seed_rank(derive_seed(_ANEW, run.seed, progress.epoch, 0), self._strategy.data_rank)
 
-    def _load_into_hooks(self, state: dict[str, Any]) -> None:
+    def _load_into_hooks(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         run = self._run
         self._module.on_load_checkpoint(state["module"])
         if run.given.datamodule is not None:
@@ -235,7 +241,8 @@ class RunCheckpoint:
         for key, callback in self._keyed():
             saved = state["callbacks"].get(key)
             if saved is not None:
-                callback.load_state_dict(saved["state"])
+                with taking(checkpoint, "the run's state", f"callbacks/{key}"):
+                    callback.load_state_dict(saved["state"])
                 callback.on_load_checkpoint(run.trainer, self._module, saved["extra"])
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -247,11 +254,14 @@ class RunCheckpoint:
         """What the ranks said of themselves whose places this rank takes: one where as many read the data as then."""
         strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
         if (saved, parts) == (strategy.world_size, strategy.data_world_size):
-            return [checkpoint.rank_state(strategy.rank)]
-        alike = saved // parts  # so many ranks read the same part then
-        return [
-            checkpoint.rank_state(part * alike) for part in range(strategy.data_rank, parts, strategy.data_world_size)
-        ]
+            taken = [strategy.rank]
+        else:
+            alike = saved // parts  # so many ranks read the same part then
+            taken = [part * alike for part in range(strategy.data_rank, parts, strategy.data_world_size)]
+        states = [checkpoint.rank_state(rank) for rank in taken]
+        for rank, state in zip(taken, states, strict=True):
+            check_rank_state(checkpoint, rank, state)
+        return states
 
     def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
         return agreed(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)

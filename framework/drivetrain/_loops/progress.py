@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -39,9 +39,9 @@ class Progress:
         return {name: value for name, value in asdict(self).items() if name not in ("within_window", "window")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for field in fields(self):
-            if field.name in state:
-                setattr(self, field.name, int(state[field.name]))
+        for name in self.state_dict():
+            if name in state:
+                setattr(self, name, int(state[name]))
 
 
 @dataclass(slots=True)

@@ -345,7 +345,13 @@ class MetricStore:
 
         Raises:
             CheckpointError: it cannot; says which metric object is in the way.
+            KeyError, TypeError, ValueError, AttributeError: they are not what `state_dict` returns.
         """
+        for state in states:
+            for entries in state["stages"].values():
+                for name, kept in entries.items():
+                    Entry.of_state(name, kept, torch.device("cpu"))
+            dict(state["values"]), dict(state["had_data"])
         self.objects.merged([state["objects"] for state in states])
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:

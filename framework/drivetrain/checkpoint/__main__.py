@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,9 @@ from drivetrain.errors import DrivetrainError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; return 0, 1 where something differs or is damaged, 2 where it cannot be done."""
     options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):  # names that a file gives may be no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _run(options)
     except DrivetrainError as error:

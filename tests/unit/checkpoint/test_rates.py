@@ -73,11 +73,10 @@ def test_a_save_sums_and_writes_each_byte_once(fit: Fit, tmp_path: Path, monkeyp
     assert len(synced) == len(sizes) + 2
 
 
-def test_a_read_checks_each_byte_once_and_copies_none(
-    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_reads_and_checks_each_byte_once(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit.save_checkpoint(tmp_path / "c")
     checked = _counting(monkeypatch, reading, "crc32", len)
+    read = _counting(monkeypatch, os, "preadv", lambda _, memories, begin: sum(map(len, memories)))
     checkpoint = load(tmp_path / "c")
     sources = [
         source
@@ -86,9 +85,10 @@ def test_a_read_checks_each_byte_once_and_copies_none(
         for source in checkpoint.tensors(part).values()
     ]
     first = [source.read() for source in sources]
+    assert sum(read) == sum(checked) == sum(_sizes(tmp_path / "c")[name] for name in NUMBERS)
     again = [source.read() for source in sources]
-    assert sum(checked) == sum(_sizes(tmp_path / "c")[name] for name in NUMBERS)
-    assert [one.data_ptr() for one in first] == [one.data_ptr() for one in again]
+    # J-10: memory of its own, not the file's, which others may change or cut short
+    assert not {one.data_ptr() for one in first} & {one.data_ptr() for one in again}
 
 
 class _SlowDisk:

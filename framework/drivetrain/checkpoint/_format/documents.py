@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,17 @@ from drivetrain.errors import CheckpointError
 # A dict with a single key of these stands for what JSON cannot say. A dict of the user's with a key that begins with
 # "$" is written as pairs, so that the two are never mistaken for each other.
 TENSOR, TUPLE, FLOAT, PAIRS, COUNTER = "$tensor", "$tuple", "$float", "$pairs", "$counter"
+METADATA = "__metadata__"
+"""No tensor can have this name in a safetensors file."""
+_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+# What is written is within these bounds, and what is read beyond them is refused before it takes memory and time.
+LONGEST_DOCUMENT = 2**28
+"""Bytes of a JSON document: long lists of numbers are better kept as tensors."""
+DEEPEST = 100
+"""Levels of lists, tuples and dicts in each other that a value may have."""
+_DEEPEST_READ = DEEPEST + 4  # `encode` may be given what lies a level or two within a document
+_MOST_VALUES = 2**25  # of lists and dicts in one document; each takes some sixty bytes of memory
 
 
 def encode(value: Any, aside: dict[str, Any], *where: str) -> Any:
@@ -33,13 +45,16 @@ def encode(value: Any, aside: dict[str, Any], *where: str) -> Any:
         return _encode(value, aside, where)
     except RecursionError:
         raise CheckpointError(
-            f"A checkpoint cannot hold {'/'.join(where) or 'this state'!r}: it is nested without end.",
-            "a value that holds itself cannot be written as JSON.",
+            f"A checkpoint cannot hold {'/'.join(where[:1]) or 'this state'!r}: it is nested without end, or deeper "
+            f"than {DEEPEST} levels.",
+            "a value that holds itself cannot be written as JSON, and one that is deeper is not read.",
             "save a copy without the loop.",
         ) from None
 
 
 def _encode(value: Any, aside: dict[str, Any], where: tuple[str, ...]) -> Any:
+    if len(where) > DEEPEST:
+        raise RecursionError
     if isinstance(value, torch.Tensor | ParameterShard):
         name = _free_name("/".join(where) or "tensor", aside)
         aside[name] = value
@@ -74,36 +89,102 @@ def _pairs(value: Mapping[Any, Any], aside: dict[str, Any], where: tuple[str, ..
 
 def _free_name(name: str, taken: Mapping[str, Any]) -> str:
     number, free = 1, name
-    while free in taken:
+    while free in taken or free == METADATA:
         number += 1
         free = f"{name}~{number}"
     return free
 
 
-def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return what `encode` was given; ``tensor`` finds by name what was set aside."""
+def decode(value: Any, tensor: Callable[[str], Any], depth: int = 0) -> Any:
+    """Return what `encode` was given; ``tensor`` finds by name what was set aside.
+
+    Raises:
+        ValueError: it is nothing that `encode` returns, or nested too deeply.
+        KeyError: of ``tensor``.
+    """
+    if depth > _DEEPEST_READ:
+        raise ValueError(f"it is nested deeper than {_DEEPEST_READ} levels")
+    depth += 1
     if isinstance(value, list):
-        return [decode(part, tensor) for part in value]
+        return [decode(part, tensor, depth) for part in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((mark, content),) = value.items()
         if mark == TENSOR:
-            return tensor(content)
+            return tensor(_of_type(str, mark, content))
         if mark == FLOAT:
-            return float(content)
+            if _of_type(str, mark, content) not in _FLOATS:
+                raise ValueError(f"{mark} of {reprlib.repr(content)}")
+            return _FLOATS[content]
         if mark == TUPLE:
-            return tuple(decode(part, tensor) for part in content)
-        if mark == PAIRS:
-            return {decode(key, tensor): decode(part, tensor) for key, part in content}
-        if mark == COUNTER:
-            return Counter({decode(key, tensor): decode(part, tensor) for key, part in content})
-    return {key: decode(part, tensor) for key, part in value.items()}
+            return tuple([decode(part, tensor, depth) for part in _of_type(list, mark, content)])
+        if mark in (PAIRS, COUNTER):
+            pairs = {}
+            for pair in _of_type(list, mark, content):
+                if len(_of_type(list, mark, pair)) != 2:
+                    raise ValueError(f"{mark} of {reprlib.repr(pair)}")
+                pairs[_hashable(decode(pair[0], tensor, depth))] = decode(pair[1], tensor, depth)
+            return Counter(pairs) if mark == COUNTER else pairs
+    return {key: decode(part, tensor, depth) for key, part in value.items()}
+
+
+def _of_type(kind: type, mark: str, content: Any) -> Any:
+    if type(content) is not kind:
+        raise ValueError(f"{mark} of {reprlib.repr(content)}")
+    return content
+
+
+def _hashable(key: Any) -> Any:
+    try:
+        hash(key)
+    except TypeError:
+        raise ValueError(f"the key {reprlib.repr(key)}") from None
+    return key
 
 
 def dumps(document: Any) -> bytes:
-    """Return an encoded document as text, a line for each of its values."""
-    return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+    """Return an encoded document as text, a line for each of its values.
+
+    Raises:
+        CheckpointError: it is too long to be read again.
+    """
+    text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+    if len(text) > LONGEST_DOCUMENT or _too_many(text):
+        raise CheckpointError(
+            f"A checkpoint cannot hold a document of {len(text)} bytes of JSON.",
+            f"what is no tensor may take {LONGEST_DOCUMENT} bytes and {_MOST_VALUES} values.",
+            "keep long lists of numbers as tensors.",
+        )
+    return text
+
+
+def parsed(content: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Return what JSON text says, with nothing that JSON does not know, and not too much of it.
+
+    Args:
+        content: the text.
+        pairs: takes the keys and values of each object, as `json.loads` means it.
+
+    Raises:
+        ValueError: it is no JSON, or larger than anything that is written.
+    """
+    if _too_many(content):
+        raise ValueError(f"it has more than {_MOST_VALUES} values")
+    try:
+        return json.loads(content, object_pairs_hook=pairs, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _too_many(content: bytes) -> bool:
+    # What stands in a string counts too; fewer there are in no case.
+    most = _MOST_VALUES
+    return len(content) > most and content.count(b",") + content.count(b"[") + content.count(b"{") > most
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def loads(content: bytes | bytearray | memoryview, name: str) -> Any:
@@ -113,8 +194,8 @@ def loads(content: bytes | bytearray | memoryview, name: str) -> Any:
         CheckpointError: it is no JSON.
     """
     try:
-        return json.loads(bytes(content))
-    except (ValueError, RecursionError) as error:
+        return parsed(bytes(content))
+    except ValueError as error:
         raise CheckpointError(
             f"{name} is no JSON: {error}.",
             "a checkpoint's documents are JSON.",

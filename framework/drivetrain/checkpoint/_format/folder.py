@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from drivetrain.checkpoint._format.local_file import OpenFiles, read_whole
 from drivetrain.checkpoint._format.local_place import standing_in
 from drivetrain.checkpoint._format.place import filesystem_of
 from drivetrain.errors import CheckpointError
@@ -22,15 +22,20 @@ class Source(Protocol):
     """The bytes of one file.
 
     Attributes:
-        size: how many.
-        mapped: whether `read` gives the file's own memory and costs nothing.
+        size: how many, when it was opened.
     """
 
     size: int
-    mapped: bool
 
-    def read(self, begin: int, end: int) -> memoryview | bytes:
-        """Return the bytes from ``begin`` to before ``end``."""
+    def fill(self, begin: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes from ``begin`` on.
+
+        Raises:
+            OSError: there are fewer, or the storage failed.
+        """
+
+    def is_hole(self, begin: int, end: int) -> bool:
+        """Whether the bytes from ``begin`` to before ``end`` are known to be zeros without reading them."""
 
 
 class Folder(Protocol):
@@ -47,11 +52,11 @@ class Folder(Protocol):
     def open(self, name: str) -> Source:
         """Raises:
         FileNotFoundError: it is not there.
-        OSError: it cannot be read.
+        OSError: it is no file, or cannot be read.
         """
 
     def read_all(self, name: str, limit: int) -> bytes:
-        """Return a whole file, of at most ``limit`` bytes."""
+        """Return a whole file, or its first ``limit`` bytes where it has more."""
 
 
 def folder_at(path: str) -> Folder:
@@ -81,35 +86,18 @@ def _nothing_at(path: str) -> CheckpointError:
 
 
 class _LocalFolder:
-    readers = 1  # the disk reads ahead by itself, and threads would take turns (measured, cold and warm)
+    readers = 1  # the disk reads ahead by itself, and threads take turns (measured, cold and warm)
 
     def __init__(self, path: str, root: Path) -> None:
         self.path = path
         self._root = root
+        self._files = OpenFiles()
 
     def open(self, name: str) -> Source:
-        return _MappedFile(self._root / name)
+        return self._files.open(self._root / name)
 
     def read_all(self, name: str, limit: int) -> bytes:
-        with open(self._root / name, "rb") as stream:
-            return stream.read(limit)
-
-
-class _MappedFile:
-    """A file in memory as the disk's cache holds it: nothing is copied, and nothing is read that nobody asks for."""
-
-    mapped = True
-
-    def __init__(self, path: Path) -> None:
-        with open(path, "rb") as stream:
-            self.size = os.fstat(stream.fileno()).st_size
-            # A private map: tensors on it may be written to, and the file does not notice.
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
-
-    def read(self, begin: int, end: int) -> memoryview | bytes:
-        if self._map is None or begin >= end:
-            return b""
-        return memoryview(self._map)[begin:end]
+        return read_whole(self._root / name, limit)
 
 
 def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
@@ -152,18 +140,31 @@ class _ObjectFolder:
             return _RemoteFile(self._filesystem, f"{self._root}/{name}")
 
     def read_all(self, name: str, limit: int) -> bytes:
+        path = f"{self._root}/{name}"
         with as_os_errors():
-            content: bytes = self._filesystem.cat_file(f"{self._root}/{name}")
-        return content[:limit]
+            size = min(int(self._filesystem.size(path)), limit)
+            return _range(self._filesystem, path, 0, size)
 
 
 class _RemoteFile:
-    mapped = False
-
     def __init__(self, filesystem: Any, path: str) -> None:
         self._filesystem = filesystem
         self._path = path
         self.size = int(filesystem.size(path))
 
-    def read(self, begin: int, end: int) -> memoryview | bytes:
-        return b"" if begin >= end else self._filesystem.cat_file(self._path, start=begin, end=end)
+    def fill(self, begin: int, memory: memoryview) -> None:
+        with as_os_errors():
+            memory[:] = _range(self._filesystem, self._path, begin, begin + len(memory))
+
+    def is_hole(self, begin: int, end: int) -> bool:
+        return False
+
+
+def _range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
+    """Return some bytes of an object, and no others whatever the store answers."""
+    if begin >= end:
+        return b""  # stores refuse an empty range
+    content: bytes = filesystem.cat_file(path, start=begin, end=end)
+    if len(content) != end - begin:
+        raise OSError(f"{len(content)} bytes came for {end - begin}")
+    return content

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drivetrain.checkpoint._format.eager_file import EagerFile
+from drivetrain.checkpoint._format.local_file import read_whole
 from drivetrain.checkpoint._format.manifest import MANIFEST
 from drivetrain.checkpoint._format.place import Ticket, is_ours
 from drivetrain.checkpoint._format.room import check_room
@@ -22,6 +23,7 @@ from drivetrain.errors import CheckpointError
 # Beside the target, on the same file system: a folder that is being written, one that was moved out of the way, and
 # the file that its writer holds locked. The lock file is there before the folders and goes after them, and holds the
 # name of the target.
+_LONGEST_NAME = 1024  # bytes
 _LOCK = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
 
 
@@ -132,7 +134,7 @@ def standing_in(path: str) -> str | None:
     for lock in _locks_in(target.parent):
         aside = _aside(target.parent, _token(lock))
         with suppress(OSError):
-            if lock.read_text() == target.name and (aside / MANIFEST).exists():
+            if _name_in(lock) == target.name and (aside / MANIFEST).exists():
                 return str(aside)
     return None
 
@@ -186,7 +188,7 @@ def _names_held_in(folder: Path) -> set[str]:
     names = set()
     for lock in _locks_in(folder):
         with suppress(FileNotFoundError):  # it is whole by now
-            names.add(lock.read_text())
+            names.add(_name_in(lock))
     return names
 
 
@@ -218,15 +220,22 @@ def clear_leftovers(folder: Path) -> None:
 
 def _locks_in(folder: Path) -> list[Path]:
     with suppress(OSError):
-        return [Path(entry.path) for entry in os.scandir(folder) if _LOCK.fullmatch(entry.name)]
+        entries = [entry for entry in os.scandir(folder) if _LOCK.fullmatch(entry.name)]
+        return [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
     return []
+
+
+def _name_in(lock_file: Path) -> str:
+    """The name that a lock file holds; "" where it holds none."""
+    name = os.fsdecode(read_whole(lock_file, _LONGEST_NAME + 1))
+    return "" if len(name) > _LONGEST_NAME or "/" in name or "\0" in name or name in (".", "..") else name
 
 
 def _clear(lock_file: Path, lock: int) -> None:
     """Remove the folders that ``lock_file`` stands for, and it too; ``lock`` is closed."""
     folder, token = lock_file.parent, _token(lock_file)
     with suppress(OSError):
-        target, aside = folder / Path(lock_file.read_text()).name, _aside(folder, token)
+        target, aside = folder / _name_in(lock_file), _aside(folder, token)
         if aside.exists() and not target.exists():
             os.rename(aside, target)
         shutil.rmtree(aside, ignore_errors=True)

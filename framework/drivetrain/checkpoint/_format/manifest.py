@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import platform
 import re
+import reprlib
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -15,12 +17,16 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
-from drivetrain.checkpoint._format.documents import decode, encode
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint._format.documents import decode, encode, parsed
+from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LONGEST_MANIFEST = 2**30
+LONGEST_MANIFEST = 2**26
+"""Bytes: the checksums of 32 TiB take so many."""
+_BLOCKS = (2**12, 2**26)  # the bytes that a block may have: of smaller ones there are too many, larger ones fill memory
+_MOST_RANKS = 2**24
+_LAST_SECOND = 2**36  # of `written`: in the year 4147
 
 # One folder holds one checkpoint, and nothing that a checkpoint says may point out of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
@@ -158,6 +164,12 @@ def seal(manifest: Manifest) -> bytes:
             "keep tensors in the module, or give them to on_save_checkpoint.",
         )
     body = json.dumps(document, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
+    if len(body) > LONGEST_MANIFEST - 64:
+        raise CheckpointError(
+            f"{MANIFEST} would have {len(body)} bytes.",
+            f"it may have {LONGEST_MANIFEST}, and holds the checksums of all files and the hyper-parameters.",
+            "keep large hyper-parameters in a file, and its name in the module.",
+        )
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
 
@@ -172,13 +184,17 @@ def unseal(content: bytes, path: str) -> Manifest:
         CheckpointError: it is damaged, of another format, or points out of its folder.
     """
     try:
-        document = json.loads(content)
+        if len(content) > LONGEST_MANIFEST:
+            raise ValueError(f"it has more than {LONGEST_MANIFEST} bytes")
+        document = parsed(content)
+        if not isinstance(document, dict) or "format" not in document:
+            raise ValueError("it says no format")
         found = document["format"]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"it cannot be read: {type(error).__name__}: {error}") from error
-    if found != FORMAT:
+    if type(found) is not int or found != FORMAT:
         raise CheckpointError(
-            f"{path!r} is of format {found!r}.",
+            f"{path!r} is of format {reprlib.repr(found)}.",
             f"this version reads format {FORMAT}.",
             "load it with the version that wrote it and save its weights anew."
             if found == 0
@@ -189,8 +205,10 @@ def unseal(content: bytes, path: str) -> Manifest:
         raise _damaged(path, "its checksum is another")
     try:
         return _from_json(document)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    except KeyError as error:
+        raise _damaged(path, f"it lacks {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from error
 
 
 def _damaged(path: str, problem: str) -> CheckpointError:
@@ -203,62 +221,97 @@ def _damaged(path: str, problem: str) -> CheckpointError:
 
 def _from_json(document: dict[str, Any]) -> Manifest:
     block_size = _count(document["block_size"])
-    if block_size < 1:
+    if not _BLOCKS[0] <= block_size <= _BLOCKS[1]:
         raise ValueError(f"blocks of {block_size} bytes")
     files = {}
-    for name, one in document["files"].items():
-        record = FileRecord(_count(one["size"]), str(one["crc32"]))
+    for name, one in _dict(document["files"], "files").items():
+        described = _dict(one, "files")
+        record = FileRecord(_count(described["size"]), _text(described["crc32"]))
         if len(record.crc32) != 8 * block_count(record.size, block_size):
             raise ValueError(f"{name!r} has {len(record.crc32)} digits of checksums for {record.size} bytes")
         files[_file_name(name)] = record
     manifest = Manifest(
-        identifier=str(document["id"]),
+        identifier=_text(document["id"]),
         world_size=_count(document["world_size"]),
         facts=Facts(
-            strategy=str(document["strategy"]),
-            precision=str(document["precision"]),
-            progress=decode(document["progress"], _no_tensor),
-            hyper_parameters=decode(document["hyper_parameters"], _no_tensor),
+            strategy=_text(document["strategy"]),
+            precision=_text(document["precision"]),
+            progress=_dict(decode(document["progress"], _no_tensor), "progress"),
+            hyper_parameters=_dict(decode(document["hyper_parameters"], _no_tensor), "hyper_parameters"),
             weights_only=bool(document["weights_only"]),
-            identifier=str(document["id"]),
-            parent=str(document.get("parent", "")),  # versions before lineage have neither
-            lineage=tuple((str(run), _count(count)) for run, count in document.get("lineage", ())),
+            identifier=_text(document["id"]),
+            parent=_text(document.get("parent", "")),  # versions before lineage have neither
+            lineage=tuple(_ancestor(one) for one in _list(document.get("lineage", []), "lineage")),
         ),
         files=files,
         weights=_part(document["weights"]),
-        aliases={str(tied): str(first) for tied, first in document["aliases"].items()},
-        optimizers=tuple(_part(one) for one in document["optimizers"]),
+        aliases={tied: _text(first) for tied, first in _dict(document["aliases"], "aliases").items()},
+        optimizers=tuple(_part(one) for one in _list(document["optimizers"], "optimizers")),
         state=None if document["state"] is None else _part(document["state"]),
-        ranks=tuple(_part(one) for one in document["ranks"]),
-        written=float(document["written"]),
+        ranks=tuple(_part(one) for one in _list(document["ranks"], "ranks")),
+        written=_time(document["written"]),
         block_size=block_size,
-        versions={str(name): str(text) for name, text in document["versions"].items()},
+        versions={name: _text(text) for name, text in _dict(document["versions"], "versions").items()},
     )
-    unlisted = sorted({name for part in manifest.parts() for name in part.files()} - files.keys())
-    if unlisted:
-        raise ValueError(f"{', '.join(unlisted)} are used and not listed")
+    if not 1 <= manifest.world_size <= _MOST_RANKS or len(manifest.ranks) not in (0, manifest.world_size):
+        raise ValueError(f"{len(manifest.ranks)} ranks of {manifest.world_size} have something in it")
+    used = Counter(name for part in manifest.parts() for name in part.files())
+    unlisted, shared = sorted(used.keys() - files.keys()), sorted(name for name, count in used.items() if count > 1)
+    if unlisted or shared:
+        raise ValueError(f"{listed(unlisted)} are used and not listed" if unlisted else f"{listed(shared)} are shared")
     return manifest
 
 
 def _part(document: Any) -> Part:
+    described = _dict(document, "a part")
     return Part(
-        document=None if document["document"] is None else _file_name(document["document"]),
-        tensors=tuple(_file_name(name) for name in document["tensors"]),
-        index=None if document["index"] is None else _file_name(document["index"]),
+        document=None if described["document"] is None else _file_name(described["document"]),
+        tensors=tuple(_file_name(name) for name in _list(described["tensors"], "tensors")),
+        index=None if described["index"] is None else _file_name(described["index"]),
     )
+
+
+def _ancestor(document: Any) -> tuple[str, int]:
+    if len(_list(document, "lineage")) != 2:
+        raise ValueError(f"{reprlib.repr(document)} is no ancestor")
+    return _text(document[0]), _count(document[1])
 
 
 def _file_name(name: Any) -> str:
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name == MANIFEST:
-        raise ValueError(f"{name!r} is no name of a file beside it")
+        raise ValueError(f"{reprlib.repr(name)} is no name of a file beside it")
     return name
 
 
 def _count(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is no count")
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"{reprlib.repr(number)} is no count")
     return number
 
 
+def _time(number: Any) -> float:
+    if type(number) not in (int, float) or not 0 <= number < _LAST_SECOND:
+        raise ValueError(f"{reprlib.repr(number)} is no time since 1970")
+    return float(number)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"{reprlib.repr(text)} is no text")
+    return text
+
+
+def _dict(value: Any, what: str) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{reprlib.repr(value)} is no object for {what}")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{reprlib.repr(value)} is no list for {what}")
+    return value
+
+
 def _no_tensor(name: Any) -> Any:
-    raise ValueError(f"a tensor {name!r} in it")
+    raise ValueError(f"a tensor {reprlib.repr(name)} in it")

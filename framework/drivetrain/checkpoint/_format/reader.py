@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
-from drivetrain.checkpoint._format.documents import decode, loads
+from drivetrain.checkpoint._format.documents import LONGEST_DOCUMENT, decode, loads
 from drivetrain.checkpoint._format.folder import Folder, StorageError, folder_at
+from drivetrain.checkpoint._format.local_file import NoFileError
 from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
+from drivetrain.checkpoint._format.memory import check_fits
 from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
-from drivetrain.errors import CheckpointError
+from drivetrain.checkpoint._format.side_by_side import side_by_side
+from drivetrain.errors import CheckpointError, listed
 
 
 class Checkpoint:
@@ -52,6 +55,8 @@ class Checkpoint:
         part = self.manifest.weights
         sources = self._sources(part)
         others = {} if part.document is None else self._document(part, sources)
+        if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
+            raise damaged(self.path, f"{part.document} is no dict of names")
         own = {name: source for name, source in sources.items() if name not in self._set_aside(part)}
         return Weights({**own, **others}, self.manifest.aliases, self.readers)
 
@@ -73,9 +78,7 @@ class Checkpoint:
                 "weights alone were saved." if self.weights_only else "the run had no more.",
                 "take another checkpoint, or load the weights alone.",
             )
-        part = self.manifest.optimizers[index]
-        sources = self._sources(part)
-        document: dict[str, Any] = self._decoded(part, sources)
+        document = self.optimizer_document(index)
         shapes = {name: value.shape for name, value in self.weights().sources().items()}
         wanted: dict[int, Region] = {}
         for name, values in document["state"].items():
@@ -88,8 +91,20 @@ class Checkpoint:
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
         """Return the names of the parameters in each of an optimizer's groups; no tensor is read."""
+        return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
+
+    def optimizer_document(self, index: int) -> dict[str, Any]:
+        """Return an optimizer's state with a `TensorSource` for each tensor; none is read.
+
+        Raises:
+            CheckpointError: it is not in the form that is written; names what is not.
+        """
         part = self.manifest.optimizers[index]
-        return [list(group["params"]) for group in self._decoded(part, self._sources(part))["param_groups"]]
+        document: dict[str, Any] = {} if part.document is None else self._decoded(part, self._sources(part))
+        problem = _no_optimizer(document)
+        if problem is not None:
+            raise damaged(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
+        return document
 
     def state(self) -> Any:
         """What rank 0 said of the run; None where it said nothing."""
@@ -115,6 +130,10 @@ class Checkpoint:
             self._files[name] = CheckedFile(self._folder, name, self.manifest.files[name], self.manifest.block_size)
         return self._files[name]
 
+    def document(self, part: Part) -> Any:
+        """Return a part's document with a `TensorSource` for each tensor; none is read."""
+        return self._decoded(part, self._sources(part))
+
     def tensors(self, part: Part) -> dict[str, TensorSource]:
         """Return the tensors of a part as they are stored, by name."""
         return self._sources(part)
@@ -122,27 +141,38 @@ class Checkpoint:
     def _sources(self, part: Part) -> dict[str, TensorSource]:
         found: dict[str, TensorSource] = {}
         for one in side_by_side(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
+            twice = found.keys() & one.keys()
+            if twice:
+                raise damaged(self.path, f"{listed(sorted(twice))} is in several of {listed(part.tensors)}")
             found.update(one)
         return found
 
     def _loaded(self, part: Part) -> Any:
         assert part.document is not None
         file = self.file(part.document)
-        return loads(bytes(file.read(0, file.size)), part.document)
+        if file.size > LONGEST_DOCUMENT:
+            raise damaged(self.path, f"{file.name} has {file.size} bytes, and no document has {LONGEST_DOCUMENT}")
+        return loads(file.read(0, file.size), part.document)
 
     def _document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
         return _filled(self._decoded(part, sources), {}, self.readers)
 
     def _decoded(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        return self._decode(part, sources.__getitem__)
+
+    def _decode(self, part: Part, tensor: Callable[[str], Any]) -> Any:
+        document = self._loaded(part)
         try:
-            return decode(self._loaded(part), sources.__getitem__)
-        except (KeyError, TypeError, ValueError) as error:
-            raise damaged(self.path, f"{part.document} does not fit its tensors: {error!r}") from error
+            return decode(document, tensor)
+        except KeyError as error:
+            raise damaged(self.path, f"{part.document} names the tensor {error}, which is not there") from error
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.path, f"{part.document} cannot be read: {error}") from error
 
     def _set_aside(self, part: Part) -> set[str]:
         names: set[str] = set()
         if part.document is not None:
-            decode(self._loaded(part), names.add)
+            self._decode(part, names.add)
         return names
 
 
@@ -157,7 +187,9 @@ class Weights(Mapping[str, Any]):
 
     def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
         self._values = dict(values)
-        self._aliases = {tied: first for tied, first in aliases.items() if first in self._values}
+        self._aliases = {
+            tied: first for tied, first in aliases.items() if first in self._values and tied not in self._values
+        }
         self._readers = readers
 
     def __getitem__(self, name: str) -> Any:
@@ -192,6 +224,8 @@ class Weights(Mapping[str, Any]):
                 return value
             return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
 
+        sources = ((source, wanted.get(name)) for name, source in self._values.items())
+        _check_memory("the weights", sources)
         stored = list(self._values)
         found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
         return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
@@ -209,10 +243,10 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """
     folder = folder_at(os.fspath(path))
     try:
-        content = folder.read_all(MANIFEST, LONGEST_MANIFEST)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        content = folder.read_all(MANIFEST, LONGEST_MANIFEST + 1)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, NoFileError):
         raise CheckpointError(
-            f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing.",
+            f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing, or no file.",
             "the manifest is written last, and without it the rest may be anything.",
             "check the path, or take an earlier checkpoint; for what another library wrote, see "
             "drivetrain.checkpoint.convert.",
@@ -231,14 +265,41 @@ def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
     found: dict[int, TensorSource] = {}
     _collect(value, found)
 
+    _check_memory("what a document refers to", ((source, wanted.get(key)) for key, source in found.items()))
+
     def read(source: TensorSource) -> torch.Tensor | ParameterShard:
-        # Copied, since an optimizer keeps what it is given, and a map of a file that goes away is a trap.
         region = wanted.get(id(source))
-        values = source.read(region).clone()
+        values = source.read(region)
         return values if region is None else ParameterShard(values, source.shape, region)
 
     values = side_by_side(read, found.values(), readers)
     return _replaced(value, dict(zip(found, values, strict=True)))
+
+
+def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
+    check_fits(sum(one.nbytes(region) for one, region in sources if isinstance(one, TensorSource)), what)
+
+
+def _no_optimizer(document: Any) -> str | None:
+    """What is wrong with the form of an optimizer's document; None where nothing is."""
+    if not isinstance(document, dict):
+        return f"it is a {type(document).__name__}"
+    state, groups = document.get("state"), document.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return "'state' is no dict" if not isinstance(state, dict) else "'param_groups' is no list"
+    for name, values in state.items():
+        if not isinstance(name, str) or not isinstance(values, dict):
+            return f"'state' has no dict for {reprlib.repr(name)}"
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        held = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+            return f"group {number} has no list of names as 'params'"
+        names += held
+    if len(set(names)) != len(names):
+        return "a parameter is in it twice"
+    strange = state.keys() - set(names)
+    return f"{listed(sorted(strange))} is in no group" if strange else None
 
 
 def _collect(value: Any, found: dict[int, TensorSource]) -> None:
@@ -260,12 +321,3 @@ def _replaced(value: Any, read: Mapping[int, Any]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_replaced(part, read) for part in value)
     return value
-
-
-def side_by_side(work: Callable[[Any], Any], items: Iterable[Any], readers: int) -> list[Any]:
-    """Return ``[work(item) for item in items]``, ``readers`` at a time."""
-    items = list(items)
-    if min(readers, len(items)) < 2:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(readers, "checkpoint-read") as pool:
-        return list(pool.map(work, items))

@@ -1,7 +1,13 @@
-"""Tensors in files, read by the part: only the blocks that are touched are read, and each is checked."""
+"""Tensors in files, read by the part: only the blocks that are touched are read, and each is checked.
+
+They are read into memory of their own. A map of the file would be one copy less, and a file that is cut short under a
+map ends the process.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,12 +17,14 @@ import torch
 from drivetrain._distributed.shards import Region, Span
 from drivetrain.checkpoint._format.checksums import crc32
 from drivetrain.checkpoint._format.folder import Folder, Source
+from drivetrain.checkpoint._format.local_file import NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.pieces import as_rows, row_size
+from drivetrain.checkpoint._format.memory import new_bytes, room_for
+from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
 from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
 from drivetrain.errors import CheckpointError
 
-_KEPT = 8  # blocks of a file in an object store that are kept: small tensors share one
+_KEPT = 4  # blocks of a file that are kept, or as many as there are readers: tensors share the one in which they meet
 
 
 class CheckedFile:
@@ -40,40 +48,51 @@ class CheckedFile:
         self._source: Source = _opened(folder, name)
         if self._source.size != record.size:
             raise damaged(folder.path, f"{name} has {self._source.size} bytes instead of {record.size}")
-        self._checked: set[int] = set()
-        self._kept: OrderedDict[int, memoryview | bytes] = OrderedDict()
+        self._most_kept = max(_KEPT, folder.readers)
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
         return self._record.size
 
-    def read(self, begin: int, end: int) -> memoryview | bytes | bytearray:
+    def read(self, begin: int, end: int) -> bytearray:
         """Return the bytes from ``begin`` to before ``end``.
 
         Raises:
             CheckpointError: a block of them is not what was written, or cannot be read.
         """
-        if begin >= end:
-            return b""
-        first, last = begin // self._block, -(-end // self._block)
-        if self._source.mapped:
-            for number in range(first, last):
-                if number not in self._checked:
-                    self._check(number, self._source.read(*self._bounds(number)))
-            return self._source.read(begin, end)
-        whole = bytearray()
-        for number in range(first, last):
-            start, _ = self._bounds(number)
-            whole += memoryview(self._fetched(number))[max(begin - start, 0) : end - start]
-        return whole
+        content = bytearray(max(0, end - begin))
+        self.fill(begin, memoryview(content))
+        return content
+
+    def fill(self, begin: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes from ``begin`` on. A block that lies within is read into it as it is.
+
+        Raises:
+            CheckpointError: a block of them is not what was written, or cannot be read.
+        """
+        end = begin + len(memory)
+        for number in range(begin // self._block, -(-end // self._block)):
+            start, stop = self._bounds(number)
+            low, high = max(begin, start), min(end, stop)
+            part = memory[low - begin : high - begin]
+            if (low, high) == (start, stop):
+                self._read(number, part)
+            else:
+                self._read_shared(number, low - start, part)
 
     def check(self) -> list[int]:
         """Read everything; return the numbers of the blocks that are not what was written."""
         wrong = []
+        memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
+            begin, end = self._bounds(number)
             try:
-                self._check(number, self._source.read(*self._bounds(number)))
+                if self._source.is_hole(begin, end):  # the disk does not even keep it
+                    self._compare(number, _sum_of_zeros(end - begin))
+                else:
+                    self._read(number, memory[: end - begin])
             except Exception:
                 wrong.append(number)
         return wrong
@@ -81,28 +100,42 @@ class CheckedFile:
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)
 
-    def _fetched(self, number: int) -> memoryview | bytes:
+    def _read_shared(self, number: int, begin: int, memory: memoryview) -> None:
+        """Fill ``memory`` with a part of a block, which is kept for a while: the next tensor has the rest."""
         with self._lock:
-            if number in self._kept:
-                self._kept.move_to_end(number)
-                return self._kept[number]
-        try:
-            content = self._source.read(*self._bounds(number))
-        except Exception as error:  # of whatever library serves the store
-            raise damaged(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
-        self._check(number, content)
+            if self._copied(number, begin, memory):
+                return
+            full = len(self._kept) >= self._most_kept
+            content = self._kept.popitem(last=False)[1] if full else new_bytes(min(self._block, self.size))
+        self._read(number, content[: min(self._block, self.size - number * self._block)])
         with self._lock:
             self._kept[number] = content
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
-        return content
+            self._copied(number, begin, memory)
 
-    def _check(self, number: int, content: memoryview | bytes) -> None:
+    def _copied(self, number: int, begin: int, memory: memoryview) -> bool:
+        if number not in self._kept:
+            return False
+        self._kept.move_to_end(number)
+        memory[:] = self._kept[number][begin : begin + len(memory)]
+        return True
+
+    def _read(self, number: int, memory: memoryview) -> None:
+        try:
+            self._source.fill(number * self._block, memory)
+        except Exception as error:  # of whatever library serves the store
+            raise damaged(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
+        self._compare(number, crc32(memory))
+
+    def _compare(self, number: int, found: int) -> None:
         expected = self._record.crc32[8 * number : 8 * number + 8]
-        if f"{crc32(content):08x}" != expected:
+        if f"{found:08x}" != expected:
             begin, end = self._bounds(number)
             raise damaged(self._path, f"{self.name} was altered between bytes {begin} and {end}")
-        self._checked.add(number)
+
+
+@functools.cache
+def _sum_of_zeros(size: int) -> int:
+    return crc32(bytes(size))
 
 
 def _opened(folder: Folder, name: str) -> Source:
@@ -110,6 +143,8 @@ def _opened(folder: Folder, name: str) -> Source:
         return folder.open(name)
     except FileNotFoundError:
         raise damaged(folder.path, f"{name} is missing") from None
+    except NoFileError as error:
+        raise damaged(folder.path, f"{error}, and no file") from None
     except OSError as error:
         raise damaged(folder.path, f"{name} cannot be read: {error}") from error
 
@@ -147,13 +182,18 @@ class TensorSource:
     def spec(self) -> Spec:
         return Spec(self.entry.name, self.entry.dtype, self.entry.shape)
 
-    def read(self, region: Region | None = None) -> torch.Tensor:
-        """Return the tensor, or the part of it that ``region`` names, checked.
+    def nbytes(self, region: Region | None = None) -> int:
+        """Return the bytes of the tensor, or of the part of it that ``region`` names."""
+        if region is None:
+            return self.entry.nbytes
+        numel = region.stop - region.start if isinstance(region, Span) else math.prod(region.sizes)
+        return max(0, numel) * self.dtype.itemsize
 
-        On the CPU; from a local disk its memory is the file's own, mapped, and may be written to without changing it.
+    def read(self, region: Region | None = None) -> torch.Tensor:
+        """Return the tensor, or the part of it that ``region`` names, checked: on the CPU, in memory of its own.
 
         Raises:
-            CheckpointError: what is there is not what was written.
+            CheckpointError: what is there is not what was written, or there is no memory for it.
         """
         if region is None:
             return self._run(0, self.entry.numel).view(self.shape)
@@ -171,14 +211,13 @@ class TensorSource:
     def _run(self, start: int, stop: int) -> torch.Tensor:
         if not 0 <= start <= stop <= self.entry.numel:
             raise IndexError(f"elements {start} to {stop} of {self.entry.name!r}, which has {self.entry.numel}")
-        if start == stop:
-            return torch.empty(0, dtype=self.dtype)
-        begin, item = self.entry.begin, self.dtype.itemsize
-        content = self.file.read(begin + start * item, begin + stop * item)
-        return torch.frombuffer(content, dtype=self.dtype)
+        values = room_for(stop - start, self.dtype, f"{self.entry.name!r} in {self.file.name}")
+        if start < stop:
+            self.file.fill(self.entry.begin + start * self.dtype.itemsize, bytes_of(values))
+        return values
 
 
 def tensors_in(file: CheckedFile) -> dict[str, TensorSource]:
     """Return the tensors of a file by name; only its header is read."""
-    entries = read_header(file.name, file.size, lambda begin, end: bytes(file.read(begin, end)))
+    entries = read_header(file.name, file.size, file.read)
     return {name: TensorSource(file, entry) for name, entry in entries.items()}

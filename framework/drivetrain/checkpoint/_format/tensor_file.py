@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from drivetrain.checkpoint._format.documents import METADATA, parsed
 from drivetrain.errors import CheckpointError
 
 LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
 _ALIGNMENT = 64  # bytes; where the first tensor begins
+_MOST = 2**63 - 1  # what a number of elements, bytes or a dimension of a tensor may be
+_MOST_DIMENSIONS = 64
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -69,6 +73,12 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Raises:
     CheckpointError: a tensor that safetensors cannot hold, by name.
     """
+    if name.rpartition(": ")[2] == METADATA:
+        raise CheckpointError(
+            f"A checkpoint cannot hold a tensor that is called {METADATA!r}.",
+            "the header of a safetensors file has a key of that name for something else.",
+            "give the parameter or buffer another name.",
+        )
     if tensor.dtype not in NAMES:
         problem = f"of dtype {tensor.dtype}"
     elif tensor.layout != torch.strided:
@@ -91,7 +101,7 @@ def in_file_order(specs: Iterable[Spec]) -> list[Spec]:
 
 def header_of(specs: Sequence[Spec]) -> bytes:
     """Return the beginning of a file that holds ``specs``, in that order, with nothing in between."""
-    places: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    places: dict[str, Any] = {METADATA: {"format": "pt"}}
     begin = 0
     for spec in specs:
         end = begin + spec.nbytes
@@ -106,7 +116,7 @@ def header_of(specs: Sequence[Spec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(name: str, size: int, read: Callable[[int, int], bytes | memoryview]) -> dict[str, Entry]:
+def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearray]) -> dict[str, Entry]:
     """Return what a file holds, by name.
 
     Args:
@@ -123,12 +133,14 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | memoryv
         length = int.from_bytes(read(0, 8), "little")
         if not 0 < length <= min(size - 8, LONGEST_HEADER):
             raise ValueError(f"its header is said to take {length} bytes of {size}")
-        places = json.loads(bytes(read(8, 8 + length)), object_pairs_hook=_without_repeats)
+        places = parsed(bytes(read(8, 8 + length)), _without_repeats)
         if not isinstance(places, dict):
             raise ValueError("its header is no JSON object")
-        places.pop("__metadata__", None)
-        return {key: _entry(key, place, 8 + length, size) for key, place in places.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        _check_metadata(places.pop(METADATA, {}))
+        entries = {key: _entry(key, place, 8 + length, size) for key, place in places.items()}
+        _check_side_by_side(entries.values(), 8 + length, size)
+        return entries
+    except ValueError as error:
         raise CheckpointError(
             f"{name} is no safetensors file: {error}.",
             "its header must be JSON that gives each tensor a place within the file.",
@@ -143,13 +155,47 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _check_metadata(said: Any) -> None:
+    if not isinstance(said, dict) or not all(isinstance(text, str) for text in said.values()):
+        raise ValueError(f"{METADATA} is {reprlib.repr(said)}, and must be texts")
+
+
 def _entry(name: str, place: Any, data: int, size: int) -> Entry:
-    if place["dtype"] not in DTYPES:
-        raise ValueError(f"{name!r} is of the unknown type {place['dtype']!r}")
-    shape, (begin, end) = tuple(place["shape"]), place["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"{name!r} has shape {shape} at {begin} to {end}")
-    entry = Entry(name, DTYPES[place["dtype"]], shape, data + begin, data + end)
+    if not isinstance(place, dict) or place.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{_brief(name)} is described by {reprlib.repr(place)}")
+    dtype, shape, offsets = place["dtype"], place["shape"], place["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{_brief(name)} is of the unknown type {reprlib.repr(dtype)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MOST_DIMENSIONS:
+        raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
+    # With no dimension taken for zero, since strides are computed so.
+    if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MOST:
+        raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
+    entry = Entry(name, DTYPES[dtype], tuple(shape), data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
-        raise ValueError(f"{name!r}, {entry.nbytes} bytes, lies at {entry.begin} to {entry.end} of {size}")
+        raise ValueError(f"{_brief(name)}, {entry.nbytes} bytes, lies at {entry.begin} to {entry.end} of {size}")
     return entry
+
+
+def _are_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
+
+
+def _check_side_by_side(entries: Iterable[Entry], begin: int, size: int) -> None:
+    """Refuse tensors that share bytes, and bytes that are no tensor's: the format knows neither."""
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != begin:
+            how = "overlaps the one before" if entry.begin < begin else f"leaves out {entry.begin - begin} bytes"
+            raise ValueError(f"{_brief(entry.name)}, which begins at byte {entry.begin}, {how}")
+        begin = entry.end
+    if begin != size:
+        raise ValueError(f"the {size - begin} bytes from {begin} on are no tensor's")
+
+
+def _brief(name: str) -> str:
+    return reprlib.repr(name)
+
+
+def misaligned(entries: Iterable[Entry]) -> Entry | None:
+    """Return a tensor that begins where its elements may not lie in memory: a reader that maps the file fails."""
+    return next((entry for entry in entries if entry.begin % entry.dtype.itemsize), None)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from functools import partial
 
-from drivetrain.checkpoint._format.reader import Checkpoint, load, side_by_side
-from drivetrain.checkpoint._format.reading import damaged
+from drivetrain.checkpoint._format.documents import loads
+from drivetrain.checkpoint._format.manifest import Part
+from drivetrain.checkpoint._format.reader import Checkpoint, load
+from drivetrain.checkpoint._format.reading import damaged, tensors_in
+from drivetrain.checkpoint._format.side_by_side import side_by_side
+from drivetrain.checkpoint._format.tensor_file import misaligned
 from drivetrain.errors import CheckpointError
 
 
@@ -34,18 +40,45 @@ def _problem(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _contradictions(checkpoint: Checkpoint) -> list[str]:
-    """What a whole file may still say that does not fit the others."""
-    problems = []
+    """What a whole file may still say that does not fit the others, or that a reader would trip over."""
+    manifest = checkpoint.manifest
+    optimizers = [partial(checkpoint.optimizer_document, index) for index in range(len(manifest.optimizers))]
+    others = [manifest.state, *manifest.ranks]
+    documents = [partial(checkpoint.document, part) for part in others if part is not None and part.document]
+    problems = [line for part in manifest.parts() for line in _tensors(checkpoint, part)]
+    if problems:
+        return problems
     try:
-        weights = checkpoint.weights()
-        for tied, first in checkpoint.manifest.aliases.items():
-            if first not in weights:
-                problems.append(f"{tied} is tied to {first}, which is not there")
-        for index in range(len(checkpoint.manifest.optimizers)):
-            checkpoint.optimizer_state(index)
-        checkpoint.state()
-        for rank in range(len(checkpoint.manifest.ranks)):
-            checkpoint.rank_state(rank)
+        problems += _weights(checkpoint)
     except CheckpointError as error:
         problems.append(error.what)
+    for look in (*optimizers, *documents):
+        try:
+            look()
+        except CheckpointError as error:
+            problems.append(error.what)
     return problems
+
+
+def _weights(checkpoint: Checkpoint) -> list[str]:
+    weights = checkpoint.weights()
+    aliases = checkpoint.manifest.aliases
+    return [f"{tied} is tied to {first}, which is not there" for tied, first in aliases.items() if first not in weights]
+
+
+def _tensors(checkpoint: Checkpoint, part: Part) -> Iterator[str]:
+    """What is wrong with the tensors of a part, and with their index."""
+    try:
+        for name in part.tensors:
+            odd = misaligned(source.entry for source in tensors_in(checkpoint.file(name)).values())
+            if odd is not None:
+                yield f"{name}: {odd.name!r} begins at byte {odd.begin}, no multiple of its element's size"
+        sources = checkpoint.tensors(part)
+        if part.index is not None:
+            file = checkpoint.file(part.index)
+            index = loads(file.read(0, file.size), part.index)
+            said = index.get("weight_map") if isinstance(index, dict) else None
+            if said != {name: source.file.name for name, source in sources.items()}:
+                yield f"{part.index} does not say where the tensors are"
+    except CheckpointError as error:
+        yield error.what

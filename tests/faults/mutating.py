@@ -1,0 +1,140 @@
+"""Checkpoints with bytes and values that nobody wrote, most of them with checksums that fit."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from drivetrain.checkpoint._format.checksums import sums_of
+
+
+def _nested(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63, 2**70, 10**400, 0.5, -0.0, 1e20, 1e308, float("nan")),
+    *("", "x", "\ud800", "../../etc/passwd", "manifest.json", "x" * 5000, "inf", "__metadata__"),
+    *([], {}, [1, 2], [[]], {"a": 1}, [2**70, 0], [0, 2**62], [-8, 0], _nested(60), _nested(300), _nested(700)),
+    *({"$tensor": "nowhere"}, {"$tensor": 3}, {"$tuple": 3}, {"$tuple": []}, {"$float": "1e5"}, {"$float": []}),
+    *({"$pairs": [[[], 1]]}, {"$pairs": [1]}, {"$pairs": [[1, 2, 3]]}, {"$pairs": [[1, 2]]}, {"$counter": {}}),
+)
+
+
+class Mutator:
+    """Changes one of a checkpoint's files at a time, and puts it back.
+
+    Args:
+        folder: of the checkpoint.
+        seed: of what is drawn.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._draw = random.Random(seed)
+        self._whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def mutations(self, count: int) -> Iterator[str]:
+        """Give ``count`` times a checkpoint with a change, and say which."""
+        for number in range(count):
+            name = self._draw.choice(sorted(self._whole))
+            ways = [self._bytes]
+            if name.endswith(".json"):
+                ways += [self._document] * 3
+            if name.endswith(".safetensors"):
+                ways += [self._header] * 3
+            way = self._draw.choice(ways)
+            content = way(self._whole[name])
+            sealed = self._draw.random() < 0.85
+            (self._folder / name).write_bytes(content)
+            if sealed:
+                self._seal(name, content)
+            yield f"{number}: {way.__name__} of {name}, {'sealed' if sealed else 'as it is'}"
+            for changed in {name, "manifest.json"}:
+                (self._folder / changed).write_bytes(self._whole[changed])
+
+    def _bytes(self, content: bytes) -> bytes:
+        draw, changed = self._draw, bytearray(content)
+        at = draw.randrange(len(changed))
+        way = draw.choice(("flip", "cut", "drop", "insert", "zeros", "all"))
+        if way == "flip":
+            for _ in range(draw.choice((1, 1, 5))):
+                changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+        elif way == "cut":
+            del changed[at:]
+        elif way == "drop":
+            del changed[at : at + draw.randrange(1, 40)]
+        elif way == "insert":
+            changed[at:at] = draw.randbytes(draw.randrange(1, 40))
+        elif way == "zeros":
+            changed[at : at + 64] = bytes(64)
+        else:
+            return draw.choice((b"", b"\0", b"null", b"[]", b"{}", b"[" * 5000, b"1" * 5000, b'{"format": 1}'))
+        return bytes(changed)
+
+    def _document(self, content: bytes) -> bytes:
+        document = json.loads(content)
+        document.pop("crc32", None)
+        for _ in range(self._draw.choice((1, 1, 1, 3))):
+            document = self._with_a_change(document)
+        return json.dumps(document, indent=1).encode()
+
+    def _header(self, content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        text = json.dumps(self._with_a_change(json.loads(content[8 : 8 + length]))).encode()
+        if self._draw.random() < 0.5:
+            text += b" " * (-len(text) % 64)
+        said = self._draw.choice((len(text),) * 8 + (0, 2**63, len(text) + 1))
+        return said.to_bytes(8, "little") + text + content[8 + length :]
+
+    def _with_a_change(self, document: Any) -> Any:
+        """Replace, remove, rename or double one value, wherever it is."""
+        draw, places = self._draw, list(_places(document))
+        if not places or draw.random() < 0.02:
+            return draw.choice(HOSTILE)
+        holder, key = draw.choice(places)
+        way = draw.random()
+        if way < 0.6:
+            holder[key] = draw.choice(HOSTILE)
+        elif way < 0.7 and isinstance(holder[key], int | float):
+            holder[key] = draw.choice((holder[key] + 1, holder[key] - 1, holder[key] * 2, -holder[key]))
+        elif way < 0.85:
+            del holder[key]
+        elif isinstance(holder, dict):
+            holder[draw.choice(("x", "$tuple", "$pairs", "state", "params", "__metadata__"))] = holder.pop(key)
+        else:
+            holder.append(holder[key])
+        return document
+
+    def _seal(self, name: str, content: bytes) -> None:
+        """Give the file and the manifest checksums that fit."""
+        if name == "manifest.json":
+            body, _, _ = content.rstrip().rpartition(b"\n}")
+            body = body.partition(b',\n "crc32"')[0]
+        else:
+            document = json.loads(self._whole["manifest.json"])
+            del document["crc32"]
+            sums = sums_of(content)
+            document["files"][name] = {"size": sums.size, "crc32": sums.text()}
+            body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
+        sealed = body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
+        (self._folder / "manifest.json").write_bytes(sealed)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    left = [value]
+    while left:
+        holder = left.pop()
+        keys: Any = (
+            holder.keys() if isinstance(holder, dict) else range(len(holder)) if isinstance(holder, list) else ()
+        )
+        for key in keys:
+            yield holder, key
+            left.append(holder[key])
