@@ -17,13 +17,14 @@ import pytest
 import torch
 from mutating import Mutator
 
-from drivetrain import CheckpointError, ConfigurationError, DataModule, Fit, TrainModule
-from drivetrain.callbacks import EarlyStopping
+from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.checkpoint import load, show, verify
 from drivetrain.checkpoint._finding import newest
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
 COUNT = 500 * FAULTS or 2000
+RUNS = 25 * FAULTS or 100
 SEED = int(os.environ.get("FAULTS_SEED", "5"))
 OLDER = Path(__file__).parents[1] / "unit" / "checkpoint" / "older"
 SECONDS = 10.0
@@ -79,10 +80,80 @@ def test_reading_ends_in_a_value_or_a_checkpoint_error(kind: str, tmp_path: Path
     values = errors = 0
     for what in Mutator(path, SEED).mutations(COUNT // 2):
         for read in READINGS:
-            ended = _bounded(read, path, f"{what}, {read.__name__}", *([] if read is not _newest else []))
+            ended = _bounded(read, path, f"{what}, {read.__name__}")
             values, errors = values + ended, errors + (not ended)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert values > COUNT // 20, "nothing came through"
     assert errors > COUNT // 20, "nothing was refused"
     assert grown < MEBIBYTES
     assert verify(path) == []
+
+
+class _ReachedError(Exception):
+    """The first step is about to begin."""
+
+
+class _Stop(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        raise _ReachedError
+
+
+class _Tiny(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.body(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", self.body(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+
+
+def _fit(folder: Path, start: Path | None, *callbacks: Callback) -> Fit:
+    kept = Checkpoint(folder / "kept", monitor="val", every_n_epochs=1)
+    fit = Fit(
+        accelerator="cpu",
+        max_epochs=3,
+        val_check_interval=2,
+        callbacks=[EarlyStopping("val", patience=9), kept, *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    data = torch.arange(24.0).view(8, 3) / 24
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    fit.fit(_Tiny(), loader, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=start)
+    return fit
+
+
+class _SaveAt(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.timeout(300 + 5 * FAULTS)
+def test_a_run_goes_on_or_says_what_is_malformed(tmp_path: Path) -> None:
+    # J-10
+    path = tmp_path / "checkpoint"
+    _fit(tmp_path, None, _SaveAt(path))
+
+    def goes_on(path: Path) -> None:
+        with pytest.raises(_ReachedError):
+            _fit(tmp_path / "resumed", path, _Stop())
+
+    goes_on(path)
+    ended = [_bounded(goes_on, path, what, ConfigurationError) for what in Mutator(path, SEED).mutations(RUNS)]
+    assert sum(ended) > RUNS // 20, "no run went on"
+    assert sum(ended) < RUNS - RUNS // 20, "nothing was refused"

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from drivetrain._engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain._engine.own_buffers import own_buffers, take_own_buffers
 from drivetrain._engine.run_state import RunState
-from drivetrain._engine.saved_state import check_rank_state, taking
+from drivetrain._engine.saved_state import check_groups, check_rank_state, taking
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumbered
 from drivetrain._runtime.seed import derive_seed
@@ -173,6 +173,8 @@ class RunCheckpoint:
             states = [
                 checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
             ]
+            for index, saved in enumerate(states):
+                check_groups(checkpoint, index, run.optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
             with taking(checkpoint, "the ranks' documents", "metrics"):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from drivetrain._runtime.generators import kept_generators, set_generators
 from drivetrain.errors import CheckpointError
@@ -139,6 +140,23 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
     with taking(checkpoint, file, "draws"), kept_generators(_HOST):
         for states in (*state["draws"]["ahead"], state["draws"]["now"]):
             set_generators(states, _HOST)
+
+
+def check_groups(checkpoint: Checkpoint, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse an optimizer's settings that are no numbers where its own are.
+
+    Raises:
+        CheckpointError: names the file and the key.
+    """
+    file = str(checkpoint.manifest.optimizers[index].document)
+    for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        for key, value in own.items():
+            if not isinstance(value, int | float) or (key not in saved and key != "lr"):
+                continue  # what another version of torch did not have gets its default
+            found = saved.get(key)
+            number_of = found.numel() if isinstance(found, torch.Tensor) else int(isinstance(found, int | float))
+            if number_of != 1 or (isinstance(found, int) and abs(found) >= 2**63):
+                raise _malformed(checkpoint, file, f"param_groups/{number}/{key}", found)
 
 
 @contextmanager

@@ -184,7 +184,18 @@ class Entry:
 
     @classmethod
     def of_state(cls, name: str, state: Mapping[str, Any], device: torch.device) -> Self:
-        """Make the entry that `state_dict` described, its values on ``device``."""
+        """Make the entry that `state_dict` described, its values on ``device``.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        texts, flags = (state["attribute"], state["operation"], state["loader"]), (state["on_step"], state["on_epoch"])
+        if not all(one is None or isinstance(one, str) for one in texts) or not all(type(one) is bool for one in flags):
+            raise ValueError(f"{name!r} is described by {texts} and {flags}")
+        check_value(name, state["weight"])
+        for key in ("last", "result", "total"):
+            if state[key] is not None:
+                check_value(name, state[key])
         named = {key: state[key] for key in ("prog_bar", "logger", "operation", "sync_dist")}
         entry = cls(name, (*state["forced"], *named.values()), **{key: state[key] for key in _OPENED_WITH})
         for key in _GATHERED:
@@ -209,6 +220,14 @@ class Entry:
             return False
         self.options, self.resumed = options, False
         return True
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raises:
+    ValueError: what a checkpoint holds for a logged value is no number.
+    """
+    if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)):
+        raise ValueError(f"{name!r} has a value of type {type(value).__name__}")
 
 
 def operation_of(reduce_fx: Any) -> str | None:

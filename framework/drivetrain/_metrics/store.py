@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain._distributed.control import ControlPlane, LocalControl
 from drivetrain._metrics.agreed_value import agreed_value
-from drivetrain._metrics.entry import Entry, operation_of, refuse_another_kind, refuse_other_options
+from drivetrain._metrics.entry import Entry, check_value, operation_of, refuse_another_kind, refuse_other_options
 from drivetrain._metrics.objects import (
     MetricObjects,
     forward_value,
@@ -351,7 +351,10 @@ class MetricStore:
             for entries in state["stages"].values():
                 for name, kept in entries.items():
                     Entry.of_state(name, kept, torch.device("cpu"))
-            dict(state["values"]), dict(state["had_data"])
+            for name, value in state["values"].items():
+                check_value(name, value)
+            if not all(type(had) is bool for had in state["had_data"].values()):
+                raise ValueError(f"had_data is {state['had_data']!r}")
         self.objects.merged([state["objects"] for state in states])
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]], device: torch.device) -> None:

@@ -119,7 +119,7 @@ class LocalFile:
         """
         count = self._files.read(self, begin, memory)
         if count < len(memory):
-            raise OSError(f"it ends at byte {begin + count}, and had {self.size} bytes")
+            raise OSError(f"it had {self.size} bytes, and has become shorter")
 
     def is_hole(self, begin: int, end: int) -> bool:
         """Whether the bytes from ``begin`` to before ``end`` are zeros that take no place on the disk."""
