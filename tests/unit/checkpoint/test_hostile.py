@@ -163,7 +163,8 @@ class TestTensors:
         assert len(checkpoint.weights().staged()) == 200
         if before:
             assert len(os.listdir("/proc/self/fd")) < before + 70
-        checkpoint.close()
+            checkpoint.close()
+            assert len(os.listdir("/proc/self/fd")) == before
 
     def test_a_sparse_giant(self, tmp_path: Path) -> None:
         # J-10: a terabyte that takes no place on the disk took two minutes

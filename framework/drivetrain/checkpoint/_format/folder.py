@@ -58,6 +58,9 @@ class Folder(Protocol):
     def read_all(self, name: str, limit: int) -> bytes:
         """Return a whole file, or its first ``limit`` bytes where it has more."""
 
+    def close(self) -> None:
+        """Hold no file open; reading opens them again."""
+
 
 def folder_at(path: str) -> Folder:
     """Return the folder at a path or an fsspec URL, whatever it holds.
@@ -98,6 +101,9 @@ class _LocalFolder:
 
     def read_all(self, name: str, limit: int) -> bytes:
         return read_whole(self._root / name, limit)
+
+    def close(self) -> None:
+        self._files.close()
 
 
 def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
@@ -144,6 +150,9 @@ class _ObjectFolder:
         with as_os_errors():
             size = min(int(self._filesystem.size(path)), limit)
             return _range(self._filesystem, path, 0, size)
+
+    def close(self) -> None:
+        """An object store holds nothing."""
 
 
 class _RemoteFile:

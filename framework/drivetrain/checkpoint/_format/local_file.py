@@ -30,8 +30,13 @@ class OpenFiles:
         self._in_use: Counter[int] = Counter()
 
     def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        self.close()
+
+    def close(self) -> None:
+        """Close them; one that is read from again is opened again."""
+        with self._lock:
+            for file in [one for one, descriptor in self._open.items() if not self._in_use[descriptor]]:
+                os.close(self._open.pop(file))
 
     def open(self, path: Path) -> LocalFile:
         """Open a file.

@@ -121,6 +121,7 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of the files. Tensors that were read stay valid."""
         self._files.clear()
+        self._folder.close()
 
     # Parts and files
 
