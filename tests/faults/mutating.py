@@ -98,11 +98,11 @@ class Mutator:
         """Replace, remove, rename or double one value, wherever it is."""
         draw, places = self._draw, list(_places(document))
         if not places or draw.random() < 0.02:
-            return draw.choice(HOSTILE)
+            return self._hostile()
         holder, key = draw.choice(places)
         way = draw.random()
         if way < 0.6:
-            holder[key] = draw.choice(HOSTILE)
+            holder[key] = self._hostile()
         elif way < 0.7 and isinstance(holder[key], int | float):
             holder[key] = draw.choice((holder[key] + 1, holder[key] - 1, holder[key] * 2, -holder[key]))
         elif way < 0.85:
@@ -112,6 +112,10 @@ class Mutator:
         else:
             holder.append(holder[key])
         return document
+
+    def _hostile(self) -> Any:
+        """One of its own, since later changes may go into it."""
+        return json.loads(json.dumps(self._draw.choice(HOSTILE)))
 
     def _seal(self, name: str, content: bytes) -> None:
         """Give the file and the manifest checksums that fit."""

@@ -192,6 +192,9 @@ class Entry:
         texts, flags = (state["attribute"], state["operation"], state["loader"]), (state["on_step"], state["on_epoch"])
         if not all(one is None or isinstance(one, str) for one in texts) or not all(type(one) is bool for one in flags):
             raise ValueError(f"{name!r} is described by {texts} and {flags}")
+        forced = state["forced"]
+        if not isinstance(forced, list) or len(forced) != 2 or not all(one in (None, True, False) for one in forced):
+            raise ValueError(f"{name!r} was logged with {forced!r}")
         check_value(name, state["weight"])
         for key in ("last", "result", "total"):
             if state[key] is not None:
