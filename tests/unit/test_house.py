@@ -449,7 +449,7 @@ def test_the_public_classes_bring_nothing_heavy() -> None:
     assert not heavy(names)
     # fsspec, elastic and what writes checkpoints wait until somebody needs them.
     assert [name for name in names if not is_ours(name)] == []
-    assert len(names) <= 150  # a quarter of a millisecond each; seven are packages without code
+    assert len(names) <= 155  # a quarter of a millisecond each; eight are packages without code
 
 
 @pytest.mark.parametrize("name", drivetrain.__all__)

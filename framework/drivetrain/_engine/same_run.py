@@ -74,10 +74,9 @@ def data_facts(source: BatchSource | None, loaders: Sequence[Any]) -> dict[str, 
 def _orders(loader: Any) -> list[str]:
     if isinstance(loader, CombinedLoader):
         return _orders(loader.iterables)
-    if isinstance(loader, dict):
-        return [order for one in loader.values() for order in _orders(one)]
-    if isinstance(loader, list | tuple):
-        return [order for one in loader for order in _orders(one)]
+    several = list(loader.values()) if isinstance(loader, dict) else loader
+    if isinstance(several, list | tuple) and several and isinstance(several[0], DataLoader | CombinedLoader):
+        return [order for one in several for order in _orders(one)]  # else it is a list of batches
     if not isinstance(loader, DataLoader):
         return ["as it comes"]
     if isinstance(loader.dataset, IterableDataset):

@@ -164,7 +164,7 @@ class TestTensors:
         if before:
             assert len(os.listdir("/proc/self/fd")) < before + 70
             checkpoint.close()
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert len(os.listdir("/proc/self/fd")) <= before
 
     def test_a_sparse_giant(self, tmp_path: Path) -> None:
         # J-10: a terabyte that takes no place on the disk took two minutes

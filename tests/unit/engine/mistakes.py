@@ -183,9 +183,9 @@ def _appending(self: Any) -> None:
 
 MISTAKES = [
     # Arguments of Fit
-    Mistake("strategy misspelt", BUILT, "'dpp'", "found by name", "use one of auto", setting(strategy="dpp")),
+    Mistake("strategy misspelt", BUILT, "'dpp'", "entry-point group", "use one of auto", setting(strategy="dpp")),
     Mistake("strategy's class", BUILT, "DDPStrategy", "name or a Strategy", "'ddp'", setting(strategy=DDPStrategy)),
-    Mistake("precision misspelt", BUILT, "'bf16-mixd'", "dtypes", "'bf16-mixed'", setting(precision="bf16-mixd")),
+    Mistake("precision misspelt", BUILT, "'bf16-mixd'", "dtypes", "bf16-mixed", setting(precision="bf16-mixd")),
     Mistake("accelerator misspelt", BUILT, "'gpuu'", "kind of device", "use one of auto", setting(accelerator="gpuu")),
     Mistake("devices in words", BUILT, "devices='two'", "a count", "devices=2", setting(devices="two")),
     Mistake("half an epoch", BUILT, "max_epochs=1.5", "a count", "an int", setting(max_epochs=1.5)),

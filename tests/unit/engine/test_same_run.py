@@ -146,7 +146,8 @@ def test_orders_of_several_loaders() -> None:
 
     both = CombinedLoader({"a": shuffled(), "b": DataLoader(data(8), sampler=SequentialSampler(range(8)))})
     assert data_facts(None, [both]) == {"samples": None, "order": ["shuffled", "in order"]}
-    assert data_facts(None, [[1, 2, 3]])["order"] == ["as it comes"] * 3
+    assert data_facts(None, [[shuffled(), shuffled()]])["order"] == ["shuffled", "shuffled"]
+    assert data_facts(None, [[torch.ones(2), torch.ones(2)]])["order"] == ["as it comes"]
 
 
 def test_consent_to_what_is_unknown_is_refused() -> None:

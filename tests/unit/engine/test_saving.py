@@ -202,7 +202,7 @@ class TestCheckpoints:
                 assert not self.trainer.sanity_checking
 
         fit(tmp_path, callbacks=SaveAt(2, tmp_path / "c")).fit(Trained(), regression())
-        fit(tmp_path).fit(Validating(), regression(), regression(), ckpt_path=tmp_path / "c")
+        fit(tmp_path).fit(Validating(), regression(), regression(), ckpt_path=tmp_path / "c", allow=("module",))
 
     def test_two_callbacks_of_one_class_do_not_collide(self, tmp_path: Path) -> None:
         """F-12, also where they do not say what tells them apart."""
