@@ -36,23 +36,6 @@ def refuse_device_map(module: nn.Module) -> None:
         )
 
 
-def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
-    """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
-
-    Raises:
-        ConfigurationError: names the embedding.
-    """
-    if world_size == 1:
-        return
-    for name, child in _embeddings(module):
-        if child.max_norm is not None:
-            raise ConfigurationError(
-                f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
-                "its forward rewrites the rows that this rank looked up, so that replicas drift apart in silence.",
-                "drop max_norm and renormalise all rows in on_train_batch_end, alike on every rank.",
-            )
-
-
 def refuse_sparse_embeddings(module: nn.Module, why: str) -> None:
     """Refuse ``nn.Embedding(sparse=True)``, for a strategy whose gradients are dense.
 

@@ -118,6 +118,29 @@ def test_a_launcher_writes_one_of_two_methods() -> None:
             pass
 
 
+class DoesNothing(Launcher):
+    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+        return None
+
+
+class AnswersForItself(Launcher):
+    def run(self, work: Work, placement: Placement, *, address: str = "127.0.0.1", port: int = 0) -> Any:
+        return work.elsewhere(lambda function, *arguments: None)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"),
+    [
+        (DoesNothing, "DoesNothing.run returned without having had the run done"),
+        (AnswersForItself, "What a launcher gave to work.elsewhere returned a NoneType"),
+    ],
+)
+def test_a_launcher_that_runs_nothing_is_refused(launcher: Any, said: str) -> None:
+    # K-03: fit succeeded, and nothing was trained
+    with pytest.raises(ConfigurationError, match=said):
+        quiet(strategy="ddp", devices=2, launcher=launcher()).fit(Regression(), loader(16, 4))
+
+
 class Cluster(Launcher):
     """Has machines that the caller does not see."""
 

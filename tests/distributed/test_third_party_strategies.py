@@ -43,8 +43,8 @@ class CountsForItself(Averaging):
         return 1
 
 
-def _refused(strategy: Any) -> str:
-    module = Regression()
+def _refused(strategy: Any, module: Any = None) -> str:
+    module = Regression() if module is None else module
     before = weights(module)
     with pytest.raises(ConfigurationError) as refused:
         quiet(strategy=strategy).fit(module, loader(16, 4))
@@ -64,6 +64,105 @@ def test_a_strategy_whose_ranks_do_not_hear_of_each_other_is_refused() -> None:
         assert "subclass drivetrain.strategies.DistributedStrategy" in unconnected
         assert f"LeavesOutTheEnvironment.control is a LocalControl of rank 0 of 1, {where}" in left_out
         assert f"CountsForItself says that it is rank {rank} of 1, {where}" in counts
+
+
+class KeepsNoModule(Averaging):
+    def setup_module(self, module: Any) -> Any:
+        return operator.call
+
+
+class KeepsAWrapper(Averaging):
+    def setup_module(self, module: Any) -> Any:
+        self.module = torch.nn.Sequential(module)
+        return operator.call
+
+
+class ReturnsNothing(Averaging):
+    def setup_module(self, module: Any) -> Any:
+        super().setup_module(module)
+
+
+class ReturnsTheModule(Averaging):
+    def setup_module(self, module: Any) -> Any:
+        super().setup_module(module)
+        return module
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        (KeepsNoModule, "KeepsNoModule.setup_module left self.module as None"),
+        (KeepsAWrapper, "KeepsAWrapper.setup_module left self.module as a Sequential"),
+        (ReturnsNothing, "ReturnsNothing.setup_module returned None"),
+        (ReturnsTheModule, "ReturnsTheModule.setup_module returned the module itself"),
+    ],
+)
+def test_what_setup_module_left_undone_is_refused(strategy: Any, said: str) -> None:
+    # K-01: nothing was exchanged, and the ranks parted; or the names in a checkpoint were another's
+    with pytest.raises(ConfigurationError, match=said):
+        quiet(strategy=strategy(), devices=1).fit(Regression(), loader(16, 4))
+
+
+class WithoutSuper(Averaging):
+    def setup_optimizers(self, optimizers: Any) -> Any:
+        self.optimizers = list(optimizers)
+        return self.optimizers
+
+
+class Looked(Regression):
+    """A table of which only rank 0 looks anything up, with sparse gradients; a buffer that each rank counts in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(4, 1, sparse=True)
+        self.register_buffer("steps", torch.zeros(()))
+        torch.nn.init.normal_(self.net[0].weight)  # another one on each rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rank = torch.distributed.get_rank()
+        self.steps += 1 + rank
+        loss = self.loss(batch)
+        return loss + self.table(torch.tensor([1])).sum() if rank == 0 else loss
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+class Counts(Callback):
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.steps.append(float(module.steps))
+
+
+def _apart() -> Any:
+    torch.manual_seed(torch.distributed.get_rank())
+    module, counts = Looked(), Counts()
+    quiet(strategy=WithoutSuper(), max_epochs=2, callbacks=counts).fit(module, loader(32, 4))
+    return module.net[0].weight.detach(), module.table.weight.detach(), counts.steps
+
+
+def test_ranks_stay_together_whatever_is_replaced() -> None:
+    # K-01: setup_optimizers without super, a sparse gradient on one rank alone, a change of what trains
+    (net, table, steps), (other_net, other_table, other_steps) = on_ranks(_apart, 2)
+    assert torch.equal(net, other_net)
+    assert torch.equal(table, other_table)
+    assert (steps, other_steps) == ([4.0, 8.0], [8.0, 16.0])  # each rank's own, unfreezing notwithstanding
+
+
+def _with_max_norm() -> str:
+    class Bounded(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 1, max_norm=1.0)
+
+    return _refused(Averaging(), Bounded())
+
+
+def test_replicas_that_would_part_are_refused() -> None:
+    # K-01
+    assert all("'table' is an Embedding with max_norm=1.0, on 2 ranks" in said for said in on_ranks(_with_max_norm, 2))
 
 
 def test_one_method_must_be_written() -> None:

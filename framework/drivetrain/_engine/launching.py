@@ -73,7 +73,14 @@ def launch(request: Request) -> Any:
         return _run_as_a_rank(request, place)
     launcher = choose_launcher(launcher or setting, place.placement.local_world_size)
     work = _WorkOfRun(request, place, devices.type)
-    return launcher.run(work, place.placement, address=place.address, port=place.port)
+    launcher.run(work, place.placement, address=place.address, port=place.port)
+    if not work.done:
+        raise ConfigurationError(
+            f"{type(launcher).__name__}.run returned without having had the run done.",
+            "nothing was trained.",
+            "call work.here(world) or work.elsewhere(call).",
+        )
+    return work.result
 
 
 def _run_as_a_rank(request: Request, place: Place) -> Any:
@@ -169,24 +176,37 @@ class _WorkOfRun(Work):
         self._request = request
         self._place = place
         self.device = device
+        self.done = False
+        self.result: Any = None
         fitting = request.stage == "fit"
         self.signals = awaited_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
 
     def here(self, world: World) -> Any:
         store = world.store("runs")
         place = replace(self._place, placement=world.placement, store=store, world=world, missing=False)
-        return _run_as_a_rank(self._request, place)
+        self.result = _run_as_a_rank(self._request, place)
+        self.done = True
+        return self.result
 
     def elsewhere(self, call: Callable[..., Any]) -> Any:
         trainer = self._request.trainer
         _refuse_shards(trainer, self._request.module)
         try:
-            outcome: Outcome = call(_worker, *self._request)
+            outcome = call(_worker, *self._request)
         except (SystemExit, KeyboardInterrupt):
             trainer.state = "interrupted"
             raise
+        from drivetrain._engine.outcome import Outcome  # for runs in other processes alone
+
+        if not isinstance(outcome, Outcome):
+            raise ConfigurationError(
+                f"What a launcher gave to work.elsewhere returned a {type(outcome).__name__}.",
+                "it is to call the function on every rank, and return what the function returned on rank 0.",
+                "return that object as it came.",
+            )
         _take_over(outcome, self._place, self._request)
-        return outcome.result
+        self.result, self.done = outcome.result, True
+        return self.result
 
 
 def _refuse_shards(trainer: RunReads, module: TrainModule) -> None:

@@ -40,6 +40,8 @@ def set_up_optimizers(run: RunState, regroup: Callable[[Sequence[Optimizer]], No
     trainables.tell_unheld(optimizers)
     before = trainables.present()
     run.optimizers = strategy.setup_optimizers(optimizers)
+    if strategy.world_size > 1:
+        strategy.broadcast_module(module)
     trainables.set_aside(before)
     run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
     trainables.begin(run.optimizers, run.schedulers)

@@ -33,7 +33,7 @@ from drivetrain._engine.signals import Signals, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
-from drivetrain._engine.topology import Place, check_control_plane
+from drivetrain._engine.topology import Place, check_control_plane, check_set_up
 from drivetrain._engine.training import build_training, estimated_steps, under_context
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.stopping import how_it_ended
@@ -274,6 +274,8 @@ class Session(RunState):
 
     def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
         self.strategy.setup_optimizers([])
+        if self.strategy.world_size > 1:
+            self.strategy.broadcast_module(self.module)
         self.checkpoints.load_weights()
         if self.stage == "predict":
             return build_prediction(self, runner, move)()
@@ -329,7 +331,9 @@ class Session(RunState):
         facts = {"stage": self.stage, **_settings_alike(self.trainer), **data.facts(), **facts_about(module)}
         shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
         self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
-        runner = under_context(strategy.setup_module(module), strategy.precision)
+        run_step = strategy.setup_module(module)
+        check_set_up(strategy, module, run_step)
+        runner = under_context(run_step, strategy.precision)
         hold(module)
         if self.stage == "fit":
             self._trainables = Trainables(module, strategy)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.nn import Module
 
 from drivetrain._distributed.failure import RankFailedError, first_cause
 from drivetrain._distributed.job import Job
@@ -224,4 +225,32 @@ def check_control_plane(strategy: Strategy, placement: Placement) -> None:
             "the ranks would not hear of each other: each would train by itself on its part of the data.",
             "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment joins the ranks (call it "
             "where you override it); a strategy for one process says single_process = True.",
+        )
+
+
+def check_set_up(strategy: Strategy, module: Module, run_step: object) -> None:
+    """Refuse what a strategy's `setup_module` left undone, which would show as wrong numbers or names much later.
+
+    Args:
+        strategy: after its `setup_module`.
+        module: the run's.
+        run_step: what `setup_module` returned.
+
+    Raises:
+        ConfigurationError: names what is missing.
+    """
+    name = type(strategy).__name__
+    if strategy.module is not module:
+        held = "None" if strategy.module is None else f"a {type(strategy.module).__name__}"
+        raise ConfigurationError(
+            f"{name}.setup_module left self.module as {held}.",
+            "weights and gradients are found there by their plain names, and those of a wrapper are other ones.",
+            "set self.module to the module that setup_module is given; keep a wrapper under another name.",
+        )
+    if run_step is module or not callable(run_step):
+        returned = "the module itself" if run_step is module else repr(run_step)
+        raise ConfigurationError(
+            f"{name}.setup_module returned {returned}.",
+            "it returns what calls a step: runner(step, *arguments) returns step(*arguments).",
+            "return operator.call where nothing has to be done around a step.",
         )

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import cut as cut
     from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
     from drivetrain.checkpoint._weights_fit import Misfit as Misfit
+    from drivetrain.strategies._embeddings import refuse_embedding_max_norm as refuse_embedding_max_norm
     from drivetrain.strategies._held_module import may_move as may_move
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
@@ -64,6 +65,7 @@ _HOMES = {
     "load_named_optimizer_state": "._optimizer_state",
     "may_move": "._held_module",
     "named_optimizer_state": "._optimizer_state",
+    "refuse_embedding_max_norm": "._embeddings",
     "set_timeout": "drivetrain._distributed.groups",
     "spread": "drivetrain._distributed.control",
     "strategy_by_name": ".registry",
@@ -94,6 +96,7 @@ __all__ = [
     "load_named_optimizer_state",
     "may_move",
     "named_optimizer_state",
+    "refuse_embedding_max_norm",
     "set_timeout",
     "spread",
     "strategy_by_name",

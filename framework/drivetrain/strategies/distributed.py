@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.optim import Optimizer
 
 from drivetrain._distributed.buffers import take_forms_of_rank_0
 from drivetrain._distributed.collectives import all_gather, average_together, broadcast, broadcast_together, reduce
 from drivetrain._distributed.control import LocalControl
 from drivetrain.environments import Placement
 from drivetrain.precision import Precision
+from drivetrain.strategies._embeddings import refuse_embedding_max_norm
 from drivetrain.strategies._process_group import ProcessGroup
 from drivetrain.strategies.strategy import Strategy
 
@@ -47,6 +47,7 @@ class DistributedStrategy(Strategy):
         self._group = ProcessGroup(process_group_backend, timeout, step_timeout)
         self._store: Store | None = None
         self._accumulates = False
+        self._given_out: tuple[nn.Parameter, ...] = ()
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -61,14 +62,12 @@ class DistributedStrategy(Strategy):
 
     # Training
 
-    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        if self.module is not None and self.world_size > 1:
-            self.broadcast_module(self.module)
-        return super().setup_optimizers(optimizers)
+    def check(self, module: nn.Module) -> None:
+        refuse_embedding_max_norm(module, self.world_size)
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Give every rank rank 0's parameters and buffers. Collective; called once the optimizers are there."""
-        tensors = [*module.parameters(), *module.buffers()]
+        self._given_out = tuple(module.parameters())
+        tensors = [*self._given_out, *module.buffers()]
         if tensors:
             broadcast_together(tensors)
 
@@ -91,22 +90,29 @@ class DistributedStrategy(Strategy):
     def exchange_gradients(self) -> None:
         """Average over the ranks the gradients that a window has added up. Collective.
 
-        A parameter without a gradient on some ranks counts as zero there; without one on any, it is left alone.
+        A parameter without a gradient on some ranks counts as zero there; without one on any, it is left alone. A
+        gradient that is sparse on some ranks and dense on others becomes dense.
         """
         trained = [one for one in self.named_parameters().values() if one.requires_grad]
-        present = torch.tensor([one.grad is not None for one in trained], dtype=torch.int64)
-        anywhere = self.control.all_reduce_async(present).wait().tolist()  # on the host: no device is waited for
-        used = [parameter for parameter, ranks in zip(trained, anywhere, strict=True) if ranks]
-        for parameter in used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        average_together([parameter.grad for parameter in used if parameter.grad is not None])
+        forms = [_form(one.grad) for one in trained]
+        # On the host: no device is waited for.
+        counts = self.control.all_reduce_async(torch.tensor(forms, dtype=torch.int64).reshape(-1)).wait()
+        gradients = []
+        for parameter, (dense, sparse) in zip(trained, counts.reshape(-1, 2).tolist(), strict=True):
+            if dense or sparse:
+                parameter.grad = _as_on_all(parameter, sparse=not dense)
+                gradients.append(parameter.grad)
+        average_together(gradients)
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
             super().trainable_changed(module)  # whoever exchanges them otherwise knows whether that adapts
         elif self.world_size > 1:
-            self.broadcast_module(module)  # layers may be new
+            known = {id(one) for one in self._given_out}
+            fresh = [one for one in module.parameters() if id(one) not in known]
+            self._given_out = tuple(module.parameters())
+            if fresh:
+                broadcast_together(fresh)
 
     def restore_module(self) -> None:
         if self.module is not None and self.world_size > 1:
@@ -134,5 +140,23 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         super().teardown()
+        self._given_out = ()
         self._group.close()
         self.control = LocalControl()
+
+
+def _form(gradient: torch.Tensor | None) -> tuple[bool, bool]:
+    """Whether there is a dense gradient, and whether there is a sparse one."""
+    return (False, False) if gradient is None else (not gradient.is_sparse, gradient.is_sparse)
+
+
+def _as_on_all(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
+    """Return the parameter's gradient in the form that it has on all ranks, zero where this one has none."""
+    gradient = parameter.grad
+    if gradient is None and sparse:
+        # As those of embeddings are: rows, of which there are none.
+        nowhere = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        return torch.sparse_coo_tensor(nowhere, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient if sparse or not gradient.is_sparse else gradient.to_dense()

@@ -175,6 +175,9 @@ class Strategy(ABC):
         self.optimizers = list(optimizers)
         return self.optimizers
 
+    def broadcast_module(self, module: torch.nn.Module) -> None:
+        """Give every rank rank 0's weights. Collective; called once after `setup_optimizers`, on several ranks."""
+
     # What trains
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:

@@ -20,10 +20,10 @@ from drivetrain.strategies import (
     MemoryAdvice,
     StepRunner,
     broadcast_together,
+    refuse_embedding_max_norm,
 )
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
-    refuse_embedding_max_norm,
     refuse_meta,
     refuse_other_device,
 )

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain_strategies._module_checks import refuse_device_map, refuse_embedding_max_norm, refuse_sparse_embeddings
+from drivetrain.strategies import refuse_embedding_max_norm
+from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 

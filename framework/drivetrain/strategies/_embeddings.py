@@ -1,0 +1,32 @@
+"""Embeddings that change in the forward, which replicas cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from drivetrain.errors import ConfigurationError
+
+
+def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
+    """Refuse ``nn.Embedding(max_norm=...)`` on several ranks.
+
+    Raises:
+        ConfigurationError: names the embedding.
+    """
+    if world_size == 1:
+        return
+    for name, child in _embeddings(module):
+        if child.max_norm is not None:
+            raise ConfigurationError(
+                f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
+                "its forward rewrites the rows that this rank looked up, so that replicas drift apart in silence.",
+                "drop max_norm and renormalise all rows in on_train_batch_end, alike on every rank.",
+            )
+
+
+def _embeddings(module: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            yield name, child
