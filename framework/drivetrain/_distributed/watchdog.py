@@ -15,6 +15,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 _LOOK = 0.5  # seconds between two looks at the store
 _ANSWER = timedelta(seconds=3)  # how long a rank that asks waits for answers
 _DEEPEST = 12  # lines of a stack that are told
+_LAST_ANSWER = 5.0  # seconds that a request under way may take, once nobody needs it
 
 
 class Watchdog:
@@ -44,10 +45,10 @@ class Watchdog:
         self._thread.start()
 
     def end(self) -> None:
-        """Look no more."""
+        """Look no more. Behind a cut cable the store does not answer, and the thread is left to its waiting."""
         self._over.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_LAST_ANSWER)
 
     def _run(self) -> None:
         answered = late = 0

@@ -46,10 +46,12 @@ def tell_others(control: ControlPlane, failure: Failure) -> None:
 
 def in_vain(control: ControlPlane, error: BaseException) -> BaseException:
     """Return an error that says where the others are, for one that says only that they did not come in time."""
-    if not any(text in str(error) for text in _TIMED_OUT) or control.first_failure(_LOOK) is not None:
+    if not any(text in str(error) for text in _TIMED_OUT):
         return error
     try:
-        where = control.whereabouts(late=True)
+        if _within(_STORE, lambda: control.first_failure(_LOOK)) is not None:
+            return error
+        where = _within(_HEAR + _STORE, lambda: control.whereabouts(late=True))
     except RuntimeError:
         return error
     told = absent_error(
