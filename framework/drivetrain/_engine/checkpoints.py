@@ -358,11 +358,13 @@ class RunCheckpoints:
 
     def write_after_failure(self, path: str) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""
-        strategy, progress = self._session.strategy, self._session.progress
+        session, strategy = self._session, self._session.strategy
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
             return
-        progress.back_to_the_window()
+        if session.opening is not None and (session.progress.within_window or session.position.loop == "training"):
+            session.opening.go_back()
+        session.progress.back_to_the_window()
         self.write(path, weights_only=False)
 
     def save_before_leaving(self) -> None:

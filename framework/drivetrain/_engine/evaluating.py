@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from drivetrain._engine.batches import Move
 from drivetrain._engine.run_state import RunState
+from drivetrain._loops.early_exit import EarlyExit
 from drivetrain._loops.evaluate import EvaluateLoop
 from drivetrain._loops.predict import PredictLoop
 from drivetrain.strategies.strategy import StepRunner
 
 
 def build_evaluation(
-    run: RunState, stage: str, runner: StepRunner, move: Move | None, limits: Sequence[int | None] | None = None
+    run: RunState,
+    stage: str,
+    runner: StepRunner,
+    move: Move | None,
+    limits: Sequence[int | None] | None = None,
+    early: EarlyExit | None = None,
 ) -> Callable[[], list[dict[str, float]]]:
     """Return what validates or tests the run's module.
 
@@ -25,6 +31,7 @@ def build_evaluation(
         runner: the strategy's callable that every step runs through.
         move: brings a batch to the device.
         limits: micro-batches of each loader, for a trial whose values nobody logs; None for what the run reads.
+        early: lets the ranks leave before the end; None where they do not.
     """
     assert run.data is not None
     strategy = run.strategy
@@ -45,15 +52,20 @@ def build_evaluation(
         give_out_buffers=give_out_buffers,
         inference_mode=_inference_mode(run),
         log=None if limits is not None else run.logger_call(),
+        early=early,
     ).run
 
 
 def build_validation(run: RunState, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
     """Return what validates the run's module within fit, and leaves training's random draws and buffers alone."""
-    evaluate = build_evaluation(run, "validate", runner, move)
+    early = None
+    if run.leaves_on_signals:
+        early = EarlyExit(run.stop, run.module, run.metrics, run.strategy)
+    evaluate = build_evaluation(run, "validate", runner, move, early=early)
 
     def validate() -> list[dict[str, float]]:
-        with _draws_apart(run), run.buffers.aside():
+        within = run.opening if run.progress.within_window else None
+        with within.evaluating() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
             return evaluate()
 
     return validate

@@ -47,7 +47,7 @@ class RunCheckpoint:
         """Return what this rank has of the checkpoint; calls the hooks that add to it."""
         run, strategy, module = self._run, self._strategy, self._module
         contents = Contents(
-            weights=strategy.model_state() if self._running else dict(module.state_dict()),
+            weights=self._weights(),
             aliases=tied_names(module),
             facts=Facts(
                 strategy=type(strategy).__name__,
@@ -65,6 +65,14 @@ class RunCheckpoint:
                 for index, optimizer in enumerate(run.optimizers)
             ]
         return contents
+
+    def _weights(self) -> dict[str, Any]:
+        if not self._running:
+            return dict(self._module.state_dict())
+        weights, opening = self._strategy.model_state(), self._run.opening
+        if opening is None:
+            return weights
+        return weights | {name: value for name, value in opening.buffers.items() if name in weights}
 
     def shard_of(self, value: Any) -> Any:
         """Return what this rank holds of a value."""
@@ -108,16 +116,20 @@ class RunCheckpoint:
     def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """What is this rank's own."""
         run = self._run
+        buffers = self._own_buffers(weights) if self._running else {}
+        if run.opening is not None and run.opening.in_force:
+            return {**run.opening.rank_state(), "buffers": buffers}
         source = None if run.data is None else run.data.train
         return {
             "draws": run.draws.state(run.progress.batch_idx),
             "metrics": run.metrics.state_dict(),
             "source": None if source is None else source.state_dict(),
-            "buffers": self._own_buffers(weights) if self._running else {},
+            "buffers": buffers,
         }
 
     def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        aside = self._run.buffers.values()
+        opening = self._run.opening
+        aside = self._run.buffers.values() | ({} if opening is None else dict(opening.buffers))
         return own_buffers(self._module, weights, aside, self._strategy.control)
 
     # Loading

@@ -12,6 +12,7 @@ from drivetrain._engine.buffers_aside import BuffersAside
 from drivetrain._engine.cursor import Cursor
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.window_opening import WindowOpening
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.lengths import Lengths
@@ -67,6 +68,8 @@ class RunState:
         self.loop: TrainLoop | None = None
         self.metrics = MetricStore(module)
         self.stop = StopRequest(strategy.control, None, None, None)
+        self.opening: WindowOpening | None = None
+        """What the window under way began with; None where windows have one micro-batch, or nobody asks to leave."""
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[SchedulerConfig] = []
         self.handles: list[OptimizerHandle] = []
@@ -102,6 +105,11 @@ class RunState:
         """Watches what trains; there from when the strategy holds the module of a fit."""
         assert self._trainables is not None
         return self._trainables
+
+    @property
+    def leaves_on_signals(self) -> bool:
+        """Whether a signal makes the run save and leave, alike on every rank."""
+        return self.trainer.preemption_signals is not None
 
     def logger_call(self) -> Callable[[dict[str, float]], None] | None:
         """Return what sends numbers to the loggers, or None where there are none on this rank."""

@@ -34,7 +34,7 @@ from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
 from drivetrain._engine.topology import Place, check_control_plane, check_set_up
-from drivetrain._engine.training import build_training, estimated_steps, under_context
+from drivetrain._engine.training import build_training, estimated_steps, set_up_stopping, under_context
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.stopping import how_it_ended
 from drivetrain._loops.trainables import Trainables
@@ -212,6 +212,7 @@ class Session(RunState):
     def _fit(self, runner: StepRunner, move: Move | None) -> None:
         hooks = self.hooks
         set_up_optimizers(self, self.checkpoints.regroup)
+        set_up_stopping(self)
         if self._data().sources.get("validate"):
             self.validate = build_validation(self, runner, move)
         loop = self.loop = build_training(
@@ -234,7 +235,7 @@ class Session(RunState):
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
             try_validation(self, runner, move, self.monitors.note_validation)
         self.metrics.enter("train", reset=self.checkpoints.opened is None)
-        self._signals.listen()  # before, there is nothing to save
+        self._signals.wait_for_the_run()
         for hook in hooks.on_train_start:
             hook()
         self.checkpoints.keep_trainables()
@@ -446,7 +447,7 @@ def _settings_alike(trainer: RunContext) -> dict[str, Any]:
         "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
         "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
         "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
-        "inference_mode use_distributed_sampler"
+        "inference_mode use_distributed_sampler preemption_signals"
     )
     facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
     facts["strategy"] = trainer.strategy.name

@@ -1,4 +1,4 @@
-"""Signals during training: the first asks the run to save and leave, a second one ends it at once."""
+"""Signals during a fit: the first asks the run to save and leave, a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ _ECHO = 0.5
 _COME_OUT = 1.0
 """Seconds that the main thread gets, after a second signal, to raise: it may be in a collective that never ends."""
 
+_GIVE_UP = 12.0
+"""Seconds that it gets after a first one where there is nothing to save: schedulers wait for fifteen and more."""
+
 
 def awaited_signals(setting: str | list[str] | None, variables: Mapping[str, str]) -> tuple[int, ...]:
     """Return the signals that ``Fit(preemption_signals=setting)`` means: Ctrl-C's among them, or none at all.
@@ -45,14 +48,16 @@ def interruption(number: int) -> BaseException:
 
 
 class Signals:
-    """Takes signals from `listen` on until the end of its ``with``. In the main thread only; in others it does nothing.
+    """Takes signals within its ``with``. In the main thread only; in others it does nothing.
 
-    A signal that comes twice raises in the main thread. Where that thread is in a call that does not return, such as
-    a collective, no handler of Python's runs there: a thread of its own then ends the process.
+    Until `wait_for_the_run` there is nothing to save: what would have ended the process raises at once, and what a
+    handler of the user's waits for is his. Then the first signal is for the run, and one that comes twice raises in the
+    main thread. Where that thread is in a call that does not return, such as a collective, no handler of Python's runs
+    there: a thread of its own then ends the process.
 
     Args:
         numbers: the signals.
-        arrived: called with the first one.
+        arrived: called with the first one that the run is to heed.
     """
 
     def __init__(self, numbers: Sequence[int], arrived: Callable[[int], None]) -> None:
@@ -63,10 +68,23 @@ class Signals:
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         self._handled = _Repetition()
+        self._watch: _Watch | None = None
         self.answered = False
         """Set once the run has done what the signal wants."""
 
     def __enter__(self) -> Self:
+        if not self._numbers or threading.current_thread() is not threading.main_thread():
+            return self
+        ours = [number for number in self._numbers if signal.getsignal(number) is signal.SIG_DFL]
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._previous = {number: signal.signal(number, self._raise) for number in ours}
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._watch = _Watch(self._pipe[0], self._wakeup, ends=not is_interactive())
+        self._watch.expect(ours, at_once=True)
+        self._thread = threading.Thread(target=self._watch.run, name="drivetrain-signals", daemon=True)
+        self._thread.start()
+        _keep_out_of_children(self)
         return self
 
     @property
@@ -74,18 +92,14 @@ class Signals:
         """Whether signals are taken now."""
         return self._pipe is not None
 
-    def listen(self) -> None:
-        """Take the signals from now on."""
-        if not self._numbers or threading.current_thread() is not threading.main_thread():
+    def wait_for_the_run(self) -> None:
+        """From now on there is something to save: the first signal is for the run to heed."""
+        if self._watch is None:
             return
-        self._pipe = os.pipe()
-        os.set_blocking(self._pipe[1], False)
-        self._previous = {number: signal.signal(number, self._handle) for number in self._numbers}
-        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        watch = _Watch(self._pipe[0], self._numbers, self._wakeup, ends=not is_interactive())
-        self._thread = threading.Thread(target=watch.run, name="drivetrain-signals", daemon=True)
-        self._thread.start()
-        _keep_out_of_children(self)
+        self._watch.expect(self._numbers, at_once=False)
+        for number in self._numbers:
+            handler = signal.signal(number, self._handle)
+            self._previous.setdefault(number, handler)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -101,14 +115,22 @@ class Signals:
         self._pipe = None
         late = self._handled.first
         if late and not self.answered and kind is None:
-            signal.raise_signal(late)  # the run was over before it could ask: it is for whoever is asked now
+            # The run was over before it could ask: the signal is for whoever is asked now.
+            if signal.getsignal(late) is signal.SIG_DFL:
+                raise interruption(late)
+            signal.raise_signal(late)
 
     def put_back(self) -> None:
         """Give the signals back to who had them before."""
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._previous.items():
-            if signal.getsignal(number) == self._handle and handler is not None:
+            if signal.getsignal(number) in (self._handle, self._raise) and handler is not None:
                 signal.signal(number, handler)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if not self._handled.is_repeated(number) and not self.answered:
+            self.answered = True
+            raise interruption(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._handled.first == 0:
@@ -157,16 +179,20 @@ class _Repetition:
 
 
 class _Watch:
-    """Reads what signals write to the pipe, and ends the process where a second one is not raised in time."""
+    """Reads what signals write to the pipe, and ends the process where one is not raised in time."""
 
-    def __init__(self, pipe: int, numbers: Sequence[int], forward: int, *, ends: bool) -> None:
+    def __init__(self, pipe: int, forward: int, *, ends: bool) -> None:
         self._pipe = pipe
-        self._numbers = numbers
         self._forward = forward
         self._ends = ends
+        self._expected: tuple[Sequence[int], bool] = ((), False)
         self._seen = _Repetition()
         self._come = b""
         self._ended = False
+
+    def expect(self, numbers: Sequence[int], *, at_once: bool) -> None:
+        """Heed these signals from now on: each, or (not ``at_once``) only one that comes twice."""
+        self._expected = (numbers, at_once)
 
     def run(self) -> None:
         while not self._over(None):
@@ -174,8 +200,13 @@ class _Watch:
                 if self._forward != -1:
                     with contextlib.suppress(OSError):
                         os.write(self._forward, bytes([number]))
-                if number in self._numbers and self._seen.is_repeated(number) and self._ends:
-                    self._end(number)
+                numbers, at_once = self._expected
+                if number not in numbers or not self._ends:
+                    continue
+                if self._seen.is_repeated(number):
+                    self._end(number, _COME_OUT, "came twice")
+                elif at_once:
+                    self._end(number, _GIVE_UP, f"came, and the run did not end within {_GIVE_UP:g} s")
 
     def _over(self, seconds: float | None) -> bool:
         """Wait for what comes next; tell whether it is the end of the run."""
@@ -185,10 +216,10 @@ class _Watch:
             self._ended = 0 in self._come
         return self._ended
 
-    def _end(self, number: int) -> None:
-        if self._over(_COME_OUT):
+    def _end(self, number: int, seconds: float, why: str) -> None:
+        if self._over(seconds):
             return
         for child in multiprocessing.active_children():
             child.kill()  # data-loading workers, which are in groups of their own
-        os.write(2, f"{signal.Signals(number).name} came twice: the process ends at once.\n".encode())
+        os.write(2, f"{signal.Signals(number).name} {why}: the process ends at once.\n".encode())
         os._exit(128 + number)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import duration
 from drivetrain._engine.batches import Move, moved
 from drivetrain._engine.run_state import RunState
+from drivetrain._engine.window_opening import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.lengths import Tally
@@ -48,7 +49,7 @@ def build_training(
     """Return the loop that trains the run's module.
 
     Args:
-        run: gets its stop request, and with manual optimization what runs it.
+        run: gets what runs it, with manual optimization.
         runner: the strategy's callable that every step runs through.
         move: brings a batch to the device.
         settle: called as an epoch begins.
@@ -61,8 +62,6 @@ def build_training(
         from drivetrain._loops.anomaly import AnomalyStep
 
         step = AnomalyStep(step, run.progress, strategy.rank)
-    max_time = None if trainer.max_time is None else duration(trainer.max_time)
-    run.stop = StopRequest(strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     if strategy.rank == 0:
         strategy.precision.at_floor = _SaysOnce()
     module = run.module
@@ -108,7 +107,18 @@ def build_training(
         save=save,
         settle=settle,
         watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
+        opening=run.opening,
     )
+
+
+def set_up_stopping(run: RunState) -> None:
+    """Settle who may end the run early, and where."""
+    trainer = run.trainer
+    max_time = None if trainer.max_time is None else duration(trainer.max_time)
+    run.stop = StopRequest(run.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    accumulates = trainer.accumulate_grad_batches > 1 or any(one.window_of(0) is not None for one in run.callbacks)
+    if accumulates and run.leaves_on_signals and run.module.automatic_optimization:
+        run.opening = WindowOpening(run)
 
 
 def estimated_steps(run: RunState) -> int | float:

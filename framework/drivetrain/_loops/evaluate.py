@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from drivetrain._distributed.control import ControlPlane
+from drivetrain._loops.early_exit import EarlyExit
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.joining import leaving_no_trace
 from drivetrain._loops.lengths import Lengths
@@ -75,6 +76,7 @@ class EvaluateLoop:
         give_out_buffers: gives every rank rank 0's buffers.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
         log: sends reduced values to the loggers; None where there is none.
+        early: lets the ranks leave before the end; None where they do not.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class EvaluateLoop:
         give_out_buffers: Callable[[], object],
         inference_mode: bool,
         log: Callable[[dict[str, float]], None] | None,
+        early: EarlyExit | None = None,
     ) -> None:
         self._stage = stage
         self._name = name = NAMES[stage]
@@ -110,6 +113,7 @@ class EvaluateLoop:
         self._give_out_buffers = give_out_buffers
         self._inference_mode = inference_mode
         self._log = log
+        self._early = early
         self._step = getattr(module, f"{name}_step")
         self._arguments = StepArguments(self._step, several=len(sources) > 1)
         self._hooks = hooks
@@ -117,22 +121,31 @@ class EvaluateLoop:
         self._batch_end = getattr(hooks, f"on_{name}_batch_end")
 
     def run(self) -> list[dict[str, float]]:
-        """Evaluate all loaders; returns each loader's reduced values."""
-        metrics, hooks, name = self._metrics, self._hooks, self._name
+        """Evaluate all loaders; returns each loader's reduced values, none where the ranks leave before the end."""
+        metrics, hooks, name, early = self._metrics, self._hooks, self._name, self._early
+        if early is not None and early.at_once():
+            return []
         self._give_out_buffers()
         gradient = torch.inference_mode() if self._inference_mode else torch.no_grad()
         with evaluating(self._module, gradient):
             metrics.enter(self._stage)
+            if early is not None:
+                early.begin()
             for hook in getattr(hooks, f"on_{name}_start"):
                 hook()
             for hook in getattr(hooks, f"on_{name}_epoch_start"):
                 hook()
+            if early is not None:
+                early.after_hooks()
             had_data = []
             for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
                 metrics.had_data = False
-                self._evaluate(index, source, limit)
+                if not self._evaluate(index, source, limit):
+                    return []
                 had_data.append(metrics.had_data)
+            if early is not None:
+                early.end()
             metrics.had_data = all(had_data)
             metrics.dataloader_idx = None
             results = self._reduce()
@@ -149,8 +162,12 @@ class EvaluateLoop:
                 hook()
         return _by_loader(numbers, len(self._sources))
 
-    def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> None:
+    def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
+        """Evaluate one loader; False where the ranks leave, and nothing has come of it."""
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
+        early = self._early
+        in_step = source.static or self._strategy.collective_forward or self._strategy.world_size == 1
+        leaves = None if early is None else early.look(in_step)
         several, came, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         before = position.enter("evaluation")
@@ -159,6 +176,8 @@ class EvaluateLoop:
             if share.joins:
                 came += share.start >= 0  # nobody else's batch counts
                 self._join(given, batch_idx, index)
+                if leaves is not None and leaves():
+                    break
                 continue
             came += 1
             batch = given if self._move is None else self._move(given, index)
@@ -171,9 +190,16 @@ class EvaluateLoop:
             outputs = run(step, *arguments(batch, batch_idx, index))
             for hook in self._batch_end:
                 hook(outputs, *where)
+            if leaves is not None and leaves():
+                break
         metrics.batch = None
         position.leave(before)
+        if early is not None and early.is_left(in_step):
+            early.undo()
+            early.end()
+            return False
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
+        return True
 
     def _join(self, given: Any, batch_idx: int, index: int) -> None:
         if not self._strategy.collective_forward:

@@ -55,19 +55,36 @@ def leaving_no_trace(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
     step on every rank.
     """
     joining = None if metrics.joining else Joining(metrics)
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    # A step may write into a buffer, or put another tensor in its place (`self.count = self.count + 1`).
-    places = [(child, dict(child._buffers)) for child in module.modules()]
+    buffers = Buffers(module)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in values:
-                buffer.copy_(before)
-        for child, buffers in places:
-            _put_back(child, buffers)
+        buffers.put_back()
         if joining is not None:
             joining.end()
+
+
+class Buffers:
+    """A module's buffers as they are now, to be put back: the same tensors with the same values.
+
+    Args:
+        module: whose.
+    """
+
+    __slots__ = ("_places", "_values")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        # A step may write into a buffer, or put another tensor in its place (`self.count = self.count + 1`).
+        self._places = [(child, dict(child._buffers)) for child in module.modules()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let the module have them again, and no others."""
+        for buffer, before in self._values:
+            buffer.copy_(before)
+        for child, buffers in self._places:
+            _put_back(child, buffers)
 
 
 def _put_back(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:

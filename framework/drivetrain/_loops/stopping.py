@@ -10,7 +10,7 @@ from drivetrain._distributed.control import ControlPlane
 from drivetrain._loops.progress import Progress
 
 AGREE_EVERY = 16
-"""Windows between two looks at the store, at most."""
+"""Points between two looks at the store, at most."""
 
 _LOOK = 0.5
 """Seconds between two looks that are aimed at: who asks for a signal's sake has half a minute, or less."""
@@ -20,11 +20,12 @@ _TIME_IS_UP = 2
 
 
 class Appointment:
-    """A window after which all ranks do something, agreed without a collective.
+    """A point at which all ranks do something, agreed without a collective.
 
-    Each rank publishes the window at which it will look next, and then looks for a request. Who requests first reads
-    what all have published, and names the furthest of these windows. A rank that looked too early to see the request
-    had published its next look before, so the named window is at or after that look.
+    Points are counted alike on all ranks: the ends of windows, and of micro-batches where a run may leave after one.
+    Each rank publishes the point at which it will look next, and then looks for a request. Who requests first reads
+    what all have published, and names the furthest of these points. A rank that looked too early to see the request
+    had published its next look before, so the named point is at or after that look.
 
     Args:
         control: the way to the other ranks.
@@ -36,34 +37,34 @@ class Appointment:
         self._store = control.store
         self._name = name
         self.asked = False
-        self.window: int | None = None
+        self.point: int | None = None
         """Known once a look has found a request."""
         self.why = 0
         """The first request's reason, never 0; the same on all ranks."""
 
-    def ask(self, window: int, why: int) -> None:
-        """Request one, at this rank's ``window``. The first request stands."""
+    def ask(self, point: int, why: int) -> None:
+        """Request one, at this rank's ``point``. The first request stands."""
         store = self._store
         assert store is not None
         self.asked = True
         if store.add(f"{self._name}/asking", 1) == 1:
             store.set(f"{self._name}/asked", "")  # from here on nobody publishes a look and goes on
-            windows = [window]
+            points = [point]
             for rank in range(self._control.world_size):
                 if store.check([f"looks/{rank}"]):
-                    windows.append(int(store.get(f"looks/{rank}")))
-            store.set(f"{self._name}/after", f"{max(windows)} {why}")
+                    points.append(int(store.get(f"looks/{rank}")))
+            store.set(f"{self._name}/after", f"{max(points)} {why}")
         self._take()
 
     def look(self) -> None:
         """See whether anybody has requested one."""
         assert self._store is not None
-        if self.window is None and self._store.check([f"{self._name}/asked"]):
+        if self.point is None and self._store.check([f"{self._name}/asked"]):
             self._take()
 
-    def is_kept(self, window: int) -> bool:
-        """Whether its window has come."""
-        return self.window is not None and window >= self.window
+    def is_kept(self, point: int) -> bool:
+        """Whether its point has come."""
+        return self.point is not None and point >= self.point
 
     def settle(self, asking: int) -> int:
         """Where all ranks stand at the same point, ``asking`` of them with a request: return why, or 0.
@@ -71,7 +72,7 @@ class Appointment:
         Who asks has called `leave_word` before the ranks counted.
         """
         if asking:
-            self.window, self.asked = 0, True
+            self.point, self.asked = 0, True
             if self._store is not None:
                 self.why = int(self._store.get(f"{self._name}/word"))
         return self.why
@@ -86,17 +87,18 @@ class Appointment:
 
     def _take(self) -> None:
         assert self._store is not None
-        window, why = self._store.get(f"{self._name}/after").split()
-        self.window, self.why, self.asked = int(window), int(why), True
+        point, why = self._store.get(f"{self._name}/after").split()
+        self.point, self.why, self.asked = int(point), int(why), True
 
 
 class StopRequest:
     """Anybody may ask to stop, on any rank; all ranks then stop after the same window.
 
-    There are two kinds. A stop ends the run in its ordinary way, and not before ``min_steps`` and ``min_epochs``. To
-    *leave*, for a signal's sake, is to save and be gone: nothing holds that back.
+    There are two kinds. A stop ends the run in its ordinary way, after a window, and not before ``min_steps`` and
+    ``min_epochs``. To *leave*, for a signal's sake, is to save and be gone: nothing holds that back, and it need not
+    wait for the end of a long window or of a validation.
 
-    Windows are counted rather than the optimizer's steps: a window may make none, and a run none at all.
+    Points are counted rather than the optimizer's steps: a window may make none, and a run none at all.
 
     Args:
         control: the way to the other ranks.
@@ -118,9 +120,10 @@ class StopRequest:
         self._leave = Appointment(control, "leave")
         self._agreed = False
         self._late = False  # the time was up before anybody asked for anything
-        self._window = 0  # how many were closed, the same on every rank
+        self._point = 0  # how many were passed, the same on every rank
         self._look_at = 0
         self._looked: tuple[int, float] | None = None
+        self._glance_at = -math.inf  # seconds, of ranks that are out of step
         self.requested = False
         """Set to ask for a stop; ``trainer.should_stop``."""
         self.because: str | None = None
@@ -153,24 +156,47 @@ class StopRequest:
         """
         if self._deadline is not None:
             self._heed_deadline()
+        if self._store is not None and self.requested and not self._stop.asked:
+            self._leave_reason()
+            self._stop.ask(self._point + 1, self._reason())
+        if self.leaves_here():
+            return True
+        if self._store is not None:
+            if not self._stop.is_kept(self._point):
+                return False
+            self.requested = True
+        return self.requested and self._may_stop(step, epoch)
+
+    def leaves_here(self) -> bool:
+        """Whether all ranks leave now. Called on every rank at each point that all of them come to in step: after a
+        window, and after a micro-batch within a window or of an evaluation.
+        """
         if self._store is None:
             self.leaving = self.signal
-            return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
-        self._window = window = self._window + 1
+            return self.leaving > 0
+        self._point = point = self._point + 1
         if self.signal and not self._leave.asked:
-            self._leave.ask(window, self.signal)
-        if self.requested and not self._stop.asked:
-            self._leave_reason()
-            self._stop.ask(window, self._reason())
-        if window >= self._look_at:
-            self._look(window)
-        if self._leave.is_kept(window):
-            self.leaving = self._leave.why
-            return True
-        if not self._stop.is_kept(window):
+            self._leave.ask(point, self.signal)
+        if point >= self._look_at:
+            self._look(point)
+        if not self._leave.is_kept(point):
             return False
-        self.requested = True
-        return self._may_stop(step, epoch)
+        self.leaving = self._leave.why
+        return True
+
+    def anybody_leaves(self) -> bool:
+        """Whether any rank has asked to leave, as far as this one knows: for ranks that go through different numbers of
+        micro-batches. They come together with `agree`. Not collective.
+        """
+        if self._store is None:
+            return self.signal > 0
+        if self.signal and not self._leave.asked:
+            self._leave.ask(self._point, self.signal)
+        now = time.monotonic()
+        if now >= self._glance_at and not self._leave.asked:
+            self._glance_at = now + _LOOK
+            self._leave.look()
+        return self._leave.asked
 
     def agree(self, purpose: str) -> None:
         """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
@@ -185,20 +211,24 @@ class StopRequest:
         self._leave.settle(leaving)
         self.requested = self._agreed = stopping > 0
 
-    def went_back(self) -> None:
-        """Learn whether any rank asks for anything, the run having gone back to an earlier checkpoint. Collective.
+    def agree_anew(self, purpose: str) -> None:
+        """Learn whether any rank asks for anything, where points come in another rhythm from here on. Collective.
 
-        What was agreed for a later window is due at once, and who asks from here on is heard soon.
+        What was agreed for a later point is due at once, and who asks from here on is heard soon.
         """
-        self._looked, self._look_at = (self._window, -math.inf), self._window + 1
+        self._looked, self._look_at = (self._point, -math.inf), self._point + 1
         if self._store is not None:  # before anybody goes on, who may ask then
             self._store.set(f"looks/{self._control.rank}", str(self._look_at))
-        self.agree("going back to an earlier checkpoint")
+        self.agree(purpose)
+
+    def leaves_together(self) -> bool:
+        """Whether all ranks leave where they have just come together, as `agree` has found."""
+        self.leaving = self._leave.why
+        return self.leaving > 0
 
     def after_epoch(self, step: int, epochs: int) -> bool:
         """Whether to stop between epochs, as `agree` has found."""
-        self.leaving = self._leave.why
-        return self.leaving > 0 or (self.requested and self._may_stop(step, epochs))
+        return self.leaves_together() or (self.requested and self._may_stop(step, epochs))
 
     def _may_stop(self, step: int, epochs: int) -> bool:
         return step >= self._min_steps and epochs >= self._min_epochs
@@ -215,7 +245,7 @@ class StopRequest:
     def _reason(self) -> int:
         return _TIME_IS_UP if self._late else 1
 
-    def _look(self, window: int) -> None:
+    def _look(self, point: int) -> None:
         store = self._store
         assert store is not None
         now, apart = time.monotonic(), 1
@@ -223,10 +253,10 @@ class StopRequest:
             self._control.after_first_step()
         else:
             before, then = self._looked
-            # Long windows are looked after one by one, and short ones seldom.
-            apart = min(AGREE_EVERY, max(1, int(_LOOK * (window - before) / max(now - then, 1e-9))))
-        self._looked = window, now
-        self._look_at = window + apart
+            # Where points are far apart it looks at each, and seldom where they are close.
+            apart = min(AGREE_EVERY, max(1, int(_LOOK * (point - before) / max(now - then, 1e-9))))
+        self._looked = point, now
+        self._look_at = point + apart
         store.set(f"looks/{self._control.rank}", str(self._look_at))
         self._leave.look()
         self._stop.look()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,23 @@ class TrainLimits:
     log_every_n_steps: int
 
 
+class Opening(Protocol):
+    """What a window begins with, where a run may leave within one."""
+
+    def begin_epoch(self) -> None:
+        """Take note of it before an epoch's first window of this run, and of what may change from here on."""
+
+    def take(self) -> None:
+        """Take note of it before the next window."""
+
+    def go_back(self) -> None:
+        """Let what is saved from here on be as it was at the last opening."""
+
+    @property
+    def has_begun_the_epoch(self) -> bool:
+        """Whether the run went back to the opening of an epoch's first window."""
+
+
 class Ended(Enum):
     """Why an epoch's loop came to its end."""
 
@@ -83,6 +100,7 @@ class TrainLoop:
         save: writes what a later run goes on from, where this one ends before its time.
         settle: looks what trains, once the hooks that begin an epoch have been called.
         watch: says what only an epoch as a whole shows.
+        opening: what windows of several micro-batches begin with; None where a run leaves after a window only.
     """
 
     def __init__(
@@ -109,6 +127,7 @@ class TrainLoop:
         save: Callable[[], None],
         settle: Callable[[], None],
         watch: EpochWatch,
+        opening: Opening | None,
     ) -> None:
         self._step = step
         self._micro_batches = micro_batches
@@ -135,6 +154,7 @@ class TrainLoop:
         self._save = save
         self._settle = settle
         self._watch = watch
+        self._opening = opening
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
 
@@ -142,7 +162,11 @@ class TrainLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where between an epoch's data and its end the loop stands."""
-        return {"data_is_over": self._data_is_over, "validation": self._validation.state_dict()}
+        return {
+            "data_is_over": self._data_is_over,
+            "has_begun": self._opening is not None and self._opening.has_begun_the_epoch,
+            "validation": self._validation.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on, with `run`, where a run stood when `state_dict` was called."""
@@ -157,9 +181,12 @@ class TrainLoop:
         fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
         while not self._finished():
             self._validation.begin_epoch(self._progress)
-            self._steps_before = self._progress.global_step if self._progress.batch_idx == 0 else None
-            if self._progress.batch_idx == 0:
+            begins = self._progress.batch_idx == 0
+            if begins:
                 self._draws.settle()
+            begins = begins and not (resumed is not None and resumed.get("has_begun"))  # which earlier versions lack
+            self._steps_before = self._progress.global_step if begins else None
+            if begins:
                 self._metrics.enter("train", reset=fresh)
                 for hook in self._hooks.on_train_epoch_start:
                     hook()
@@ -170,6 +197,8 @@ class TrainLoop:
                     self._validation.load_state_dict(resumed["validation"], self._progress)
             over = resumed is not None and resumed["data_is_over"]
             fresh, resumed = True, None
+            if self._opening is not None:
+                self._opening.begin_epoch()
             before = self._position.enter("training")
             ended = Ended.DATA if over else self._train_epoch()
             self._position.leave(before)
@@ -184,7 +213,7 @@ class TrainLoop:
         self._saves.back = None
         load()
         self._flushed_at = self._progress.micro_batches
-        self._stop.went_back()
+        self._stop.agree_anew("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         return resumed
 
@@ -208,10 +237,12 @@ class TrainLoop:
         max_steps, log_every = self._limits.max_steps, self._log_every
         step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
         validation, waiting, position = self._validation, self._saves.waiting, self._position
+        opening = self._opening
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
-
+            if stop.leaving:
+                return self._leave()
         micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
         for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
@@ -258,20 +289,36 @@ class TrainLoop:
                     return Ended.BACK
             if progress.batch_idx == validation.next_at:
                 validation.run()
+                if stop.leaving:
+                    return self._leave()
                 if waiting and micro.closes:
                     self._saves.run()
                     if self._saves.back is not None:
                         return Ended.BACK
             if stepped and progress.global_step == max_steps:
                 return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT
+            if not micro.closes:
+                if opening is not None and stop.leaves_here():
+                    return self._leave()
+                continue
             # Asked after a window that made no step too: a run may never make one.
-            if micro.closes and stop.after_window(progress.global_step, progress.epoch):
+            if stop.after_window(progress.global_step, progress.epoch):
+                if stop.leaving:
+                    return self._leave()
                 if stop.goes_on_later:
                     self._save()
-                if stop.leaving:
-                    return Ended.LEFT
                 return Ended.DATA if self._is_last(micro_batches) else Ended.STOPPED
+            if opening is not None:
+                opening.take()
         return Ended.DATA
+
+    def _leave(self) -> Ended:
+        """Save the last whole step, and where the run stands within the epoch."""
+        if self._progress.within_window and self._opening is not None:
+            self._step.drop_window()
+            self._opening.go_back()
+        self._save()
+        return Ended.LEFT
 
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
         """Whether the run, which ends here, has come to the end of the epoch's data as well."""
@@ -301,6 +348,9 @@ class TrainLoop:
         self._data_is_over = ended is Ended.DATA
         if ended is not Ended.LIMIT:
             self._validation.run_at_epoch_end(ended is Ended.STOPPED, self._data_is_over)
+            if self._stop.leaving:
+                self._save()
+                return True
             self._saves.run()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:
@@ -323,12 +373,11 @@ class TrainLoop:
         self._saves.run()
         stop = self._stop
         stop.agree("the end of a training epoch")
-        if ended is not Ended.DATA or self._finished():
-            return True  # who asks to leave now has come too late
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
-        if stopping and stop.goes_on_later:
+        over = ended is not Ended.DATA or self._finished()
+        if stop.leaving or (stopping and not over and stop.goes_on_later):
             self._save()
-        return stopping
+        return stopping or over
 
     def _say_idle(self) -> None:
         if not self._said_idle and self._control.rank == 0:

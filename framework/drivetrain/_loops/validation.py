@@ -69,17 +69,22 @@ class ValidationPlan:
     def load_state_dict(self, state: Mapping[str, int], progress: Progress) -> None:
         """Take back what `state_dict` returned, after `begin_epoch`: a validation that was due is still due."""
         self._ran_at = state["ran_at"]
+        if self.next_at != -1:
+            self._look_ahead(progress)  # past what ran within the window that the saved run left
         if self.next_at != -1 and state["next_at"] == progress.batch_idx:
             self.next_at = state["next_at"]
 
     def run(self) -> None:
-        """Validate now, within an epoch."""
+        """Validate now, within an epoch. All ranks may leave before its end: see the stop request."""
         assert self._validate is not None
         assert self._progress is not None
-        self._ran_at = self._progress.micro_batches
+        before, self._ran_at = self._ran_at, self._progress.micro_batches
         self._validate()
-        self._stop.agree("the end of a validation run")
         self._metrics.enter("train", reset=False)
+        if self._stop.leaving:
+            self._ran_at = before  # it has not ended, and is still due
+            return
+        self._stop.agree_anew("the end of a validation run")
         self._look_ahead(self._progress)
 
     def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:
@@ -109,7 +114,10 @@ class ValidationPlan:
     def _look_ahead(self, progress: Progress) -> None:
         if self._interval is not None:
             done = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
-            self.next_at = progress.batch_idx + self._interval - done % self._interval
+            ahead = self._interval - done % self._interval
+            while progress.micro_batches + ahead <= self._ran_at:
+                ahead += self._interval
+            self.next_at = progress.batch_idx + ahead
 
     def _is_missed(self) -> bool:
         """Whether the data ended before a validation to which, by its length, the epoch would have come."""

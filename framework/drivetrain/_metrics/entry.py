@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, NoReturn, Self
 
 import torch
@@ -174,6 +175,12 @@ class Entry:
         return max(total, value) if self.operation == "max" else min(total, value)
 
     # What a checkpoint keeps
+
+    def twin(self) -> Entry:
+        """Return an entry that has what this one has now, whatever this one takes from here on."""
+        twin = copy(self)
+        twin.waiting, twin.weights = self.waiting[:], self.weights[:]
+        return twin
 
     def state_dict(self) -> dict[str, Any]:
         """Return how the key was opened and what came since; the metric object keeps its own state."""

@@ -38,6 +38,8 @@ class MetricObjects:
 
     def all(self) -> dict[str, Any]:
         """Every metric object, by its attribute."""
+        if "torchmetrics" not in sys.modules:
+            return {}
         return {name: child for name, child in self._module.named_modules() if is_metric(child)}
 
     def merged(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -331,14 +331,32 @@ class MetricStore:
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has logged: every key with what its epoch has accumulated, and the metric objects."""
         return {
-            "stages": {
-                stage: {name: entry.state_dict() for name, entry in entries.items()}
-                for stage, entries in self._stages.items()
-            },
+            "stages": {stage: _states_of(entries) for stage, entries in self._stages.items()},
             "objects": {name: metric_state(metric) for name, metric in self.objects.all().items()},
             "values": dict(self._values),
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
+
+    def noted(self) -> Callable[[], dict[str, Any]]:
+        """Take note of what training has logged in its epoch, and return what gives, later, a `state_dict` with that.
+
+        What an evaluation has come to since is as it is then. Nothing is summed up before.
+        """
+        entries = {name: entry.twin() for name, entry in self._stages.get("train", {}).items()}
+        objects = {name: metric_state(metric) for name, metric in self.objects.all().items()}
+        had_data = self.had_data if self.stage == "train" else self._had_data.get("train", False)
+        return lambda: self._as_noted(entries, objects, had_data)
+
+    def _as_noted(self, entries: Mapping[str, Entry], objects: dict[str, Any], had_data: bool) -> dict[str, Any]:
+        state = self.state_dict()
+        evaluated = {
+            entry.attribute for stage, of_it in self._stages.items() if stage != "train" for entry in of_it.values()
+        }
+        trained = {entry.attribute for entry in entries.values()}
+        state["stages"]["train"] = _states_of(entries)
+        state["objects"] |= {name: kept for name, kept in objects.items() if name not in evaluated - trained}
+        state["had_data"]["train"] = had_data
+        return state
 
     def check_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Find out, before anything changes, whether `load_state_dict` can take them.
@@ -398,6 +416,10 @@ class MetricStore:
             if entry.result is not None:
                 values[entry.epoch_name] = for_reading(entry.result)
         return values
+
+
+def _states_of(entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {name: entry.state_dict() for name, entry in entries.items()}
 
 
 def _key(name: str, entry: Entry) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._runtime.generators import generator_states, kept_generators, set_generators
+from drivetrain._runtime.generators import generator_states, kept_generators, noted_generators, set_generators
 from drivetrain.data._sharding import Share
 
 Pairs = Iterator[tuple[Any, Share]]
@@ -52,8 +52,17 @@ class ReadAhead:
 
     def state(self, trained: int) -> dict[str, Any]:
         """Return what a checkpoint keeps, ``trained`` of the epoch's micro-batches having been trained on."""
+        return self.noted(trained)()
+
+    def noted(self, trained: int) -> Callable[[], dict[str, Any]]:
+        """Take note of what `state` returns now, and return what gives it later."""
+        if self._again:  # a resumed run has not come to reading yet
+            *resumed, last = self._again
+            return lambda: {"ahead": resumed, "now": last}
         ahead = [states for number, states in self._before if trained <= number < self._read]
-        return {"ahead": ahead, "now": self._final or self._held or generator_states(self.device)}
+        known = self._final or self._held
+        now = noted_generators(self.device) if known is None else lambda: known
+        return lambda: {"ahead": ahead, "now": now()}
 
     @contextmanager
     def aside(self, own: Iterable[Any] = ()) -> Iterator[None]:
@@ -83,9 +92,9 @@ class ReadAhead:
         if not self._again:
             run()
             return
-        set_generators(self._again.pop(), self.device)
+        set_generators(self._again[-1], self.device)
         run()
-        self._again.append(generator_states(self.device))
+        self._again[-1] = generator_states(self.device)
 
     def _noted(self, pairs: Pairs, trained: Callable[[], int]) -> Pairs:
         self._go_back()

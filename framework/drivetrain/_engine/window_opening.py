@@ -1,0 +1,115 @@
+"""What a run had as its window opened: a run that leaves within the window is saved as it was then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain._engine.buffers_aside import is_held_here
+
+if TYPE_CHECKING:
+    from drivetrain._engine.run_state import RunState
+
+
+@dataclass(slots=True)
+class _Taken:
+    draws: Callable[[], dict[str, Any]]
+    metrics: Callable[[], dict[str, Any]]
+    source: Any
+
+
+class WindowOpening:
+    """Keeps what the micro-batches of a window change before its step is made.
+
+    Weights and optimizers are as they were until then. Buffers, generators, logged values and the place in the data are
+    not: they are copied once a window, where one has several micro-batches. That takes some 0.1 ms on the host, a
+    launch on the device, and as much memory as the buffers.
+
+    Args:
+        run: whose windows.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._taken: _Taken | None = None
+        self._places: list[tuple[str, dict[str, Tensor | None], str]] | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self.in_force = False
+        """Whether the run has gone back to it: what is saved from then on is as it was at the opening."""
+
+    def begin_epoch(self) -> None:
+        """Find the buffers anew: hooks that begin an epoch may have changed the module. Then `take` what there is."""
+        layers = dict(self._run.module.named_modules(remove_duplicate=False)).items()
+        self._places = [
+            (f"{path}.{name}" if path else name, layer._buffers, name)
+            for path, layer in layers
+            for name in _kept(layer)
+        ]
+        self.take()
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy what there is, before anything of the next window is read."""
+        run = self._run
+        assert run.data is not None
+        assert run.data.train is not None
+        source = run.data.train
+        self._taken = _Taken(
+            run.draws.noted(run.progress.batch_idx),
+            run.metrics.noted(),
+            deepcopy(source.state_dict()) if source.stateful else source.state_dict(),
+        )
+        now = self._held()
+        if now.keys() == self._buffers.keys() and all(_fits(self._buffers[key], one) for key, one in now.items()):
+            if now:
+                torch._foreach_copy_(list(self._buffers.values()), list(now.values()))
+        else:
+            self._buffers = {key: one.detach().clone() for key, one in now.items()}
+
+    @contextmanager
+    @torch.no_grad()
+    def evaluating(self) -> Iterator[None]:
+        """Keep what an evaluation within the window does to buffers: it is over, and not done once more."""
+        before = {key: one.detach().clone() for key, one in self._held().items()}
+        yield
+        for key, one in self._held().items():
+            if key not in before or not torch.equal(before[key], one):
+                self._buffers[key] = one.detach().clone()
+
+    def go_back(self) -> None:
+        """Count as before the window, and let what is saved from here on be as it was then."""
+        self._run.progress.back_to_the_window()
+        self.in_force = True
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The values of the persistent buffers, by name; none while it is not in force."""
+        return self._buffers if self.in_force else {}
+
+    @property
+    def has_begun_the_epoch(self) -> bool:
+        """Whether it is in force, and the window is the epoch's first: the hooks that begin it were called."""
+        return self.in_force and self._run.progress.batch_idx == 0
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank says of itself in a checkpoint, but for its buffers."""
+        assert self._taken is not None
+        return {"draws": self._taken.draws(), "metrics": self._taken.metrics(), "source": self._taken.source}
+
+    def _held(self) -> dict[str, Tensor]:
+        found = {key: buffers.get(name) for key, buffers, name in self._places or ()}
+        return {key: buffer for key, buffer in found.items() if is_held_here(buffer)}
+
+
+def _kept(layer: nn.Module) -> list[str]:
+    return [name for name in layer._buffers if name not in layer._non_persistent_buffers_set]
+
+
+def _fits(copy: Tensor, buffer: Tensor) -> bool:
+    return copy.shape == buffer.shape and copy.dtype == buffer.dtype and copy.device == buffer.device

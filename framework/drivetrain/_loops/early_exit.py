@@ -1,0 +1,110 @@
+"""Leaving an evaluation within training before its end, for a signal's sake, as if it had not begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain._distributed.shards import ParameterShard
+from drivetrain._loops.joining import Buffers
+from drivetrain._loops.stopping import StopRequest
+from drivetrain._metrics import MetricStore
+from drivetrain._metrics.objects import metric_state, set_metric_state
+from drivetrain.strategies.strategy import Strategy
+
+
+class EarlyExit:
+    """Knows whether the ranks leave, and puts back what an evaluation that is left has changed.
+
+    Buffers and metric objects come back. Where hooks put other weights in place as the evaluation begins, averages for
+    one, it goes on to its end: what they put back there must be what is saved.
+
+    Args:
+        stop: who asks to leave.
+        module: the user's.
+        metrics: where steps log.
+        strategy: where.
+    """
+
+    def __init__(self, stop: StopRequest, module: nn.Module, metrics: MetricStore, strategy: Strategy) -> None:
+        self._stop = stop
+        self._module = module
+        self._metrics = metrics
+        self._strategy = strategy
+        self._held = False
+        self._weights: list[Tensor] = []
+        self._buffers: Buffers | None = None
+        self._objects: Sequence[tuple[Any, dict[str, Any]]] = ()
+
+    def at_once(self) -> bool:
+        """Whether the ranks leave before the evaluation begins. Collective."""
+        self._stop.agree_anew("the beginning of a validation run")
+        return self._stop.leaves_together()
+
+    def begin(self) -> None:
+        """Take note of what there is, before any hook of the evaluation."""
+        self._weights = self._sums()
+        self._buffers = Buffers(self._module)
+        self._objects = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
+
+    def after_hooks(self) -> None:
+        """Find out whether the hooks have changed the weights. Collective."""
+        changed = any(not torch.equal(*pair) for pair in zip(self._weights, self._sums(), strict=True))
+        (holding,) = self._strategy.control.agree("the hooks that begin a validation run", changed)
+        self._held = holding > 0
+
+    def look(self, in_step: bool) -> Callable[[], bool] | None:
+        """Return what says, after each micro-batch, whether to leave; None where the evaluation goes on to its end.
+
+        Args:
+            in_step: all ranks go through as many micro-batches.
+        """
+        if self._held:
+            return None
+        return self._stop.leaves_here if in_step else self._stop.anybody_leaves
+
+    def is_left(self, in_step: bool) -> bool:
+        """Whether the ranks leave, after a loader's last micro-batch or the one that they have left at.
+
+        Collective where they are not ``in_step``.
+        """
+        if self._held:
+            return False
+        if in_step:
+            return self._stop.leaving > 0
+        self._stop.agree("the end of a validation loader")
+        return self._stop.leaves_together()
+
+    def undo(self) -> None:
+        """Put back what the evaluation has changed."""
+        assert self._buffers is not None
+        self._buffers.put_back()
+        for metric, state in self._objects:
+            set_metric_state(metric, state)
+        self._metrics.enter(self._metrics.stage)
+
+    def end(self) -> None:
+        """Hold on to nothing."""
+        self._weights, self._buffers, self._objects = [], None, ()
+
+    @torch.no_grad()
+    def _sums(self) -> list[Tensor]:
+        """A sum of the bits of all that this rank would save of the parameters, two for each, on their devices."""
+        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        sums: dict[torch.device, list[Tensor]] = {}
+        for name, value in self._strategy.model_state().items():
+            held = self._strategy.shard_of(value) if name in parameters else None
+            local = held.local if isinstance(held, ParameterShard) else held
+            if isinstance(local, Tensor) and not local.is_meta:
+                sums.setdefault(local.device, []).extend(_bits(local))
+        return [torch.stack(of_device) for of_device in sums.values()]
+
+
+def _bits(tensor: Tensor) -> list[Tensor]:
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = content.numel() // 8 * 8
+    parts = [content[:whole].view(torch.int64), content[whole:]] if content.storage_offset() % 8 == 0 else [content]
+    return [part.sum(dtype=torch.int64) for part in parts]

@@ -1,0 +1,290 @@
+"""A signal within a long window or a validation: the run leaves at once, and goes on as if nothing had been. J-09."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from engine_case import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import Callback, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint, EarlyStopping
+from drivetrain.checkpoint import load
+from drivetrain.testing import requires_linux
+
+SAMPLES, BATCH = 46, 2  # 23 micro-batches an epoch
+Moment = tuple[Any, ...]
+
+
+class Augmented(Dataset[Any]):
+    """Draws as it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([index / SAMPLES]), torch.rand(3) + random.random()])
+
+
+class Changing(TrainModule):
+    """Has all that a micro-batch changes: buffers, metric objects, logged values, generators, counts of its own."""
+
+    def __init__(self, *at: Callable[[Moment], None]) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("validated", torch.zeros((), dtype=torch.int64))
+        self.train_mean = torchmetrics.MeanMetric()
+        self.val_mean = torchmetrics.MeanMetric()
+        self.watching = at
+        self.told: list[Any] = []
+
+    def at(self, *moment: Any) -> None:
+        for watch in self.watching:
+            watch(moment)
+
+    def on_train_epoch_start(self) -> None:
+        self.told.append(("epoch starts", self.current_epoch))
+        torch.rand(3)  # draws, which a second call would repeat
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches = self.batches + 1
+        loss = (self.net(batch) - batch[:, :1]).square().mean()
+        self.train_mean.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("train_mean", self.train_mean, on_step=False, on_epoch=True)
+        self.at("train", self.current_epoch, batch_idx)
+        return loss
+
+    def on_validation_start(self) -> None:
+        self.at("validation starts", self.current_epoch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validated += 1
+        loss = (self.net(batch) - batch[:, :1]).square().mean()
+        self.val_mean.update(loss)
+        self.log("val_loss", loss)
+        self.at("validate", self.current_epoch, self.trainer.batch_idx, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_mean", self.val_mean)
+
+    def on_validation_end(self) -> None:
+        self.told.append(("validated", self.global_step, self.trainer.batch_idx))
+
+    def on_train_epoch_end(self) -> None:
+        self.at("epoch ends", self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+
+class Leave:
+    """Sends this process SIGTERM at a moment, once."""
+
+    def __init__(self, *moment: Any) -> None:
+        self.moment = moment
+        self.sent = False
+
+    def __call__(self, now: Moment) -> None:
+        if now == self.moment and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(folder: Path, module: Changing, **options: Any) -> Fit:
+    settings = {**QUIET, "max_epochs": 2, "accumulate_grad_batches": 8, "num_sanity_val_steps": 0, **options}
+    callbacks = [Checkpoint(folder, every_n_train_steps=1000), EarlyStopping("val_loss/dataloader_idx_0", patience=50)]
+    fit = Fit(default_root_dir=folder, callbacks=callbacks, **settings)
+    training = DataLoader(Augmented(), batch_size=BATCH, shuffle=True)
+    fit.fit(module, training, [DataLoader(Augmented(), batch_size=8) for _ in range(2)], ckpt_path="auto")
+    return fit
+
+
+def end(fit: Fit, module: Changing) -> dict[str, Any]:
+    """All that has to be the same."""
+    stopper = next(one for one in fit.callbacks if isinstance(one, EarlyStopping))
+    return {
+        "state": {name: value.tolist() for name, value in module.state_dict().items()},
+        "metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
+        "counts": (fit.global_step, fit.samples_seen, fit.micro_batches, fit.current_epoch),
+        "stopping": stopper.state_dict(),
+    }
+
+
+WITHIN_WINDOWS = {"val_check_interval": 12, "check_val_every_n_epoch": None}
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "options"),
+    [
+        (("train", 0, 3), 0, {}),  # within the very first window
+        (("train", 0, 12), 1, {}),
+        (("train", 0, 20), 2, {}),  # within the epoch's last window, which is shorter
+        (("train", 1, 0), 3, {}),  # within an epoch's first window: it has begun
+        (("train", 1, 9), 4, {}),
+        (("validate", 0, 23, 0, 0), 3, {}),
+        (("validate", 0, 23, 3, 1), 3, {}),  # within the second loader
+        (("validate", 1, 23, 5, 1), 6, {}),  # after the last batch of the last validation
+        (("validation starts", 0), 3, {}),
+        (("validate", 0, 12, 2, 0), 1, WITHIN_WINDOWS),  # within a validation within a window
+        (("train", 0, 14), 1, WITHIN_WINDOWS),  # within a window after a validation that has ended
+        (("validate", 0, 6, 2, 0), 6, {"accumulate_grad_batches": 1, "val_check_interval": 6}),
+        (("epoch ends", 0), 3, {}),
+        (("epoch ends", 1), 6, {}),  # as the run ends
+    ],
+)
+def test_it_leaves_at_once_and_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, moment: Moment, step: int, options: dict[str, Any]
+) -> None:  # J-09
+    undisturbed = Changing()
+    wanted = end(train(tmp_path / "undisturbed", undisturbed, **options), undisturbed)
+    seen: list[Moment] = []
+    leaving = Changing(Leave(*moment), seen.append)
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path / "left", leaving, **options)
+    assert left.value.code == 143
+    assert len(seen) - seen.index(moment) <= 2  # at most one more micro-batch
+    (saved,) = [one for one in (tmp_path / "left").iterdir() if one.name.startswith("interrupted")]
+    assert saved.name == f"interrupted-step={step}"
+    assert load(saved).progress["global_step"] == step
+    resumed = Changing()
+    assert end(train(tmp_path / "left", resumed, **options), resumed) == wanted
+    assert leaving.told + resumed.told == undisturbed.told
+
+
+def test_twice_in_one_window(tmp_path: Path) -> None:  # J-09
+    undisturbed = Changing()
+    wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
+    for batch in (5, 2):
+        with pytest.raises(SystemExit):
+            train(tmp_path / "left", Changing(Leave("train", 0, batch)))
+    resumed = Changing()
+    assert end(train(tmp_path / "left", resumed), resumed) == wanted
+
+
+class Averaged(Callback):
+    """Puts other weights in place while the module is validated."""
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.own = [one.detach().clone() for one in module.parameters()]
+        for one in module.parameters():
+            one.data.mul_(0.5)
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        for one, own in zip(module.parameters(), self.own, strict=True):
+            one.data.copy_(own)
+
+
+def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path) -> None:  # J-09
+    """The validation goes on to its end, at which they put the weights back."""
+
+    def run(folder: Path, *at: Callable[[Moment], None]) -> tuple[Fit, Changing]:
+        module = Changing(*at)
+        fit = Fit(default_root_dir=folder, callbacks=[Checkpoint(folder), Averaged()], **{**QUIET, "max_epochs": 2})
+        loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
+        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH), loaders, ckpt_path="auto")
+        return fit, module
+
+    _, undisturbed = run(tmp_path / "undisturbed")
+    seen: list[Moment] = []
+    with pytest.raises(SystemExit):
+        run(tmp_path / "left", Leave("validate", 0, 23, 1, 0), seen.append)
+    assert ("validate", 0, 23, 5, 1) in seen
+    _, resumed = run(tmp_path / "left")
+    for name, value in undisturbed.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_a_failed_run_is_saved_as_its_window_opened(tmp_path: Path) -> None:  # J-09
+    undisturbed = Changing()
+    wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
+
+    def fail(now: Moment) -> None:
+        if now == ("train", 1, 11):
+            raise RuntimeError("once")
+
+    def run(module: Changing) -> Fit:
+        saver = Checkpoint(tmp_path / "c", every_n_train_steps=1000, save_on_exception=True)
+        stopper = EarlyStopping("val_loss/dataloader_idx_0", patience=50)
+        settings = {**QUIET, "max_epochs": 2, "accumulate_grad_batches": 8, "num_sanity_val_steps": 0}
+        fit = Fit(default_root_dir=tmp_path / "c", callbacks=[saver, stopper], **settings)
+        loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
+        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), loaders, ckpt_path="auto")
+        return fit
+
+    with pytest.raises(RuntimeError, match="once"):
+        run(Changing(fail))
+    resumed = Changing()
+    assert end(run(resumed), resumed) == wanted
+
+
+_SCRIPT = """
+import sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Fit, TrainModule
+
+where = sys.argv[1]
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def wait(self, here):
+        if here == where:
+            print("there", flush=True)
+            time.sleep(30) if here != "blocked" else torch.distributed.TCPStore("127.0.0.1", 0, 2, True)
+    def setup(self, stage):
+        self.wait("setup")
+        self.wait("blocked")
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+    def validation_step(self, batch, batch_idx):
+        self.wait("sanity check")
+    def on_train_end(self):
+        self.wait("end")
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+data = DataLoader(TensorDataset(torch.ones(4, 1)))
+Fit(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+    enable_model_summary=False).fit(Net(), data, data)
+"""
+
+
+@requires_linux()
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["setup", "sanity check", "end", "blocked"])
+def test_where_nothing_is_left_to_save_it_ends_with_143_too(tmp_path: Path, where: str) -> None:  # J-09
+    (tmp_path / "script.py").write_text(
+        _SCRIPT.replace("time.sleep(30)", "time.sleep(1)" if where == "end" else "time.sleep(30)")
+    )
+    command = [sys.executable, "script.py", where]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=variables, **pipes)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n", process.communicate()[1]
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=40)
+        assert time.monotonic() - began < 20
+    finally:
+        process.kill()
+    assert process.returncode == 143, errors
