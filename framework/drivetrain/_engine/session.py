@@ -259,7 +259,7 @@ class Session(RunState):
         self.stop.signal = number
         if self.strategy.rank == 0:
             name = signal.Signals(number).name
-            logger.warning("%s: the run saves and ends after a step or a few; once more, and it ends at once.", name)
+            logger.warning("%s: the run saves its last whole step and ends; once more, and it ends at once.", name)
 
     def _leave(self, number: int) -> None:
         """End what a signal has cut short: it is saved, and neither the epoch nor the training is over."""

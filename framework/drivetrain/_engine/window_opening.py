@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drivetrain._engine.buffers_aside import is_held_here
-
-if TYPE_CHECKING:
-    from drivetrain._engine.run_state import RunState
+from drivetrain._loops.progress import Progress
+from drivetrain._metrics import MetricStore
+from drivetrain.data._ahead import ReadAhead
+from drivetrain.data._source import BatchSource
 
 
 @dataclass(slots=True)
@@ -32,39 +33,52 @@ class WindowOpening:
     launch on the device, and as much memory as the buffers.
 
     Args:
-        run: whose windows.
+        module: the user's.
+        source: where the training batches come from.
+        draws: how far generators have come.
+        metrics: where steps log.
+        progress: the counters.
     """
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
+    def __init__(
+        self, module: nn.Module, source: BatchSource, draws: ReadAhead, metrics: MetricStore, progress: Progress
+    ) -> None:
+        self._module = module
+        self._source = source
+        self._draws = draws
+        self._metrics = metrics
+        self._progress = progress
         self._taken: _Taken | None = None
-        self._places: list[tuple[str, dict[str, Tensor | None], str]] | None = None
+        self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
+        self._objects: list[str] = []
         self._buffers: dict[str, Tensor] = {}
         self.in_force = False
         """Whether the run has gone back to it: what is saved from then on is as it was at the opening."""
 
     def begin_epoch(self) -> None:
-        """Find the buffers anew: hooks that begin an epoch may have changed the module. Then `take` what there is."""
-        layers = dict(self._run.module.named_modules(remove_duplicate=False)).items()
+        """Find buffers and metric objects anew, since hooks may have changed the module. Then `take` what there is."""
+        layers = dict(self._module.named_modules(remove_duplicate=False)).items()
         self._places = [
             (f"{path}.{name}" if path else name, layer._buffers, name)
             for path, layer in layers
             for name in _kept(layer)
         ]
+        self._objects = list(self._metrics.objects.all())
         self.take()
 
-    @torch.no_grad()
     def take(self) -> None:
         """Copy what there is, before anything of the next window is read."""
-        run = self._run
-        assert run.data is not None
-        assert run.data.train is not None
-        source = run.data.train
+        state = self._source.state_dict()
         self._taken = _Taken(
-            run.draws.noted(run.progress.batch_idx),
-            run.metrics.noted(),
-            deepcopy(source.state_dict()) if source.stateful else source.state_dict(),
+            self._draws.noted(self._progress.batch_idx),
+            self._metrics.noted(self._objects),
+            deepcopy(state) if self._source.stateful else state,
         )
+        if self._places:
+            self._copy_buffers()
+
+    @torch.no_grad()
+    def _copy_buffers(self) -> None:
         now = self._held()
         if now.keys() == self._buffers.keys() and all(_fits(self._buffers[key], one) for key, one in now.items()):
             if now:
@@ -84,7 +98,7 @@ class WindowOpening:
 
     def go_back(self) -> None:
         """Count as before the window, and let what is saved from here on be as it was then."""
-        self._run.progress.back_to_the_window()
+        self._progress.back_to_the_window()
         self.in_force = True
 
     @property
@@ -95,7 +109,7 @@ class WindowOpening:
     @property
     def has_begun_the_epoch(self) -> bool:
         """Whether it is in force, and the window is the epoch's first: the hooks that begin it were called."""
-        return self.in_force and self._run.progress.batch_idx == 0
+        return self.in_force and self._progress.batch_idx == 0
 
     def rank_state(self) -> dict[str, Any]:
         """Return what this rank says of itself in a checkpoint, but for its buffers."""
@@ -103,7 +117,7 @@ class WindowOpening:
         return {"draws": self._taken.draws(), "metrics": self._taken.metrics(), "source": self._taken.source}
 
     def _held(self) -> dict[str, Tensor]:
-        found = {key: buffers.get(name) for key, buffers, name in self._places or ()}
+        found = {key: buffers.get(name) for key, buffers, name in self._places}
         return {key: buffer for key, buffer in found.items() if is_held_here(buffer)}
 
 

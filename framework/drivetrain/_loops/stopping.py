@@ -156,16 +156,18 @@ class StopRequest:
         """
         if self._deadline is not None:
             self._heed_deadline()
-        if self._store is not None and self.requested and not self._stop.asked:
+        if self._store is None:
+            self.leaving = self.signal
+            return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
+        if self.requested and not self._stop.asked:
             self._leave_reason()
             self._stop.ask(self._point + 1, self._reason())
         if self.leaves_here():
             return True
-        if self._store is not None:
-            if not self._stop.is_kept(self._point):
-                return False
-            self.requested = True
-        return self.requested and self._may_stop(step, epoch)
+        if not self._stop.is_kept(self._point):
+            return False
+        self.requested = True
+        return self._may_stop(step, epoch)
 
     def leaves_here(self) -> bool:
         """Whether all ranks leave now. Called on every rank at each point that all of them come to in step: after a

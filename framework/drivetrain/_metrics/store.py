@@ -337,13 +337,16 @@ class MetricStore:
             "had_data": {**self._had_data, self.stage: self.had_data},
         }
 
-    def noted(self) -> Callable[[], dict[str, Any]]:
+    def noted(self, attributes: Sequence[str]) -> Callable[[], dict[str, Any]]:
         """Take note of what training has logged in its epoch, and return what gives, later, a `state_dict` with that.
 
         What an evaluation has come to since is as it is then. Nothing is summed up before.
+
+        Args:
+            attributes: of the module's metric objects.
         """
         entries = {name: entry.twin() for name, entry in self._stages.get("train", {}).items()}
-        objects = {name: metric_state(metric) for name, metric in self.objects.all().items()}
+        objects = {name: metric_state(self.objects.at(name)) for name in attributes}
         had_data = self.had_data if self.stage == "train" else self._had_data.get("train", False)
         return lambda: self._as_noted(entries, objects, had_data)
 

@@ -102,7 +102,9 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
         ("clipping", Bare, {"gradient_clip_val": 1.0}, 23),
         ("with a validation loader", Validating, {}, 6),
         ("typical", Logging, TYPICAL, 16),
-        ("two of a window", Bare, {"accumulate_grad_batches": 2}, 17),
+        # Ten of these take note of what the window began with; without signals to heed nothing does.
+        ("two of a window", Bare, {"accumulate_grad_batches": 2}, 28),
+        ("two of a window, no signals", Bare, {"accumulate_grad_batches": 2, "preemption_signals": None}, 17),
     ],
 )
 def test_python_calls_of_a_step(

@@ -1,0 +1,153 @@
+"""One rank's signal within a long window or a validation: all ranks leave together, and lose nothing. J-09."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain._loops import stopping
+from drivetrain.callbacks import Checkpoint
+from drivetrain.testing import run_distributed
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+
+SAMPLES = 61  # which two ranks, batches of two and windows of eight do not divide
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+}
+
+
+class Augmented(Dataset[Any]):
+    """Draws as it is read."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.tensor([index / SAMPLES]), torch.rand(3) + random.random()])
+
+
+class Uneven(IterableDataset[Any]):
+    """Rank 1 has twice as much of it as rank 0."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank = int(os.environ["RANK"])
+        return (torch.full((4,), index + 0.5 * rank) for index in range(20 * (1 + rank)))
+
+
+class Changing(TrainModule):
+    def __init__(self, moment: tuple[Any, ...] | None) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+        self.register_buffer("batches", torch.zeros(()))
+        self.mean = torchmetrics.MeanMetric()
+        self.moment = moment
+        self.told: list[Any] = []
+
+    def at(self, *moment: Any) -> None:
+        if moment == self.moment and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batches += 1 + self.global_rank  # each rank's own
+        loss = (self.net(batch) - batch[:, :1]).square().mean()
+        self.mean.update(loss.detach())
+        self.log("loss", loss, on_epoch=True)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.at("train", self.current_epoch, batch_idx)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", (self.net(batch) - batch[:, :1]).square().mean())
+        self.at("validate", self.current_epoch, batch_idx)
+
+    def on_validation_end(self) -> None:
+        self.told.append((self.global_step, self.trainer.batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def _train(folder: Path, name: str, validation: Dataset[Any], module: Changing, **options: Any) -> Any:
+    fit = Fit(
+        strategy=STRATEGIES[name](),
+        accelerator="cpu",
+        callbacks=Checkpoint(folder, every_n_train_steps=1000),
+        default_root_dir=folder,
+        max_epochs=2,
+        seed=3,
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"accumulate_grad_batches": 8, **options},
+    )
+    training = DataLoader(Augmented(), batch_size=2, shuffle=True)
+    fit.fit(module, training, DataLoader(validation, batch_size=2), ckpt_path="auto")
+    return {
+        "state": {name: value.tolist() for name, value in module.state_dict().items()},
+        "metrics": {name: float(value) for name, value in fit.callback_metrics.items()},
+        "counts": (fit.global_step, fit.samples_seen, fit.micro_batches),
+    }
+
+
+def _leave_and_go_on(folder: Path, name: str, cases: list[Any]) -> list[Any]:
+    stopping.AGREE_EVERY = 1  # a micro-batch takes no time here: else the run would be over within sixteen of them
+    came, undisturbed = [], {}
+    for number, (moment, validation, options) in enumerate(cases):
+        place, kind = folder / str(number), f"{type(validation).__name__} {options}"
+        leaving, resumed = Changing(moment), Changing(None)
+        if kind not in undisturbed:
+            module = Changing(None)
+            undisturbed[kind] = _train(place / "undisturbed", name, validation, module, **options), module.told
+        wanted, told = undisturbed[kind]
+        code: Any = None
+        try:
+            _train(place / "left", name, validation, leaving, **options)
+        except SystemExit as error:
+            code = error.code
+        saved = sorted(one.name for one in (place / "left").iterdir() if "step=" in one.name)
+        found = _train(place / "left", name, validation, resumed, **options)
+        came.append((code, saved, found == wanted, leaving.told + resumed.told == told))
+    return came
+
+
+WITHIN_WINDOWS = {"val_check_interval": 5, "check_val_every_n_epoch": None}
+CASES: list[Any] = [
+    (("train", 0, 3), Augmented(), {}),
+    (("train", 0, 12), Augmented(), WITHIN_WINDOWS),
+    (("train", 1, 1), Augmented(), {}),
+    (("validate", 0, 2), Augmented(), {}),
+    (("validate", 0, 3), Augmented(), WITHIN_WINDOWS),
+    (("validate", 0, 1), Uneven(), {}),
+    (("validate", 0, 15), Uneven(), {}),  # when rank 0 is through
+]
+SAVED = [["interrupted-step=0"], ["interrupted-step=1"], ["interrupted-step=2"], ["interrupted-step=2"]]
+SAVED += [["interrupted-step=0"], ["interrupted-step=2"], ["interrupted-step=2"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_all_ranks_leave_at_once_and_lose_nothing(tmp_path: Path, name: str) -> None:  # J-09
+    env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
+    for came in run_distributed(_leave_and_go_on, 2, tmp_path, name, CASES, process_group=None, env=env, timeout=120):
+        for (moment, validation, _), saved, (code, found, alike, told_alike) in zip(CASES, SAVED, came, strict=True):
+            case = name, moment, type(validation).__name__
+            assert code == 128 + signal.SIGUSR1, case
+            assert found == saved, case
+            assert alike, case
+            assert told_alike, case
