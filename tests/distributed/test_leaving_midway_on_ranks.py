@@ -136,8 +136,8 @@ CASES: list[Any] = [
     (("validate", 0, 1), Uneven(), {}),
     (("validate", 0, 15), Uneven(), {}),  # when rank 0 is through
 ]
-SAVED = [["interrupted-step=0"], ["interrupted-step=1"], ["interrupted-step=2"], ["interrupted-step=2"]]
-SAVED += [["interrupted-step=0"], ["interrupted-step=2"], ["interrupted-step=2"]]
+# Rank 0 may have come to the end of the window: without a collective before, it need not wait for rank 1.
+STEPS = [{0, 1}, {1, 2}, {2, 3}, {2}, {0, 1}, {2}, {2}]
 
 
 @pytest.mark.slow
@@ -145,9 +145,9 @@ SAVED += [["interrupted-step=0"], ["interrupted-step=2"], ["interrupted-step=2"]
 def test_all_ranks_leave_at_once_and_lose_nothing(tmp_path: Path, name: str) -> None:  # J-09
     env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
     for came in run_distributed(_leave_and_go_on, 2, tmp_path, name, CASES, process_group=None, env=env, timeout=120):
-        for (moment, validation, _), saved, (code, found, alike, told_alike) in zip(CASES, SAVED, came, strict=True):
+        for (moment, validation, _), steps, (code, found, alike, told_alike) in zip(CASES, STEPS, came, strict=True):
             case = name, moment, type(validation).__name__
             assert code == 128 + signal.SIGUSR1, case
-            assert found == saved, case
+            assert found in [[f"interrupted-step={step}"] for step in steps], (case, found)
             assert alike, case
             assert told_alike, case

@@ -56,11 +56,18 @@ def _leave_at(folder: Path, name: str, step: int) -> tuple[Any, list[tuple[int, 
     """Go on until the last rank is told to leave after ``step``; what became of it, and which samples were seen."""
     stopping.AGREE_EVERY = 1  # a step takes no time here: else the epoch would be over within sixteen micro-batches
     seen: list[tuple[int, int]] = []
+    window: list[tuple[int, int]] = []
+    made = -1
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
     def tell(what: str, *values: Any) -> None:
+        nonlocal made
         if what == "seen":
-            seen.extend(*values)
+            window.extend(*values)
+        if what == "step" and values != (made,):  # what a window held that was left does not count
+            (made,) = values
+            seen.extend(window)
+            window.clear()
         if what == "step" and values == (step,) and last:
             os.kill(os.getpid(), signal.SIGUSR1)
 

@@ -66,16 +66,16 @@ class EarlyExit:
             return None
         return self._stop.leaves_here if in_step else self._stop.anybody_leaves
 
-    def is_left(self, in_step: bool) -> bool:
+    def is_left(self) -> bool:
         """Whether the ranks leave, after a loader's last micro-batch or the one that they have left at.
 
-        Collective where they are not ``in_step``.
+        Collective, unless their forwards are: one that is through waits here for those that have more to do.
         """
         if self._held:
             return False
-        if in_step:
+        if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
-        self._stop.agree("the end of a validation loader")
+        self._stop.come_together("the end of a validation loader")
         return self._stop.leaves_together()
 
     def undo(self) -> None:

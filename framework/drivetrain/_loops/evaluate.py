@@ -194,7 +194,7 @@ class EvaluateLoop:
                 break
         metrics.batch = None
         position.leave(before)
-        if early is not None and early.is_left(in_step):
+        if early is not None and early.is_left():
             early.undo()
             early.end()
             return False

@@ -219,9 +219,18 @@ class StopRequest:
         What was agreed for a later point is due at once, and who asks from here on is heard soon.
         """
         self._looked, self._look_at = (self._point, -math.inf), self._point + 1
-        if self._store is not None:  # before anybody goes on, who may ask then
-            self._store.set(f"looks/{self._control.rank}", str(self._look_at))
+        self._publish(self._look_at)  # before anybody goes on, who may ask then
         self.agree(purpose)
+
+    def come_together(self, purpose: str) -> None:
+        """Learn whether any rank asks for anything, after points that ranks came to one before the other. Collective.
+
+        Who asks meanwhile need not reckon with those that wait here: it leaves its own points, and comes here too.
+        """
+        self._publish(0)
+        self.agree(purpose)
+        self._looked, self._look_at = (self._point, -math.inf), self._point + 1
+        self._publish(self._look_at)  # read too early, it does no harm: the next point is looked at
 
     def leaves_together(self) -> bool:
         """Whether all ranks leave where they have just come together, as `agree` has found."""
@@ -247,9 +256,11 @@ class StopRequest:
     def _reason(self) -> int:
         return _TIME_IS_UP if self._late else 1
 
+    def _publish(self, look_at: int) -> None:
+        if self._store is not None:
+            self._store.set(f"looks/{self._control.rank}", str(look_at))
+
     def _look(self, point: int) -> None:
-        store = self._store
-        assert store is not None
         now, apart = time.monotonic(), 1
         if self._looked is None:
             self._control.after_first_step()
@@ -259,7 +270,7 @@ class StopRequest:
             apart = min(AGREE_EVERY, max(1, int(_LOOK * (point - before) / max(now - then, 1e-9))))
         self._looked = point, now
         self._look_at = point + apart
-        store.set(f"looks/{self._control.rank}", str(self._look_at))
+        self._publish(self._look_at)
         self._leave.look()
         self._stop.look()
 
