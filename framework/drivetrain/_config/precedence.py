@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from drivetrain._config.secret_values import names_a_secret
 from drivetrain._config.setting_types import Accepted, accepted_values
 from drivetrain.errors import ConfigurationError, nearest, shortened
 
@@ -103,7 +104,7 @@ def resolved_settings(init: Callable[Concatenate[S, P], None]) -> Callable[Conca
             )
         for name, value in kwargs.items():
             if name not in parameters:
-                raise _unknown(name, f"{owner}() has no argument {name!r}.", f"{name}={_short(value)}", parameters)
+                raise _unknown(name, f"{owner}() has no argument {name!r}.", _given(name, value), parameters)
         settings = resolve(cast(FunctionType, init), parameters, kwargs, os.environ, Path.cwd)
         self.settings = settings  # type: ignore[attr-defined]
         values: dict[str, Any] = {name: setting.value for name, setting in settings.items()}
@@ -164,12 +165,12 @@ def _from_environment(
             known_as = _new_name(variable.removeprefix(PREFIX))
             if known_as is not None:
                 raise ConfigurationError(
-                    f"The environment variable {variable}={text!r} sets nothing.",
+                    f"The environment variable {_given(variable, text)} sets nothing.",
                     f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
                     f"Unset it, and {known_as}; {PREFIX}<NAME> sets an argument of that name.",
                 )
             raise ConfigurationError(
-                f"The environment variable {variable}={text!r} sets nothing."
+                f"The environment variable {_given(variable, text)} sets nothing."
                 f"{nearest(variable.upper(), [*names, CONFIG_VARIABLE])}",
                 f"Variables that begin with {PREFIX} are settings, and no setting has this name.",
                 f"Correct its name, or unset it: unset {variable}",
@@ -211,7 +212,7 @@ def _from_file(
     for key in table:
         if key not in parameters:
             what = f"The config file {path} sets {key!r}, which is no setting."
-            raise _unknown(key, what, f"{key} = {_short(table[key])}", parameters)
+            raise _unknown(key, what, _given(key, table[key], " = "), parameters)
     return {key: (value, f"file {path}", False) for key, value in table.items()}
 
 
@@ -247,6 +248,11 @@ def _checked(name: str, value: Any, where: str, is_text: bool, accepted: Accepte
             f"Correct the value in {where}, or remove it there.",
         )
     return converted
+
+
+def _given(name: str, value: Any, sign: str = "=") -> str:
+    """How a name was given its value, for an error; a secret is not shown."""
+    return f"{name}{sign}..." if names_a_secret(name) else f"{name}{sign}{_short(value)}"
 
 
 def _short(value: Any, width: int = 60) -> str:

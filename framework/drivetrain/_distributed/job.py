@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
+from drivetrain._config.secret_values import arguments_without_secrets
+
 # Options whose value differs from rank to rank, by their names.
 _OF_A_RANK = re.compile(r"rank|(node|host|machine|process|proc|worker|task)[-_]?(id|index|number)?$", re.IGNORECASE)
 
@@ -24,7 +26,7 @@ class Job:
         user: the number of the user; "" where there is a name.
         folder: the working directory; likewise.
         command: of each word of the command line a digest, and whether it is a number that tells the rank. Only
-            digests go over the network.
+            digests go over the network, and of secrets, which are short at times, not even these.
     """
 
     name: str = ""
@@ -53,7 +55,8 @@ class Job:
             folder = os.getcwd()
         except OSError:  # it has been removed
             folder = ""
-        return cls("", user, folder, tuple(_words(sys.argv if command is None else command, ranks)))
+        words, _ = arguments_without_secrets(sys.argv if command is None else command)
+        return cls("", user, folder, tuple(_words(words, ranks)))
 
     def told(self) -> str:
         """Return it as text."""

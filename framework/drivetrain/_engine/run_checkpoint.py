@@ -46,6 +46,7 @@ class RunCheckpoint:
     def contents(self, weights_only: bool) -> Contents:
         """Return what this rank has of the checkpoint; calls the hooks that add to it."""
         run, strategy, module = self._run, self._strategy, self._module
+        hyper_parameters, left_out = run.left_out.take_out(module.hparams, tell=strategy.rank == 0)
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),
@@ -53,7 +54,8 @@ class RunCheckpoint:
                 strategy=type(strategy).__name__,
                 precision=strategy.precision.name,
                 progress=run.progress.state_dict(),
-                hyper_parameters=dict(module.hparams),
+                hyper_parameters=hyper_parameters,
+                left_out=tuple(left_out),
                 weights_only=weights_only,
             ),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from drivetrain._config.secret_values import LeftOut
 from drivetrain._distributed.control import ControlPlane
 from drivetrain.data import DataModule
 from drivetrain.loggers import Logger
@@ -20,9 +21,12 @@ def share_versions(loggers: Sequence[Logger], control: ControlPlane) -> None:
             one.adopt(version)
 
 
-def log_hyper_parameters(loggers: Sequence[Logger], module: TrainModule, datamodule: DataModule | None) -> None:
-    """Let them keep what the module and the data module were built with. On rank 0 only."""
+def log_hyper_parameters(
+    loggers: Sequence[Logger], module: TrainModule, datamodule: DataModule | None, left_out: LeftOut
+) -> None:
+    """Let them keep what the module and the data module were built with, without its secrets. On rank 0 only."""
     params = {**({} if datamodule is None else datamodule.hparams), **module.hparams}
-    if params:
+    if params and loggers:
+        public, _ = left_out.take_out(params)
         for one in loggers:
-            one.log_hyperparams(params)
+            one.log_hyperparams(public)

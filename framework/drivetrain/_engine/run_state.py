@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from drivetrain._config.secret_values import LeftOut
 from drivetrain._engine.buffers_aside import BuffersAside
 from drivetrain._engine.cursor import Cursor
 from drivetrain._engine.stage_data import StageData
@@ -78,6 +79,8 @@ class RunState:
         self.closure = False
         """Whether the optimizer evaluates the loss anew within its step."""
         self.manual: ManualStep | None = None
+        self.left_out = LeftOut()
+        """Takes secrets out of hyper-parameters, wherever they go."""
         self.callbacks: list[Callback] = []
         self.data: StageData | None = None
         self.lengths = Lengths(strategy.control)

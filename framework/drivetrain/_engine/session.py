@@ -229,7 +229,7 @@ class Session(RunState):
         if advice is not None:
             logger.info(advice)
         if self.strategy.rank == 0:
-            log_hyper_parameters(self.trainer.loggers, self.module, self.given.datamodule)
+            log_hyper_parameters(self.trainer.loggers, self.module, self.given.datamodule, self.left_out)
         for hook in hooks.on_fit_start:
             hook()
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from drivetrain._config.secret_values import LeftOut
 from drivetrain._distributed.control import LocalControl
 from drivetrain.checkpoint._dcp import is_dcp, read_dcp
 from drivetrain.checkpoint._format import Contents, Facts, save
@@ -22,8 +23,8 @@ from drivetrain.errors import CheckpointError
 def convert(path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = "") -> str:
     """Write a checkpoint that holds the weights of another library's, for `TrainModule.load_from_checkpoint`.
 
-    Known are: a Lightning ``.ckpt``, whose hyper-parameters come along where they are JSON-able; a file of
-    ``torch.save`` that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``; and
+    Known are: a Lightning ``.ckpt``, whose hyper-parameters come along where they are JSON-able and no secrets; a file
+    of ``torch.save`` that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``; and
     folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
 
     Args:
@@ -48,7 +49,8 @@ def convert(path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix
             "check the path and the prefix.",
         )
     weights, aliases = _untied(weights)
-    facts = Facts(hyper_parameters=hyper_parameters, weights_only=True)
+    hyper_parameters, left_out = LeftOut().take_out(hyper_parameters)
+    facts = Facts(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
     save(os.fspath(out), Contents(weights, facts, aliases), LocalControl())
     return os.fspath(out)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drivetrain._config.secret_values import without_secrets
 from drivetrain._runtime.sizes import size_in_words
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.reading import TensorSource
@@ -24,15 +25,18 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
+    arguments, secrets = without_secrets(facts.hyper_parameters)  # earlier versions wrote all of them
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     lines = [
         f"{checkpoint.path}: {'weights alone' if checkpoint.weights_only else 'a whole checkpoint'}, written {written}",
         f"  by      {facts.strategy or 'unknown'} on {manifest.world_size} rank(s), {facts.precision or 'unknown'}",
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
         f"  at      {_pairs(facts.progress)}",
-        f"  from    {_pairs(facts.hyper_parameters)}",
+        f"  from    {_pairs(arguments)}",
         f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
+    if secrets or facts.left_out:
+        lines.append(f"  without {', '.join(dict.fromkeys([*facts.left_out, *secrets]))}")
     for index, part in enumerate(manifest.optimizers):
         lines.append(f"  optimizer {index}: {size_in_words(_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())

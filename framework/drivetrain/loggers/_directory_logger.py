@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from drivetrain._config.secret_values import LeftOut
 from drivetrain.loggers._directory import RunDirectory
 from drivetrain.loggers.logger import Logger
 
@@ -21,6 +22,7 @@ class DirectoryLogger(Logger):
     def __init__(self, save_dir: str | os.PathLike[str], name: str, version: int | str | None, prefix: str) -> None:
         self._directory = RunDirectory(os.path.expanduser(save_dir), name, version)
         self._prefix = f"{prefix}-" if prefix else ""
+        self._left_out = LeftOut()
 
     @property
     def save_dir(self) -> str:

@@ -71,8 +71,8 @@ class CSVLogger(DirectoryLogger):
             self._flushed_step = step
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write ``params`` to ``hparams.json``."""
-        self._directory.write_json("hparams.json", params)
+        """Write ``params`` to ``hparams.json``, without secrets."""
+        self._directory.write_json("hparams.json", self._left_out.take_out(params)[0])
 
     def save(self) -> None:
         """Write the rows that are held back."""

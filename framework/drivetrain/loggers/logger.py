@@ -52,7 +52,7 @@ class Logger(ABC):
         """Keep ``metrics``, plain numbers by name, as of optimizer step ``step``."""
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Keep the run's hyper-parameters, JSON-able values by name."""
+        """Keep the run's hyper-parameters, JSON-able values by name; what a run hands over holds no secret."""
         del params
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:

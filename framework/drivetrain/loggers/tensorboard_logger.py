@@ -65,13 +65,14 @@ class TensorBoardLogger(DirectoryLogger):
             self.experiment.add_scalar(f"{self._prefix}{key}", value, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Write ``params`` to ``hparams.json`` and to the HParams tab.
+        """Write ``params``, without secrets, to ``hparams.json`` and to the HParams tab.
 
         Args:
             params: values by name; nested mappings become ``outer/inner``, other values than numbers, strings and
                 booleans their text.
             metrics: starting values of metrics that the HParams tab shall list.
         """
+        params, _ = self._left_out.take_out(params)
         self._directory.write_json("hparams.json", params)
         shown = dict(metrics) if metrics is not None else ({"hp_metric": -1.0} if self._default_hp_metric else {})
         writer = self.experiment

@@ -78,16 +78,6 @@ def collect_init_arguments(owner: object, names: Sequence[str], ignore: str | It
     return kept
 
 
-def missing_arguments(owner: type, given: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return which arguments ``owner`` cannot be built without and are not ``given``, and which of these it has not."""
-    parameters = list(inspect.signature(owner).parameters.values())
-    names, given = {one.name for one in parameters}, list(given)
-    anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    plain = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
-    missing = [one.name for one in plain if one.default is one.empty and one.name not in given]
-    return missing, [] if anything else [name for name in given if name not in names]
-
-
 def _first_argument(frame: FrameType) -> Any:
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.checkpoint._weights_fit import Misfit
-from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.module._hyper_parameters import KeepsHyperParameters, missing_arguments
+from drivetrain.errors import ConfigurationError
+from drivetrain.module._hyper_parameters import KeepsHyperParameters
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module._run_handle import RunHandle
 
@@ -286,7 +286,13 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     @classmethod
     def load_from_checkpoint(
-        cls, path: Any, *, map_location: Any = None, strict: bool = True, **overrides: Any
+        cls,
+        path: Any,
+        *,
+        map_location: Any = None,
+        strict: bool = True,
+        ignore: str | Iterable[str] = (),
+        **overrides: Any,
     ) -> Self:
         """Build the module from a checkpoint's hyper-parameters and load its weights.
 
@@ -294,32 +300,20 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             path: the checkpoint's path or URL.
             map_location: the device to put the weights on.
             strict: refuse missing and unexpected names; else they are skipped, and said in a warning.
-            overrides: hyper-parameters that replace the saved ones.
+            ignore: names of saved hyper-parameters to leave out, which ``__init__`` takes no longer.
+            overrides: hyper-parameters that replace the saved ones, or that were left out, being secrets.
 
         Raises:
-            CheckpointError: there is no whole checkpoint, ``__init__`` needs what its hyper-parameters do not hold, or
-                its weights do not fit.
+            CheckpointError: there is no whole checkpoint, ``__init__`` needs what its hyper-parameters do not hold or
+                does not take what they hold, or its weights do not fit.
         """
-        from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for it
+        from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for these
+        from drivetrain.module._saved_arguments import SavedArguments
 
         checkpoint = load(path)
         weights = checkpoint.weights()
-        arguments = {**checkpoint.hyper_parameters, **overrides}
-        missing, unknown = missing_arguments(cls, arguments)
-        if missing or unknown:
-            problem = (
-                f"needs {', '.join(map(repr, missing))}" if missing else f"takes no {', '.join(map(repr, unknown))}"
-            )
-            raise CheckpointError(
-                f"{cls.__name__} {problem}, {'which is not' if missing else 'which is'} among the hyper-parameters of "
-                f"{os.fspath(path)!r}.",
-                f"they are what save_hyperparameters() kept: {', '.join(checkpoint.hyper_parameters) or 'none'}.",
-                f"pass it, as {cls.__name__}.load_from_checkpoint(path, {missing[0]}=...), and call "
-                "self.save_hyperparameters() in __init__."
-                if missing
-                else "load it with the class that it was saved from, or let __init__ take **kwargs.",
-            )
-        module = cls(**arguments)
+        saved = SavedArguments(os.fspath(path), checkpoint.hyper_parameters, checkpoint.manifest.facts.left_out)
+        module = saved.build(cls, overrides, ignore)
         module.configure_model()
         called = f"The weights of {os.fspath(path)!r}"
         Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)

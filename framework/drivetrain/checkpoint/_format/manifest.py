@@ -68,6 +68,7 @@ class Facts:
         precision: the name of the precision.
         progress: counters, JSON-able.
         hyper_parameters: the arguments that the module was built with, JSON-able.
+        left_out: the names of those that are secrets, joined by dots where nested.
         weights_only: whether no run can go on from it.
         identifier: tells it from all others; "" lets the writer draw one.
         parent: the identifier of the checkpoint that the run wrote before, or went on from; "" for none.
@@ -83,6 +84,7 @@ class Facts:
     identifier: str = ""
     parent: str = ""
     lineage: tuple[tuple[str, int], ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def descends_from(self, other: Facts) -> bool:
         """Whether a run wrote this after it had written, or gone on from, ``other``."""
@@ -147,6 +149,7 @@ def seal(manifest: Manifest) -> bytes:
         "weights_only": facts.weights_only,
         "progress": encode(facts.progress, nothing_aside, "progress"),
         "hyper_parameters": encode(facts.hyper_parameters, nothing_aside, "hyper_parameters"),
+        "left_out": list(facts.left_out),
         "parent": facts.parent,
         "lineage": [list(one) for one in facts.lineage],
         "weights": _part_as_json(manifest.weights),
@@ -242,6 +245,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             identifier=_text(document["id"]),
             parent=_text(document.get("parent", "")),  # versions before lineage have neither
             lineage=tuple(_ancestor(one) for one in _list(document.get("lineage", []), "lineage")),
+            left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
         ),
         files=files,
         weights=_part(document["weights"]),

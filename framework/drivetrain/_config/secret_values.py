@@ -1,0 +1,171 @@
+"""Secrets among values: known by their names, and left out of everything that a run keeps or sends elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from drivetrain.errors import listed
+
+logger = logging.getLogger("drivetrain")
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_SECRETS = frozenset(
+    (
+        *("password", "passwords", "passwd", "secret", "secrets", "passphrase", "passphrases"),
+        *("apikey", "apikeys", "accesskey", "accesskeys"),
+    )
+)
+_KEYS_TO = frozenset(("api", "access"))
+
+# A tokenizer's tokens, by the word before "token", and what is no token, by the word behind it.
+_OF_A_TOKENIZER = frozenset(
+    (
+        *("pad", "padding", "eos", "bos", "sos", "eot", "eod", "unk", "unknown", "oov", "cls", "class", "sep"),
+        *("separator", "mask", "special", "start", "stop", "end", "begin", "blank", "image", "video", "audio", "box"),
+        *("newline", "placeholder", "sentinel", "delimiter", "filler"),
+    )
+)
+_ABOUT_TOKENS = frozenset(("id", "ids", "idx", "index", "indices", "type", "types", "count", "length", "level"))
+
+_IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
+_DEEPEST = 100  # levels; what holds itself has no end
+_WITHHELD = "..."
+
+
+def names_a_secret(name: str) -> bool:
+    """Whether a value of this name is a secret, if it is text.
+
+    That is where one of its words (``apiToken``, ``API_TOKEN`` and ``api-token`` have two) is token, password,
+    passwd, secret, passphrase, or two of them are api key or access key. The tokens of a tokenizer are none:
+    ``pad_token``, ``eos_token_id``, ``max_tokens``.
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    for word, before, behind in zip(words, ["", *words], [*words[1:], ""], strict=False):
+        if word in _SECRETS or (word in ("key", "keys") and before in _KEYS_TO):
+            return True
+        if word == "token" and before not in _OF_A_TOKENIZER and behind not in _ABOUT_TOKENS:
+            return True
+    return False
+
+
+def without_secrets(values: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[str]]:
+    """Return values by name without the secrets among them, and the names of these, joined by dots where nested.
+
+    Only text is a secret, and what holds text. Looked through are mappings, lists, tuples and dataclasses; of the last
+    and of named tuples a dict is left, where a secret was in it. What is given stays as it is.
+    """
+    left_out: list[str] = []
+    return dict(_without(values, (), left_out)), left_out
+
+
+def arguments_without_secrets(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command line with ``...`` in place of secrets, and the names of the options that they were given to.
+
+    Found are ``--api_token=X``, ``--api_token X``, ``model.api_token=X`` and names within ``{"api_token": "X"}``.
+    """
+    kept: list[str] = []
+    left_out: list[str] = []
+    option = ""  # the one that waits for its value
+    for argument in arguments:
+        name, has_value, value = argument.partition("=")
+        if option and not argument.startswith("-"):
+            found = _secrets_given(option, argument)
+            kept.append(_WITHHELD if found else argument)
+        elif has_value:
+            found = _secrets_given(name, value)
+            kept.append(f"{name}={_WITHHELD}" if found else argument)
+        else:
+            found = _secrets_given("", argument)
+            kept.append(_WITHHELD if found else argument)
+        left_out += found
+        option = argument if argument.startswith("-") and not has_value else ""
+    return kept, left_out
+
+
+class LeftOut:
+    """Takes secrets out of what a run keeps, and says so: each is named once."""
+
+    def __init__(self) -> None:
+        self._named: set[str] = set()
+
+    def take_out(self, values: Mapping[str, Any], tell: bool = True) -> tuple[dict[str, Any], list[str]]:
+        """Do as `without_secrets` does.
+
+        Args:
+            values: by name.
+            tell: warn of what has not been named yet; false on all ranks but one.
+        """
+        kept, left_out = without_secrets(values)
+        new = [name for name in left_out if name not in self._named]
+        if new and tell:
+            self._named.update(new)
+            logger.warning(
+                "Left out of checkpoints and loggers, for their names say that they are secrets: %s. The module's "
+                "hparams still have them; load_from_checkpoint takes them as arguments.",
+                listed(new),
+            )
+        return kept, left_out
+
+
+def _without(value: Any, where: tuple[str, ...], left_out: list[str], within: tuple[int, ...] = ()) -> Any:
+    """Return ``value`` itself where no secret is in it."""
+    if len(where) > _DEEPEST or id(value) in within:
+        return value
+    within = (*within, id(value))
+    named = _named_parts(value)
+    if named is not None:
+        before, kept = len(left_out), {}
+        for key, part in named:
+            path = (*where, str(key))
+            if isinstance(key, str) and names_a_secret(key) and _holds_text(part):
+                left_out.append(".".join(path))
+            else:
+                kept[key] = _without(part, path, left_out, within)
+        return value if len(left_out) == before else kept
+    if isinstance(value, list | tuple):
+        before = len(left_out)
+        parts = [_without(part, (*where, str(index)), left_out, within) for index, part in enumerate(value)]
+        kept_parts = parts if isinstance(value, list) else tuple(parts)
+        return value if len(left_out) == before else kept_parts
+    return value
+
+
+def _named_parts(value: Any) -> list[tuple[Any, Any]] | None:
+    """What is in a value that has names for it; None for all others."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name, None)) for field in fields(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=False))
+    return None
+
+
+def _holds_text(value: Any, within: tuple[int, ...] = ()) -> bool:
+    if isinstance(value, str | bytes | bytearray):
+        return bool(value)
+    if len(within) > _DEEPEST or id(value) in within:
+        return False
+    within = (*within, id(value))
+    return any(_holds_text(part, within) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    named = _named_parts(value)
+    if named is not None:
+        yield from (part for _, part in named)
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+
+
+def _secrets_given(option: str, value: str) -> list[str]:
+    """The names of the secrets that ``value`` is or holds, as it is given to ``option``."""
+    if names_a_secret(option):
+        return [option] if value else []
+    if not value.startswith(("{", "[")):
+        return []
+    return [f"{option}.{name}".lstrip(".") for name in _IN_TEXT.findall(value) if names_a_secret(name)]

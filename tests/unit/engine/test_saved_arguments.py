@@ -1,0 +1,183 @@
+"""`load_from_checkpoint` where the class has changed since the checkpoint was written (J-14)."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import TrainModule
+from drivetrain._distributed.control import LocalControl
+from drivetrain.checkpoint import convert
+from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.errors import CheckpointError
+
+
+class Net(TrainModule):
+    """The layer that all checkpoints here hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+
+def saved(path: Path, **hyper_parameters: Any) -> Path:
+    """A checkpoint of a `Net` that was built with these."""
+    save(
+        str(path / "c"),
+        Contents(Net().state_dict(), Facts(hyper_parameters=hyper_parameters, weights_only=True)),
+        LocalControl(),
+    )
+    return path / "c"
+
+
+class Renamed(Net):
+    def __init__(self, breadth: int = 1, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_a_removed_hyper_parameter_is_named_with_the_way_out(tmp_path: Path) -> None:  # J-14
+    path = saved(tmp_path, width=3, lr=0.5)
+    with pytest.raises(CheckpointError) as caught:
+        Renamed.load_from_checkpoint(path)
+    assert caught.value.what == f"Renamed takes no 'width', which is among the hyper-parameters of {str(path)!r}."
+    assert "__init__ takes breadth, lr" in caught.value.why
+    assert "Renamed.load_from_checkpoint(path, ignore='width')" in caught.value.fix
+    # The ways out are ways out.
+    assert Renamed.load_from_checkpoint(path, ignore="width").hparams == {"breadth": 1, "lr": 0.5}
+    assert Renamed.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3, "lr": 0.5}
+
+
+def test_several_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
+    path = saved(tmp_path, bredth=3, depth=2)
+    with pytest.raises(CheckpointError, match=r"takes no 'bredth', 'depth'.*Did you mean 'breadth'") as caught:
+        Renamed.load_from_checkpoint(path)
+    assert "ignore=('bredth', 'depth'))" in caught.value.fix
+    assert Renamed.load_from_checkpoint(path, ignore=("bredth", "depth", "never saved")).hparams.breadth == 1
+
+
+def test_an_override_that_nobody_takes_is_no_fault_of_the_checkpoints(tmp_path: Path) -> None:
+    path = saved(tmp_path, lr=0.5)
+    with pytest.raises(CheckpointError, match=r"takes no 'breath', which was passed.*Did you mean 'breadth'"):
+        Renamed.load_from_checkpoint(path, breath=3)
+
+
+def test_one_that_is_ignored_and_needed_is_missing(tmp_path: Path) -> None:
+    class Needs(Net):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+
+    with pytest.raises(CheckpointError, match="Needs needs 'width'"):
+        Needs.load_from_checkpoint(saved(tmp_path, width=3), ignore="width")
+
+
+class Base(Net):
+    def __init__(self, width: int, *, depth: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class PassesOn(Base):
+    def __init__(self, lr: float, **rest: Any) -> None:
+        super().__init__(**rest)
+
+
+def test_one_that_a_base_class_takes_no_longer(tmp_path: Path) -> None:  # J-14
+    """Python's own error names neither the checkpoint nor a way out."""
+    path = saved(tmp_path, lr=0.1, width=3, height=4)
+    with pytest.raises(CheckpointError, match="PassesOn takes no 'height', which is among") as caught:
+        PassesOn.load_from_checkpoint(path)
+    assert "ignore='height'" in caught.value.fix
+    assert PassesOn.load_from_checkpoint(path, ignore="height").hparams == {"lr": 0.1, "width": 3, "depth": 1}
+    with pytest.raises(CheckpointError, match="PassesOn needs 'width'"):
+        PassesOn.load_from_checkpoint(path, ignore=("height", "width"))
+    with pytest.raises(CheckpointError, match="takes no 'hight', which was passed"):
+        PassesOn.load_from_checkpoint(path, ignore="height", hight=4)
+
+
+def test_one_that_no_base_class_takes(tmp_path: Path) -> None:  # J-14
+    class Open(Net):
+        def __init__(self, **rest: Any) -> None:
+            TrainModule.__init__(self, **rest)  # which hands it to torch's own
+
+    with pytest.raises(CheckpointError, match="Open takes no 'height', which is among"):
+        Open.load_from_checkpoint(saved(tmp_path, height=4))
+
+
+def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
+    class Wrong(Net):
+        def __init__(self, width: int = 1, **rest: Any) -> None:
+            super().__init__()
+            torch.nn.Linear(width, 1, height=2)  # type: ignore[call-arg]
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'height'"):
+        Wrong.load_from_checkpoint(saved(tmp_path, width=3, height=2))
+
+
+class Fixed(Base):
+    """Settles for itself what its base class takes."""
+
+    def __init__(self, lr: float, width: int | None = None) -> None:
+        super().__init__(64 if width is None else width)
+
+
+class FixedNow(Base):
+    def __init__(self, lr: float) -> None:
+        super().__init__(64)
+
+
+def test_what_the_class_passes_to_its_base_by_itself_is_no_argument(tmp_path: Path) -> None:
+    """It is among the hyper-parameters all the same, for the base class keeps what it was built with."""
+    assert FixedNow(0.1).hparams == {"width": 64, "depth": 1, "lr": 0.1}
+    path = saved(tmp_path, **FixedNow(0.1).hparams)
+    assert FixedNow.load_from_checkpoint(path).hparams == {"width": 64, "depth": 1, "lr": 0.1}
+
+
+def test_unless_it_was_another_value(tmp_path: Path) -> None:  # J-14
+    path = saved(tmp_path, **Fixed(0.1, 128).hparams)
+    with pytest.raises(CheckpointError, match="FixedNow takes no 'width'"):
+        FixedNow.load_from_checkpoint(path)
+    assert FixedNow.load_from_checkpoint(path, ignore="width").hparams.width == 64
+
+
+def test_an_argument_without_a_name_for_callers(tmp_path: Path) -> None:
+    class ByPlace(Net):
+        def __init__(self, width: int, depth: int = 2, /, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = saved(tmp_path, **ByPlace(3, 4, lr=0.5).hparams)
+    assert ByPlace.load_from_checkpoint(path).hparams == {"width": 3, "depth": 4, "lr": 0.5}
+
+
+def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
+    """In a checkpoint of ours there is none: what is no JSON is refused as it is saved. In Lightning's there may be."""
+    gone = types.ModuleType("gone")
+    exec("class Mode: pass", gone.__dict__)
+    sys.modules["gone"] = gone
+    try:
+        torch.save(
+            {"state_dict": Net().state_dict(), "hyper_parameters": {"mode": gone.Mode(), "lr": 0.5}},
+            tmp_path / "l.ckpt",
+        )
+    finally:
+        del sys.modules["gone"]
+
+    class Moded(Net):
+        def __init__(self, mode: Any, lr: float) -> None:
+            super().__init__()
+
+    with pytest.warns(UserWarning, match="'mode' is no JSON and is left out"):
+        convert(tmp_path / "l.ckpt", tmp_path / "c")
+    with pytest.raises(CheckpointError, match="Moded needs 'mode'") as caught:
+        Moded.load_from_checkpoint(tmp_path / "c")
+    assert "load_from_checkpoint(path, mode=...)" in caught.value.fix
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(Moded.load_from_checkpoint(tmp_path / "c", mode=1), Moded)

@@ -1,0 +1,187 @@
+"""Secrets among hyper-parameters: in memory, and nowhere else (J-11)."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from engine_case import fit, regression
+
+from drivetrain import DataModule, Fit, Logger, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import convert, load
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from told import told
+
+SECRET = "sk-very-secret"
+
+
+class Fetching(TrainModule):
+    """Needs a token, and keeps whatever it was built with."""
+
+    def __init__(
+        self, api_token: str, width: int = 3, auth: dict[str, str] | None = None, pad_token: str = "<pad>"
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Fetched(DataModule):
+    def __init__(self, db_password: str, samples: int) -> None:
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return regression()
+
+
+class Keeping(Logger):
+    """A logger of somebody else's."""
+
+    name, version = "keeping", "0"
+
+    def __init__(self) -> None:
+        self.params: list[Mapping[str, Any]] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.params.append(params)
+
+
+def fetching() -> Fetching:
+    return Fetching(SECRET, auth={"user": "me", "password": f"{SECRET}-2"})
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bool) -> None:  # J-11
+    module, theirs = fetching(), Keeping()
+    trainer = fit(
+        tmp_path,
+        logger=[CSVLogger(tmp_path / "logs"), TensorBoardLogger(tmp_path / "logs"), theirs],
+        callbacks=Checkpoint(tmp_path / "c", every_n_train_steps=2, save_top_k=-1, save_async=save_async),
+    )
+    with told() as lines:
+        trainer.fit(module, datamodule=Fetched(SECRET, 24))
+        trainer.save_checkpoint(tmp_path / "end", weights_only=True)
+    kept = {"width": 3, "auth": {"user": "me"}, "pad_token": "<pad>"}
+    assert theirs.params == [{"samples": 24, **kept}]
+    assert json.loads((tmp_path / "logs/drivetrain_logs/version_0/hparams.json").read_text()) == theirs.params[0]
+    assert len(list((tmp_path / "c").glob("epoch=*"))) == 3
+    for path in (tmp_path / "end", *(tmp_path / "c").glob("epoch=*")):
+        assert load(path).hyper_parameters == kept
+        assert load(path).manifest.facts.left_out == ("api_token", "auth.password")
+    written = everything_in(tmp_path)
+    assert b"hyper_parameters" in written
+    assert SECRET.encode() not in written
+    # One warning, with the names and without the values.
+    (line,) = [line for line in lines if "secrets" in line]
+    assert "'db_password', 'api_token', 'auth.password'" in line
+    assert SECRET not in "".join(lines)
+    # In memory everything is as it was.
+    assert module.hparams.api_token == SECRET
+    assert module.hparams.auth == {"user": "me", "password": f"{SECRET}-2"}
+
+
+def test_who_keeps_nothing_is_not_warned(tmp_path: Path) -> None:
+    with told() as lines:
+        fit(tmp_path).fit(fetching(), regression())
+    assert not lines
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_a_logger_of_ours_leaves_them_out_whoever_calls_it(tmp_path: Path, kind: Any) -> None:  # J-11
+    logger = kind(tmp_path)
+    with told() as lines:
+        logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
+        logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
+    logger.finalize("success")
+    assert len(lines) == 1
+    assert SECRET.encode() not in everything_in(tmp_path)
+    assert b"tokenizer" in everything_in(tmp_path)
+
+
+def saved(tmp_path: Path) -> Path:
+    trainer = fit(tmp_path)
+    trainer.fit(fetching(), regression())
+    trainer.save_checkpoint(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_a_secret_that_is_needed_is_asked_for(tmp_path: Path) -> None:  # J-11
+    path = saved(tmp_path)
+    with pytest.raises(CheckpointError, match="Fetching needs 'api_token'") as caught:
+        Fetching.load_from_checkpoint(path)
+    assert "load_from_checkpoint(path, api_token=...)" in caught.value.fix
+    assert "secrets are left out" in caught.value.why
+    assert "save_hyperparameters" not in str(caught.value)  # it was called
+    with pytest.warns(UserWarning, match=r"built without 'auth.password'.*auth=\.\.\."):
+        module = Fetching.load_from_checkpoint(path, api_token="another")
+    assert module.hparams == {"api_token": "another", "width": 3, "auth": {"user": "me"}, "pad_token": "<pad>"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Fetching.load_from_checkpoint(path, api_token="another", auth={"user": "me", "password": "p"})
+
+
+def test_a_run_goes_on_with_the_secrets_of_the_module_that_it_is_given(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    module = fetching()
+    fit(tmp_path, max_epochs=2).fit(module, regression(), ckpt_path=path)
+    assert module.hparams.api_token == SECRET
+
+
+def test_a_converted_checkpoint_holds_none(tmp_path: Path) -> None:  # J-11
+    weights = {"layer.weight": torch.ones(1, 3), "layer.bias": torch.ones(1)}
+    torch.save({"state_dict": weights, "hyper_parameters": {"api_token": SECRET, "width": 3}}, tmp_path / "theirs.ckpt")
+    with told() as lines:
+        convert(tmp_path / "theirs.ckpt", tmp_path / "c")
+    assert "'api_token'" in lines[0]
+    assert SECRET.encode() not in everything_in(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="needs 'api_token'"):
+        Fetching.load_from_checkpoint(tmp_path / "c")
+
+
+def test_a_mistake_with_a_secrets_name_does_not_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-11: what is refused ends up in logs.
+    with pytest.raises(ConfigurationError, match="api_token") as caught:
+        Fit(api_token=SECRET)  # type: ignore[call-arg]
+    assert SECRET not in str(caught.value)
+    monkeypatch.chdir(tmp_path)
+    Path("drivetrain.toml").write_text(f'api_token = "{SECRET}"\n')
+    with pytest.raises(ConfigurationError, match="api_token") as caught:
+        Fit()
+    assert SECRET not in str(caught.value)
+    Path("drivetrain.toml").unlink()
+    monkeypatch.setenv("DRIVETRAIN_API_TOKEN", SECRET)
+    with pytest.raises(ConfigurationError, match="DRIVETRAIN_API_TOKEN") as caught:
+        Fit()
+    assert SECRET not in str(caught.value)
+
+
+def test_an_object_store_gets_none(tmp_path: Path) -> None:  # J-11
+    trainer = fit(tmp_path, logger=CSVLogger("memory://secrets/logs"))
+    trainer.fit(fetching(), regression())
+    trainer.save_checkpoint("memory://secrets/c")
+    store = fsspec.filesystem("memory")
+    names = store.find("/secrets")
+    assert len(names) > 3
+    assert SECRET.encode() not in b"".join(store.cat_file(name) for name in names)
+    store.rm("/secrets", recursive=True)

@@ -1,0 +1,140 @@
+"""Which names say that their values are secrets, and what is left of values and command lines without them."""
+
+from __future__ import annotations
+
+from collections import Counter, namedtuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain._config.secret_values import LeftOut, arguments_without_secrets, names_a_secret, without_secrets
+from drivetrain._distributed.job import Job
+from told import told
+
+SECRET = [
+    *("token", "api_token", "API_TOKEN", "apiToken", "HFToken", "hf_token", "token2", "bot_token", "access_token"),
+    *("password", "db_password", "DB-PASSWORD", "passwords", "passwd", "secret", "client_secret", "clientSecret"),
+    *("passphrase", "api_key", "apiKey", "api-key", "API Key", "APIKey", "apikey", "wandb_api_key", "OPENAI_API_KEY"),
+    *("api_keys", "access_key", "aws_secret_access_key", "aws_access_key_id", "model.api_token", "token_file"),
+]
+PLAIN = [
+    *("pad_token", "eos_token", "bos_token", "unk_token", "cls_token", "sep_token", "mask_token", "image_token"),
+    *("padToken", "decoder_start_token", "token_ids", "token_id", "eos_token_id", "special_tokens", "max_tokens"),
+    *("num_tokens", "tokens", "tokenizer", "tokenize", "token_type", "key", "keys", "api", "access", "monkey"),
+    *("pass", "compass", "secretary", "keyboard", "api_version", "map_key", "accessor", "", "lr", "width"),
+]
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_a_secrets_name(name: str) -> None:  # J-11
+    assert names_a_secret(name)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_secrets_name(name: str) -> None:  # J-11
+    assert not names_a_secret(name)
+
+
+@dataclass
+class Login:
+    user: str
+    password: str
+    hosts: list[str] = field(default_factory=list)
+
+
+Point = namedtuple("Point", ["x", "api_key"])
+
+
+@pytest.mark.parametrize(
+    ("values", "kept", "left_out"),
+    [
+        ({"api_token": "sk-1", "lr": 0.1}, {"lr": 0.1}, ["api_token"]),
+        # Text alone: numbers, switches and None say nothing, and an empty text neither.
+        *(({"token": value}, {"token": value}, []) for value in (3, 0.5, True, None, "", [], {}, [1, 2])),
+        ({"password": b"raw"}, {}, ["password"]),
+        ({"api_keys": ["a", "b"], "n": 1}, {"n": 1}, ["api_keys"]),
+        ({"secret": {"of": {"prod": "x"}}}, {}, ["secret"]),
+        ({"auth": {"user": "u", "password": "p"}}, {"auth": {"user": "u"}}, ["auth.password"]),
+        (
+            {"servers": [{"host": "a"}, {"host": "b", "passwd": "p"}], "pair": ({"token": "t"}, 1)},
+            {"servers": [{"host": "a"}, {"host": "b"}], "pair": ({}, 1)},
+            ["servers.1.passwd", "pair.0.token"],
+        ),
+        ({"login": Login("u", "p", ["h"])}, {"login": {"user": "u", "hosts": ["h"]}}, ["login.password"]),
+        ({"point": Point(1, "k")}, {"point": {"x": 1}}, ["point.api_key"]),
+        ({3: "three", (1, 2): {"token": "t"}}, {3: "three", (1, 2): {}}, ["(1, 2).token"]),
+        ({"pad_token": "<pad>", "tokenizer": "bpe", "max_tokens": "8"}, None, []),
+    ],
+)
+def test_values_without_secrets(values: Any, kept: Any, left_out: list[str]) -> None:  # J-11
+    before = repr(values)
+    found = without_secrets(values)
+    assert found == (values if kept is None else kept, left_out)
+    assert repr(values) == before  # what the user has is the user's
+
+
+def test_what_holds_no_secret_stays_the_object_that_it_is() -> None:
+    values = {"login": Login("u", ""), "count": Counter("aab"), "point": Point(1, 2), "type": Login}
+    kept, _ = without_secrets(values)
+    assert all(kept[name] is value for name, value in values.items())
+
+
+def test_what_holds_itself_is_passed_through() -> None:
+    values: dict[str, Any] = {"token": "t"}
+    values["self"] = values["again"] = values
+    kept, left_out = without_secrets(values)
+    assert "token" not in kept
+    assert left_out[0] == "token"
+    ring: list[Any] = []
+    ring += [ring, ring]
+    assert without_secrets({"password": ring, "other": ring})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept", "left_out"),
+    [
+        (["t.py", "--api_token=sk-1", "--lr=0.1"], ["t.py", "--api_token=...", "--lr=0.1"], ["--api_token"]),
+        (["t.py", "--api-token", "sk-1", "fit"], ["t.py", "--api-token", "...", "fit"], ["--api-token"]),
+        (["--model.password", "a=b"], ["--model.password", "..."], ["--model.password"]),
+        (["model.hf_token=t", "x=1"], ["model.hf_token=...", "x=1"], ["model.hf_token"]),
+        (["--use_secret", "--epochs", "3"], ["--use_secret", "--epochs", "3"], []),
+        (["--pad_token=<pad>", "--max_tokens", "8"], ["--pad_token=<pad>", "--max_tokens", "8"], []),
+        (['--model={"api_key": "k", "n": 1}'], ["--model=..."], ["--model.api_key"]),
+        (["--auth", "{user: u, password: p}"], ["--auth", "..."], ["--auth.password"]),
+        (["--auth", '{"user": "u"}'], ["--auth", '{"user": "u"}'], []),
+        (["--token"], ["--token"], []),
+        (["--token=", "a"], ["--token=", "a"], []),
+    ],
+)
+def test_a_command_line_without_secrets(arguments: list[str], kept: list[str], left_out: list[str]) -> None:  # J-11
+    assert arguments_without_secrets(arguments) == (kept, left_out)
+
+
+def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-11
+    """The command line's digests go over the network, and a short password is found from its digest."""
+    monkeypatch.chdir(tmp_path)
+    jobs = [
+        Job.of_this_process(None, [], ["train.py", "--lr=0.1", *given])
+        for given in (["--password=a"], ["--password=b"], ["--password", "a"], ["--password", "b"])
+    ]
+    assert jobs[0].told() == jobs[1].told()
+    assert jobs[2].told() == jobs[3].told()
+    assert jobs[0].why_another(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
+
+
+def test_what_is_left_out_is_said_once() -> None:  # J-11
+    left_out = LeftOut()
+    with told() as lines:
+        kept, names = left_out.take_out({"api_token": "sk-1", "auth": {"password": "p"}, "lr": 1})
+        assert (kept, names) == ({"auth": {}, "lr": 1}, ["api_token", "auth.password"])
+        assert left_out.take_out({"api_token": "sk-1", "lr": 1}) == ({"lr": 1}, ["api_token"])
+    (line,) = lines
+    assert "'api_token', 'auth.password'" in line
+    assert "sk-1" not in line
+    with told() as lines:
+        left_out.take_out({"other_token": "t", "api_token": "sk-1"})
+    assert len(lines) == 1
+    assert "'other_token'" in lines[0]
+    assert "api_token" not in lines[0]
