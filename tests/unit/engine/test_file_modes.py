@@ -1,0 +1,120 @@
+"""What a run makes is for those to read whom the user's umask lets (J-11)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import consolidate, convert
+from drivetrain.checkpoint._folders import claim
+from drivetrain.checkpoint._format.local_place import LocalPlace
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from worlds import on_ranks
+
+UMASKS = [0o002, 0o022, 0o027, 0o077]
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, tuple[bool, int]]:
+    """Of everything below a folder, whether it is one, and its permissions."""
+    found = {path: path.lstat() for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): (stat.S_ISDIR(one.st_mode), stat.S_IMODE(one.st_mode))
+        for path, one in found.items()
+    }
+
+
+def others_than(mask: int, folder: Path) -> dict[str, str]:
+    """What has other permissions than whatever a program makes there that knows nothing of permissions."""
+    found = modes(folder)
+    assert found
+    return {
+        name: oct(mode) for name, (is_folder, mode) in found.items() if mode != (0o777 if is_folder else 0o666) & ~mask
+    }
+
+
+class Named(Tiny):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("loss", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("mask", UMASKS, ids=oct)
+@pytest.mark.parametrize("save_async", [False, True])
+def test_files_and_folders_follow_the_umask(tmp_path: Path, mask: int, save_async: bool) -> None:  # J-11
+    folder = tmp_path / "made"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with umask(mask):
+        loggers = [CSVLogger(folder / "logs", flush_logs_every_n_steps=1), TensorBoardLogger(folder / "board")]
+        every = Checkpoint(folder / "c", every_n_train_steps=1, save_top_k=2, save_async=save_async)
+        trainer = fit(folder, logger=loggers, callbacks=every, log_every_n_steps=1)
+        trainer.fit(Named(), loader())
+        for _ in range(2):  # the second time onto what is there
+            trainer.save_checkpoint(folder / "by-hand" / "end", weights_only=True)
+        consolidate(folder / "by-hand" / "end", folder / "one" / "all.safetensors")
+        torch.save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "theirs.ckpt")
+        convert(tmp_path / "theirs.ckpt", folder / "converted")
+    assert others_than(mask, folder) == {}
+    names = {Path(name).name for name in modes(folder)}
+    assert {"latest", "manifest.json", "model.safetensors", "metrics.csv", "hparams.json", "all.safetensors"} <= names
+    assert any(name.startswith("events.out") for name in names)
+
+
+@pytest.mark.parametrize("mask", UMASKS, ids=oct)
+def test_so_does_what_is_there_for_a_while_alone(tmp_path: Path, mask: int) -> None:  # J-11
+    folder = tmp_path / "made"
+    folder.mkdir()
+    with umask(mask):
+        _, give_up = claim(str(folder), "name", lambda taken: False)
+        place = LocalPlace.begin(str(folder / "c"))
+        with place.open("model.safetensors") as file:
+            file.write(b"half of it")
+            found = modes(folder)
+        assert others_than(mask, folder) == {}
+        place.abandon()
+        give_up()
+    assert len(found) == 4  # two locks, a folder and a file
+
+
+def _on_a_rank(folder: Path, mask: int) -> None:
+    with umask(mask):
+        every = Checkpoint(folder / "c", every_n_train_steps=2)
+        trainer = fit(folder, strategy="ddp", devices=2, accelerator="cpu", callbacks=every)
+
+        class Warns(Named):
+            def on_fit_start(self) -> None:
+                logging.getLogger("drivetrain").warning("for the log of rank %d", self.global_rank)
+
+        trainer.fit(Warns(), loader())
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o077], ids=oct)
+def test_so_does_what_ranks_make(tmp_path: Path, mask: int) -> None:  # J-11
+    folder = tmp_path / "made"
+    folder.mkdir()
+    on_ranks(_on_a_rank, 2, folder, mask)
+    assert others_than(mask, folder) == {}
+    assert {"logs/rank-0.log", "logs/rank-1.log"} <= set(modes(folder))
