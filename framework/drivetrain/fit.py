@@ -336,11 +336,12 @@ class Fit(RunReads):
         background: bool = False,
         then: Callable[[], None] = lambda: None,
         identifier: str = "",
+        digest: str | None = None,
     ) -> None:
-        self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then, identifier)
+        self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then, identifier, digest)
 
-    def save_after_failure(self, path: str) -> None:
-        self._running("save_after_failure").checkpoints.write_after_failure(path)
+    def save_after_failure(self, path: str, digest: str | None = None) -> None:
+        self._running("save_after_failure").checkpoints.write_after_failure(path, digest)
 
     def _evaluate(
         self,

@@ -192,6 +192,7 @@ class RunContext(Protocol):
         background: bool = False,
         then: Callable[[], None] = lambda: None,
         identifier: str = "",
+        digest: str | None = None,
     ) -> None:
         """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
 
@@ -201,13 +202,19 @@ class RunContext(Protocol):
             background: copy the state, and write it while training goes on.
             then: called on every rank once it is whole.
             identifier: what its manifest says of it, by which it is known later; "" lets one be drawn. Rank 0's counts.
+            digest: of each file, for the manifest: "sha256", or None for checksums alone. Rank 0's counts.
 
         Raises:
             CheckpointError: on every rank, where it could not be written.
         """
 
-    def save_after_failure(self, path: str) -> None:
-        """Write what a failed run of one process had as of its last step; from ``on_exception`` only."""
+    def save_after_failure(self, path: str, digest: str | None = None) -> None:
+        """Write what a failed run of one process had as of its last step; from ``on_exception`` only.
+
+        Args:
+            path: a path or an fsspec URL.
+            digest: as for `write_checkpoint`.
+        """
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         """Return the newest whole checkpoint of this run without any optimizer step after ``step``, and its own step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -140,6 +141,25 @@ def test_the_parts_of_all_ranks_make_a_whole(tmp_path: Path, layout: str, ranks:
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) == ranks
     assert all(torch.equal(load_file(path / file)[name], values[name]) for name, file in index.items())
+
+
+def _save_digested(path: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = sharded("rows", rank, world_size)
+    mine.digest = "sha256" if rank == 0 else None  # rank 0's choice counts, or some files would have none
+    save(path, mine, control(), sizes=SMALL)
+
+
+def test_each_rank_digests_the_files_that_it_writes(tmp_path: Path) -> None:
+    # J-11
+    on_ranks(_save_digested, 3, str(tmp_path / "c"))
+    files = load(tmp_path / "c").manifest.files
+    assert {name for name in files if name.startswith("model-")} == {
+        f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)
+    }
+    for name, record in files.items():
+        assert record.sha256 == hashlib.sha256((tmp_path / "c" / name).read_bytes()).hexdigest()
+    assert verify(tmp_path / "c") == []
 
 
 def _read(path: str, layout: str) -> None:

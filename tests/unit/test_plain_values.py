@@ -84,10 +84,10 @@ def _sent(said: tuple[Any, ...]) -> Any:
 def test_what_ranks_say_as_they_save_is_plain() -> None:
     regions: list[Mapping[str, Any]] = [{"w": Box((0, 2), (3, 4)), "v": None}, {"m": Span(3, 9), "scalar": Box((), ())}]
     state = [Spec("generator", torch.uint8, (5056,)), Spec("half", torch.bfloat16, ())]
-    greeting = Greeting("/runs/x", {"folder": "y"}, ["digest"], regions, state)
+    greeting = Greeting("/runs/x", {"folder": "y"}, ["digest"], regions, state, "sha256")
     assert Greeting.heard(_sent(greeting.said())) == greeting
     outcome = Outcome(
-        {"model.safetensors": FileRecord(8, "00000000")},
+        {"model.safetensors": FileRecord(8, "00000000", "ab" * 32)},
         [("weights", Part(None, ("model.safetensors",))), ("rank", Part("rank-0.json", ("a", "b"), "index"))],
     )
     assert Outcome.heard(_sent(outcome.said())) == outcome

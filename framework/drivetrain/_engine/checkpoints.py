@@ -310,6 +310,7 @@ class RunCheckpoints:
         background: bool = False,
         then: Callable[[], None] = lambda: None,
         identifier: str = "",
+        digest: str | None = None,
     ) -> None:
         """Write a checkpoint now. Collective.
 
@@ -319,6 +320,7 @@ class RunCheckpoints:
             background: copy the state, and write while training goes on.
             then: called once it is whole.
             identifier: what the manifest says of it; "" draws one. Rank 0's counts.
+            digest: of each file, beside its checksums. Rank 0's counts.
 
         Raises:
             CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
@@ -328,6 +330,7 @@ class RunCheckpoints:
         session, strategy = self._session, self._session.strategy
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only)
+        contents.digest = digest
         contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
@@ -356,7 +359,7 @@ class RunCheckpoints:
         lineage = (*self._ancestors, (self._run, self._count))
         return replace(facts, identifier=identifier, parent=parent, lineage=lineage)
 
-    def write_after_failure(self, path: str) -> None:
+    def write_after_failure(self, path: str, digest: str | None = None) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""
         session, strategy = self._session, self._session.strategy
         if strategy.world_size > 1 or strategy.module is None:
@@ -365,7 +368,7 @@ class RunCheckpoints:
         if session.opening is not None and (session.progress.within_window or session.position.loop == "training"):
             session.opening.go_back()
         session.progress.back_to_the_window()
-        self.write(path, weights_only=False)
+        self.write(path, weights_only=False, digest=digest)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks write what a later run goes on from, and wait until that is whole. Collective.

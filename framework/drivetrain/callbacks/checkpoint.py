@@ -16,6 +16,7 @@ from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import DEFAULT, check_template, checkpoint_name, names_in
 from drivetrain.callbacks._monitored import monitored_value
 from drivetrain.checkpoint._folders import LATEST, child, claim, is_at, point_to, remove, resolved
+from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
 
@@ -55,6 +56,8 @@ class Checkpoint(Callback):
         save_on_exception: save where a run fails, as of its last step. On one process only.
         save_async: copy the state, and write it while training goes on.
         keep_last: how many of the newest to keep besides the best.
+        digest: "sha256" has the manifest hold each file's SHA-256, which `drivetrain.checkpoint.verify` compares, so
+            that a signature over the manifest covers all; None for checksums alone.
 
     Raises:
         ConfigurationError: arguments that contradict each other, or that no checkpoint could follow.
@@ -77,8 +80,10 @@ class Checkpoint(Callback):
         save_on_exception: bool = False,
         save_async: bool = False,
         keep_last: int | None = None,
+        digest: str | None = None,
     ) -> None:
         _check_monitor(monitor, mode)
+        check_digest("Checkpoint", digest)
         _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.filename = DEFAULT if filename is None else filename
@@ -93,6 +98,7 @@ class Checkpoint(Callback):
         self.save_weights_only = save_weights_only
         self.save_on_exception = save_on_exception
         self.save_async = save_async
+        self.digest = digest
         self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
         self._at_epoch_end = True
         self._begin()
@@ -272,7 +278,8 @@ class Checkpoint(Callback):
         if self._interim is not None and self._interim.step == trainer.global_step:
             return  # it left because of a signal, and has saved
         if self._fitting and self.save_on_exception:
-            trainer.save_after_failure(child(self._folder(), f"exception-step={trainer.global_step}"))
+            path = child(self._folder(), f"exception-step={trainer.global_step}")
+            trainer.save_after_failure(path, self.digest)
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
         """Save what a later run goes on from. Of several, the first that keeps whole ones does it for all. Collective.
@@ -353,7 +360,7 @@ class Checkpoint(Callback):
                 self._going = [one for one in self._going if one not in going]
 
         path = child(self._folder(), name)
-        trainer.write_checkpoint(path, weights_only, background=background, then=whole, identifier=identifier)
+        trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest)
 
     def _tidy(self, going: Sequence[Kept], newest: str | None = None) -> None:
         """On rank 0, once a later one is whole: say which is the newest, and remove what is no longer kept.

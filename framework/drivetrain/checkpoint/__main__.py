@@ -36,7 +36,7 @@ def _run(options: argparse.Namespace) -> int:
         print(convert(options.path, options.out, prefix=options.prefix))
     else:
         verifying = options.command == "verify"
-        lines = verify(options.path) if verifying else diff(options.path, options.other)
+        lines = verify(options.path, options.digest) if verifying else diff(options.path, options.other)
         print("\n".join(lines) or f"{options.path} is {'whole' if verifying else f'equal to {options.other}'}.")
         return 1 if lines else 0
     return 0
@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("path", metavar="PATH", help="a path or an fsspec URL")
         return added
 
-    command("verify", "Read all of a checkpoint and name every missing, truncated or altered file.")
+    verifying = command("verify", "Read all of a checkpoint and name every missing, truncated or altered file.")
+    verifying.add_argument("--digest", choices=["sha256"], help="require that every file has one")
     command("show", "Print progress, sizes and a table of tensors.")
     command("diff", "Compare two checkpoints by name.").add_argument("other", metavar="OTHER")
     command("consolidate", "Write the weights into one safetensors file.").add_argument("out", metavar="OUT")

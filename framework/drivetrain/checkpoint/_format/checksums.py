@@ -1,16 +1,39 @@
-"""CRC-32 of a file, block by block, so that a reader can check the part that it reads."""
+"""Checksums of a file, block by block, so that a reader can check the part that it reads; and a digest of all of it."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
 
 try:  # several times as fast, with the same sums
     from zlib_ng.zlib_ng import crc32
 except ImportError:
     from zlib import crc32
 
-__all__ = ["BLOCK", "BlockSums", "block_count", "crc32", "sums_of"]
+from drivetrain.errors import ConfigurationError, nearest
+
+__all__ = ["BLOCK", "DIGESTS", "BlockSums", "block_count", "check_digest", "crc32", "sums_of"]
 
 BLOCK = 4 * 2**20
 """Bytes of a block in what we write; a reader takes the size from the manifest."""
+
+DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
+"""By name. A checksum tells of accidents: who alters a file on purpose keeps it right. Nobody can so keep a digest."""
+
+
+def check_digest(owner: str, digest: Any) -> None:
+    """Refuse what names no digest.
+
+    Raises:
+        ConfigurationError: says whose argument it is, and what it may be.
+    """
+    if digest is not None and digest not in list(DIGESTS):
+        raise ConfigurationError(
+            f"{owner}(digest={digest!r}).{nearest(str(digest), DIGESTS)}",
+            f"it names what each file has beside its checksums: {' or '.join(map(repr, DIGESTS))}.",
+            "give that, or None for checksums alone.",
+        )
 
 
 class BlockSums:

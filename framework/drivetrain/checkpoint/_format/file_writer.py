@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from drivetrain.checkpoint._format.checksums import BlockSums
+from drivetrain.checkpoint._format.checksums import DIGESTS, BlockSums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
 COPIES = 2
@@ -30,17 +30,23 @@ class FileWriter:
 
     Args:
         sink: what the bytes are written to; closed by who opened it.
+        digest: one of `DIGESTS`, computed in a third thread; None for none.
     """
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Sink, digest: str | None = None) -> None:
         self._sink = sink
         self._sums = BlockSums()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
         self._summer = ThreadPoolExecutor(1, "checkpoint-sum")
+        self._digest: Any = None if digest is None else DIGESTS[digest]()
+        self._digester = None if digest is None else ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting: deque[_Content] = deque()
         self._written: Future[None] | None = None
         self._summed: Future[None] | None = None
-        self._copies: deque[tuple[Future[None], Future[None]]] = deque()
+        self._digested: Future[None] | None = None
+        self._undigested: deque[_Content] = deque()
+        self._digest_is_due = False  # a call that has not begun yet will take all that waits
+        self._copies: deque[list[Future[None]]] = deque()
         self._error: Exception | None = None
 
     def write(self, content: _Content, borrowed: bool = False) -> None:
@@ -60,8 +66,11 @@ class FileWriter:
         self._waiting.append(content)
         self._written = self._writer.submit(self._do, self._write_waiting)
         self._summed = self._summer.submit(self._do, self._sums.update, content)
+        at_work = [self._written, self._summed]
+        if self._digester is not None:
+            at_work.append(self._digest_soon(self._digester, content))
         if not borrowed:
-            self._copies.append((self._written, self._summed))
+            self._copies.append(at_work)
 
     def flush(self) -> None:
         """Wait until everything is written; the sums may still be on their way, while the disk is at it.
@@ -76,16 +85,19 @@ class FileWriter:
     def record(self) -> FileRecord:
         """Return what the file has become, once everything is written and summed."""
         self.flush()
-        if self._summed is not None:
-            self._summed.result()
+        for future in (self._summed, self._digested):
+            if future is not None:
+                future.result()
         self._raise()
-        return FileRecord(self._sums.size, self._sums.text())
+        return FileRecord(self._sums.size, self._sums.text(), "" if self._digest is None else self._digest.hexdigest())
 
     def close(self) -> None:
         """End the threads."""
         self._error = self._error or RuntimeError("the file was closed")
         self._writer.shutdown()
         self._summer.shutdown()
+        if self._digester is not None:
+            self._digester.shutdown()
 
     def _write_waiting(self) -> None:
         together: list[_Content] = []
@@ -95,6 +107,19 @@ class FileWriter:
             size += len(together[-1])
         if together:  # else an earlier call took it along
             self._sink.writelines(together)
+
+    def _digest_soon(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
+        """Have the digest go on with ``content``, and all that waits in one call: of small ones there may be many."""
+        self._undigested.append(content)
+        if self._digested is None or not self._digest_is_due:
+            self._digest_is_due = True
+            self._digested = digester.submit(self._do, self._digest_waiting)
+        return self._digested
+
+    def _digest_waiting(self) -> None:
+        self._digest_is_due = False
+        while self._undigested:
+            self._digest.update(self._undigested.popleft())
 
     def _do(self, work: Callable[..., Any], *contents: _Content) -> None:
         if self._error is None:

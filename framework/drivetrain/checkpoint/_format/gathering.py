@@ -39,6 +39,7 @@ class Gathering:
         control: between the ranks.
         place: where the files go.
         piece: bytes that are on their way at once.
+        digest: of each file, besides its checksums.
     """
 
     held: Mapping[str, Held]
@@ -46,6 +47,7 @@ class Gathering:
     control: ControlPlane
     place: Place
     piece: int
+    digest: str | None = None
 
     def write(self, files: Sequence[PlannedFile]) -> dict[str, FileRecord]:
         """Write the files that this rank owns and help with the others. Collective.
@@ -68,7 +70,7 @@ class Gathering:
         """Write files of different owners side by side, one round of each at a time."""
         sharded = frozenset(self.regions[0])
         own = next((file for file in wave if file.owner == self.control.rank), None)
-        output = None if own is None else _Output(own, self.place)
+        output = None if own is None else _Output(own, self.place, self.digest)
         incoming, pieces_of_own = _Buffers(1), _Buffers(COPIES + 1)
         rounds = [(file.owner, iter(list(rounds_of(file.specs, sharded, self.piece)))) for file in wave]
         try:
@@ -178,14 +180,14 @@ class _WriteFailedError(Exception):
 class _Output:
     """One file of this rank's. A failure is kept until the end, since the others still send."""
 
-    def __init__(self, file: PlannedFile, place: Place) -> None:
+    def __init__(self, file: PlannedFile, place: Place, digest: str | None) -> None:
         self._name = file.name
         self._problem: Exception | None = None
         self._stack = ExitStack()
         self._writer: FileWriter | None = None
         try:
             sink = self._stack.enter_context(place.open(file.name))
-            self._writer = FileWriter(sink)
+            self._writer = FileWriter(sink, digest)
             self._writer.write(header_of(file.specs))
         except Exception as error:
             self._fail(error)

@@ -23,6 +23,7 @@ class Greeting:
         digests: of each part that ranks share, of what they must have alike.
         regions: of each of these parts, what the rank speaks for.
         state: what rank 0's state holds.
+        digest: what rank 0 wants of each file besides its checksums.
     """
 
     path: str
@@ -30,23 +31,25 @@ class Greeting:
     digests: list[str] = field(default_factory=list)
     regions: list[Regions] = field(default_factory=list)
     state: list[Spec] = field(default_factory=list)
+    digest: str | None = None
 
     def said(self) -> tuple[Any, ...]:
         """Return it as plain values."""
         regions = [{name: _said_of_region(region) for name, region in part.items()} for part in self.regions]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.path, self.ticket, self.digests, regions, state
+        return self.path, self.ticket, self.digests, regions, state, self.digest
 
     @classmethod
     def heard(cls, said: tuple[Any, ...]) -> Self:
         """Return what `said` gave."""
-        path, ticket, digests, regions, state = said
+        path, ticket, digests, regions, state, digest = said
         return cls(
             path,
             ticket,
             digests,
             [{name: _heard_of_region(region) for name, region in part.items()} for part in regions],
             [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
+            digest,
         )
 
 
@@ -64,7 +67,7 @@ class Outcome:
 
     def said(self) -> tuple[Any, ...]:
         """Return it as plain values."""
-        written = {name: (record.size, record.crc32) for name, record in self.written.items()}
+        written = {name: (record.size, record.crc32, record.sha256) for name, record in self.written.items()}
         return written, [(role, part.document, part.tensors, part.index) for role, part in self.parts]
 
     @classmethod

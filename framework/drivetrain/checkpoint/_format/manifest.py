@@ -30,15 +30,23 @@ _LAST_SECOND = 2**36  # of `written`: in the year 4147
 
 # One folder holds one checkpoint, and nothing that a checkpoint says may point out of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_SHA256 = re.compile(r"([0-9a-f]{64})?")
 _SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file's size in bytes and the checksums of its blocks, eight hexadecimal digits each."""
+    """A file's size in bytes, and what its content comes to.
+
+    Attributes:
+        size: bytes.
+        crc32: the checksums of its blocks, eight hexadecimal digits each.
+        sha256: the digest of all of it, in hexadecimal digits; "" where none was asked for.
+    """
 
     size: int
     crc32: str
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +166,7 @@ def seal(manifest: Manifest) -> bytes:
         "state": None if manifest.state is None else _part_as_json(manifest.state),
         "ranks": [_part_as_json(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
-        "files": {name: {"size": one.size, "crc32": one.crc32} for name, one in manifest.files.items()},
+        "files": {name: _record_as_json(one) for name, one in manifest.files.items()},
     }
     if nothing_aside:
         raise CheckpointError(
@@ -174,6 +182,11 @@ def seal(manifest: Manifest) -> bytes:
             "keep large hyper-parameters in a file, and its name in the module.",
         )
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
+
+
+def _record_as_json(record: FileRecord) -> dict[str, Any]:
+    described: dict[str, Any] = {"size": record.size, "crc32": record.crc32}
+    return {**described, "sha256": record.sha256} if record.sha256 else described
 
 
 def _part_as_json(part: Part) -> dict[str, Any]:
@@ -229,10 +242,13 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     files = {}
     for name, one in _dict(document["files"], "files").items():
         described = _dict(one, "files")
-        record = FileRecord(_count(described["size"]), _text(described["crc32"]))
+        record = FileRecord(_count(described["size"]), _text(described["crc32"]), _digest(described.get("sha256", "")))
         if len(record.crc32) != 8 * block_count(record.size, block_size):
             raise ValueError(f"{name!r} has {len(record.crc32)} digits of checksums for {record.size} bytes")
         files[_file_name(name)] = record
+    without = sorted(name for name, one in files.items() if not one.sha256)
+    if 0 < len(without) < len(files):
+        raise ValueError(f"{listed(without)} have no digest, and others have")
     manifest = Manifest(
         identifier=_text(document["id"]),
         world_size=_count(document["world_size"]),
@@ -264,6 +280,12 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     if unlisted or shared:
         raise ValueError(f"{listed(unlisted)} are used and not listed" if unlisted else f"{listed(shared)} are shared")
     return manifest
+
+
+def _digest(text: Any) -> str:
+    if not isinstance(text, str) or not _SHA256.fullmatch(text):
+        raise ValueError(f"{reprlib.repr(text)} is no SHA-256")
+    return text
 
 
 def _part(document: Any) -> Part:

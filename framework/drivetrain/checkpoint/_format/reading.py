@@ -11,11 +11,12 @@ import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain._distributed.shards import Region, Span
-from drivetrain.checkpoint._format.checksums import crc32
+from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
 from drivetrain.checkpoint._format.folder import Folder, Source
 from drivetrain.checkpoint._format.local_file import NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
@@ -25,6 +26,37 @@ from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
 from drivetrain.errors import CheckpointError
 
 _KEPT = 4  # blocks of a file that are kept, or as many as there are readers: tensors share the one in which they meet
+
+
+class Found(NamedTuple):
+    """What reading a file has shown.
+
+    Attributes:
+        wrong: the numbers of the blocks that are not what was written.
+        forged: whether its digest is another, though all checksums are right.
+        unknown: whether its digest was not computed, for the zeros in it that the disk does not keep are too many.
+    """
+
+    wrong: list[int]
+    forged: bool
+    unknown: bool
+
+
+class Allowance:
+    """How many bytes that take no place on the disk may be worked through: they cost nobody anything to make."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self._lock = threading.Lock()
+
+    def digested(self, digest: Any, size: int) -> Any:
+        """Return the digest with so many zeros at its end; None where they are too many."""
+        with self._lock:
+            self._left -= size
+            if self._left < 0:
+                return None
+        digest.update(bytes(size))
+        return digest
 
 
 class CheckedFile:
@@ -82,20 +114,32 @@ class CheckedFile:
             else:
                 self._read_shared(number, low - start, part)
 
-    def check(self) -> list[int]:
-        """Read everything; return the numbers of the blocks that are not what was written."""
+    def check(self, zeros: Allowance) -> Found:
+        """Read everything, and compare it with the checksums and with the digest, where there is one.
+
+        Args:
+            zeros: that the digest may be computed of, though the disk does not even keep them.
+        """
         wrong = []
+        digest = DIGESTS["sha256"]() if self._record.sha256 else None
+        unknown = False
         memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
                 if self._source.is_hole(begin, end):  # the disk does not even keep it
                     self._compare(number, _sum_of_zeros(end - begin))
+                    if digest is not None:
+                        digest = zeros.digested(digest, end - begin)
+                        unknown = digest is None
                 else:
                     self._read(number, memory[: end - begin])
+                    if digest is not None:
+                        digest.update(memory[: end - begin])
             except Exception:
                 wrong.append(number)
-        return wrong
+                digest = None
+        return Found(wrong, digest is not None and digest.hexdigest() != self._record.sha256, unknown)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)

@@ -31,6 +31,7 @@ class Contents:
         optimizers: their states by name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
         state: nested JSON-able values and tensors; rank 0's is stored. None for no such document.
         rank_state: the same, of which every rank's own is stored.
+        digest: of each file, besides its checksums; rank 0's choice counts.
     """
 
     weights: Mapping[str, Any]
@@ -39,6 +40,7 @@ class Contents:
     optimizers: Sequence[Mapping[str, Any]] = ()
     state: Any = None
     rank_state: Any = None
+    digest: str | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class Staged:
         facts: for the manifest.
         aliases: for the manifest.
         sizes: how it is split.
+        digest: of each file, besides its checksums.
         problem: why this rank has nothing to write; told to the others when they meet.
     """
 
@@ -98,6 +101,7 @@ class Staged:
     facts: Facts
     aliases: dict[str, str]
     sizes: Sizes
+    digest: str | None = None
     problem: CheckpointError | None = None
 
     def total(self, world_size: int) -> tuple[int, int]:
@@ -146,8 +150,8 @@ def stage(
         if snapshot:
             _copy(parts, rank, world_size)
     except CheckpointError as error:
-        return Staged([], contents.facts, {}, sizes, error)
-    return Staged(parts, contents.facts, dict(contents.aliases), sizes)
+        return Staged([], contents.facts, {}, sizes, problem=error)
+    return Staged(parts, contents.facts, dict(contents.aliases), sizes, contents.digest)
 
 
 def _check(part: StagedPart, name: str, held: Held) -> None:

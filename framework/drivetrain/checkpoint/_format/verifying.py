@@ -6,37 +6,58 @@ import os
 from collections.abc import Iterator
 from functools import partial
 
+from drivetrain.checkpoint._format.checksums import block_count, check_digest
 from drivetrain.checkpoint._format.documents import loads
 from drivetrain.checkpoint._format.manifest import Part
 from drivetrain.checkpoint._format.reader import Checkpoint, load
-from drivetrain.checkpoint._format.reading import damaged, tensors_in
+from drivetrain.checkpoint._format.reading import Allowance, damaged, tensors_in
 from drivetrain.checkpoint._format.side_by_side import side_by_side
 from drivetrain.checkpoint._format.tensor_file import misaligned
 from drivetrain.errors import CheckpointError
 
+_MOST_ZEROS = 2**34  # bytes: some ten seconds of SHA-256
 
-def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read all of a checkpoint and return what is wrong with it, a line for each file; nothing where it is whole."""
+
+def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]:
+    """Read all of a checkpoint and return what is wrong with it, a line for each file; nothing where it is whole.
+
+    Compared are the checksums and, where it was written with ``digest="sha256"``, the digests.
+
+    Args:
+        path: a path or an fsspec URL.
+        digest: "sha256" where every file must have its own; a checkpoint without any is whole else.
+
+    Raises:
+        ConfigurationError: no digest has this name.
+    """
+    check_digest("verify", digest)
     try:
         checkpoint = load(path)
     except CheckpointError as error:
         return [error.what]
-    found = side_by_side(lambda name: _problem(checkpoint, name), checkpoint.manifest.files, checkpoint.readers)
+    if digest is not None and not all(one.sha256 for one in checkpoint.manifest.files.values()):
+        return [f"its files have no {digest}: it was written without digests"]
+    zeros = Allowance(_MOST_ZEROS)
+    found = side_by_side(lambda name: _problem(checkpoint, name, zeros), checkpoint.manifest.files, checkpoint.readers)
     problems = [line for line in found if line is not None]
     return problems or _contradictions(checkpoint)
 
 
-def _problem(checkpoint: Checkpoint, name: str) -> str | None:
+def _problem(checkpoint: Checkpoint, name: str, zeros: Allowance) -> str | None:
     try:
         file = checkpoint.file(name)
     except CheckpointError as error:
         # What the error says of the checkpoint is known; what it says of the file is wanted.
         return error.what.removeprefix(damaged(checkpoint.path, "").what.removesuffix(".")).removesuffix(".")
-    wrong = file.check()
-    if not wrong:
-        return None
-    block = checkpoint.manifest.block_size
-    return f"{name} was altered: {len(wrong)} of {-(-file.size // block)} blocks, the first at byte {wrong[0] * block}"
+    found, block = file.check(zeros), checkpoint.manifest.block_size
+    if found.wrong:
+        blocks = f"{len(found.wrong)} of {block_count(file.size, block)} blocks"
+        return f"{name} was altered: {blocks}, the first at byte {found.wrong[0] * block}"
+    if found.forged:
+        return f"{name} is not what was written: its checksums are right, and its SHA-256 is another"
+    if found.unknown:
+        return f"{name} consists of zeros that take no place on the disk, and its SHA-256 was not computed: too many"
+    return None
 
 
 def _contradictions(checkpoint: Checkpoint) -> list[str]:

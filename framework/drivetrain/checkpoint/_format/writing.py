@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -96,11 +97,13 @@ class _Meeting:
         ticket: to the place that rank 0 began.
         regions: for each part that is dealt among the ranks, what each rank brings.
         state: what rank 0's state holds.
+        digest: what all of them compute of each file besides its checksums.
     """
 
     ticket: Ticket
     regions: list[list[Regions]]
     state: list[Spec]
+    digest: str | None
 
 
 def _meet(path: str, staged: Staged, place: Place | None, problem: Exception | None, control: ControlPlane) -> _Meeting:
@@ -111,6 +114,7 @@ def _meet(path: str, staged: Staged, place: Place | None, problem: Exception | N
         digests=[part.digest() for part in shared],
         regions=[{name: speaks_for(shard) for name, shard in part.shards().items()} for part in shared],
         state=shared[-1].specs() if shared and control.rank == 0 else [],
+        digest=staged.digest,
     )
     words = tell(control, f"The checkpoint {path!r} could not be written", greeting.said(), problem)
     told = [Greeting.heard(one) for one in words]
@@ -130,7 +134,7 @@ def _meet(path: str, staged: Staged, place: Place | None, problem: Exception | N
     state = told[0].state
     for part, brought in zip(shared, regions, strict=True):
         _check_cover(path, state if part.role == "state" else part.specs(), brought)
-    return _Meeting(told[0].ticket, regions, state)
+    return _Meeting(told[0].ticket, regions, state, told[0].digest)
 
 
 def _shared(staged: Staged) -> list[StagedPart]:
@@ -193,13 +197,14 @@ def _write(
         document = None if part.document is None else place.named(f"{part.stem}.json")
         try:
             # In step with the other ranks, hence whatever has happened so far.
-            written.update(Gathering(part.tensors, regions, control, place, staged.sizes.piece).write(files))
+            gathering = Gathering(part.tensors, regions, control, place, staged.sizes.piece, meeting.digest)
+            written.update(gathering.write(files))
             if part.document is not None and document is not None and problem is None:
-                written[document] = _put(place, document, part.document)
+                written[document] = _put(place, document, part.document, meeting.digest)
             index = _index(part, files)
             if index is not None and control.rank == 0 and problem is None:
                 name = place.named(f"{part.stem}.safetensors.index.json")
-                written[name] = _put(place, name, index)
+                written[name] = _put(place, name, index, meeting.digest)
         except Exception as error:
             problem = problem or error
         index_name = place.named(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
@@ -223,11 +228,11 @@ def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
     return (json.dumps(index, indent=1) + "\n").encode()
 
 
-def _put(place: Place, name: str, content: bytes) -> FileRecord:
+def _put(place: Place, name: str, content: bytes, digest: str | None) -> FileRecord:
     sums = sums_of(content)
     with place.open(name) as sink:
         sink.writelines([content])
-    return FileRecord(sums.size, sums.text())
+    return FileRecord(sums.size, sums.text(), "" if digest is None else hashlib.new(digest, content).hexdigest())
 
 
 def _conclude(

@@ -1,0 +1,52 @@
+"""``Checkpoint(digest="sha256")`` in runs; `tests/unit/checkpoint/test_digests.py` has the files."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_case import Regression, fit, regression
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import load, verify
+
+
+@pytest.mark.parametrize("save_async", [False, True])
+def test_digests_of_all_that_a_checkpoint_callback_writes(tmp_path: Path, save_async: bool) -> None:  # J-11
+    """Those before leaving and after a failure too."""
+
+    class Fails(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 4:
+                raise RuntimeError("enough")
+            return super().training_step(batch, batch_idx)
+
+    options: dict[str, Any] = {"digest": "sha256", "save_async": save_async, "save_top_k": -1}
+    saver = Checkpoint(tmp_path / "c", every_n_train_steps=2, save_on_exception=True, **options)
+    with pytest.raises(RuntimeError, match="enough"):
+        fit(tmp_path, callbacks=saver).fit(Fails(), regression())
+    paths = [path for path in (tmp_path / "c").iterdir() if path.is_dir()]
+    assert len(paths) == 3
+    for path in paths:
+        files = load(path).manifest.files
+        assert {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in files} == {
+            name: record.sha256 for name, record in files.items()
+        }
+        assert verify(path) == []
+
+
+class Leaves(Regression):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_digests_of_what_is_saved_before_leaving(tmp_path: Path) -> None:
+    saver = Checkpoint(tmp_path / "c", every_n_epochs=5, digest="sha256")
+    with pytest.raises(SystemExit):
+        fit(tmp_path, callbacks=saver).fit(Leaves(), regression(400))
+    (path,) = (path for path in (tmp_path / "c").iterdir() if path.is_dir())
+    assert all(record.sha256 for record in load(path).manifest.files.values())
