@@ -55,8 +55,6 @@ class SavedArguments:
         accepted, open_ended = [one.name for one in plain], any(one.kind is one.VAR_KEYWORD for one in parameters)
         needed = [one.name for one in plain if one.default is one.empty]
         missing = [name for name in needed if name not in saved and name not in overrides]
-        if missing:
-            raise self._missing(owner, missing)
         of_bases: dict[str, Any] = {}
         if not open_ended:
             unknown = [name for name in overrides if name not in accepted]
@@ -65,8 +63,10 @@ class SavedArguments:
             inherited = _arguments_of_bases(owner)
             removed = [name for name in saved if name not in accepted and name not in inherited]
             if removed:
-                raise self._removed(owner, removed, accepted)
+                raise self._removed(owner, removed, accepted, missing)
             of_bases = {name: saved.pop(name) for name in list(saved) if name not in accepted}
+        if missing:
+            raise self._missing(owner, missing)
         self._tell_of_secrets(owner, {*overrides, *ignored}, None if open_ended else accepted)
         arguments = {**saved, **overrides}
         by_position = [
@@ -91,22 +91,26 @@ class SavedArguments:
         why = f"they are what save_hyperparameters() kept: {', '.join(self.kept) or 'none'}." if others else ""
         if secrets:
             why = f"secrets are left out of a checkpoint, and by its name {listed(secrets)} is one. {why}".rstrip()
-        also = ", and call self.save_hyperparameters() in __init__" if others else ""
+        also = "" if self.kept or self.left_out else ", and call self.save_hyperparameters() in __init__"
         return CheckpointError(
             f"{owner.__name__} needs {listed(names)}, which is not among the hyper-parameters of {self.path!r}.",
             why,
             f"pass it, as {owner.__name__}.load_from_checkpoint(path, {'=..., '.join(names)}=...){also}.",
         )
 
-    def _removed(self, owner: type, names: Sequence[str], accepted: Sequence[str]) -> CheckpointError:
+    def _removed(
+        self, owner: type, names: Sequence[str], accepted: Sequence[str], missing: Sequence[str] = ()
+    ) -> CheckpointError:
         ignored = repr(names[0]) if len(names) == 1 else f"({', '.join(map(repr, names))})"
         call = f"{owner.__name__}.load_from_checkpoint(path, ignore={ignored}"
+        needed = "".join(f", {name}=..." for name in missing)
+        renamed = "" if missing else f"; if it has another name now, pass that as well: {call}, other_name=...)"
         near = nearest(names[0], [name for name in accepted if name not in self.kept])
         return CheckpointError(
             f"{owner.__name__} takes no {listed(names)}, which is among the hyper-parameters of {self.path!r}.{near}",
             f"__init__ takes {', '.join(accepted) or 'no arguments'}: the checkpoint is of another version of the "
             "class, or of another one.",
-            f"leave it out, as {call}), and if it has another name now, pass that too: {call}, other_name=...).",
+            f"leave it out, as {call}{needed}){renamed}.",
         )
 
     def _refused_by_a_base(self, owner: type, said: str, arguments: Mapping[str, Any]) -> CheckpointError | None:

@@ -54,6 +54,19 @@ def test_a_removed_hyper_parameter_is_named_with_the_way_out(tmp_path: Path) -> 
     assert Renamed.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3, "lr": 0.5}
 
 
+def test_one_that_has_another_name_now_and_is_needed(tmp_path: Path) -> None:  # J-14
+    class Needs(Net):
+        def __init__(self, breadth: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = saved(tmp_path, width=3)
+    with pytest.raises(CheckpointError, match="Needs takes no 'width'") as caught:
+        Needs.load_from_checkpoint(path)
+    assert "Needs.load_from_checkpoint(path, ignore='width', breadth=...)" in caught.value.fix
+    assert Needs.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3}
+
+
 def test_several_and_the_nearest_name(tmp_path: Path) -> None:  # J-14
     path = saved(tmp_path, bredth=3, depth=2)
     with pytest.raises(CheckpointError, match=r"takes no 'bredth', 'depth'.*Did you mean 'breadth'") as caught:
