@@ -25,7 +25,8 @@ def show(path: str | os.PathLike[str]) -> str:
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, secrets = without_secrets(facts.hyper_parameters)  # earlier versions wrote all of them
+    arguments, in_it = without_secrets(facts.hyper_parameters)  # earlier versions wrote them all
+    secrets = dict.fromkeys([*facts.left_out, *in_it])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     lines = [
         f"{checkpoint.path}: {'weights alone' if checkpoint.weights_only else 'a whole checkpoint'}, written {written}",
@@ -33,10 +34,9 @@ def show(path: str | os.PathLike[str]) -> str:
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
         f"  at      {_pairs(facts.progress)}",
         f"  from    {_pairs(arguments)}",
+        *([f"  without {', '.join(secrets)}"] if secrets else []),
         f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
-    if secrets or facts.left_out:
-        lines.append(f"  without {', '.join(dict.fromkeys([*facts.left_out, *secrets]))}")
     for index, part in enumerate(manifest.optimizers):
         lines.append(f"  optimizer {index}: {size_in_words(_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())
