@@ -16,15 +16,30 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from drivetrain import CheckpointError
+from drivetrain import Callback, CheckpointError, Fit, TrainModule
 from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
+from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, Facts, Sizes, agreed, commit, save, stage
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 
 SMALL = Sizes(small=2000, large=10**9, piece=500)
+
+
+class TinyModule(TrainModule):
+    """One layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def control() -> GroupControl:
@@ -265,6 +280,31 @@ def _in_memory() -> str:
     except CheckpointError as error:
         return str(error)
     return "saved"
+
+
+class Odd(Callback):
+    """What rank 1 would save has no form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1} if os.environ["RANK"] == "1" else [1]}
+
+
+def _train_with_odd_state(path: Path) -> tuple[str, int]:
+    module, data = TinyModule(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, callbacks=[Checkpoint(path), Odd()], **options)
+    try:
+        fit.fit(module, data)
+    except CheckpointError as error:
+        return str(error), fit.global_step
+    return "", fit.global_step
+
+
+def test_what_one_rank_cannot_save_is_found_before_the_first_step(tmp_path: Path) -> None:  # J-08
+    for said, steps in on_ranks(_train_with_odd_state, 2, tmp_path / "c", process_group=None):
+        assert "callbacks/Odd/state/seen', a set" in said
+        assert steps == 0
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_lives_in_one_process_is_for_one_rank(tmp_path: Path) -> None:

@@ -283,6 +283,30 @@ class RunCheckpoints:
 
     # Writing
 
+    def rehearse(self) -> None:
+        """Find out, before the first step, whether what the callbacks are going to save has a form. Collective.
+
+        All is done that a save does, but for the copies and the writing.
+
+        Raises:
+            CheckpointError: on every rank: something has none.
+        """
+        session, control = self._session, self._session.strategy.control
+        saving = [one for one in session.callbacks if one.writes_to]
+        if not saving:
+            return
+        from drivetrain.checkpoint._format import agreed, stage
+
+        checkpoint = self._contents()
+        contents = checkpoint.contents(not any(one.saves_whole for one in saving), rehearsing=True)
+        staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
+
+        def formed() -> None:
+            if staged.problem is not None:
+                raise staged.problem
+
+        agreed(control, "What this run has could not be saved", formed)
+
     def save(self, path: str, weights_only: bool) -> None:
         """Write a checkpoint, within an accumulation window at its end. Collective.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,8 +44,13 @@ class RunCheckpoint:
 
     # Saving
 
-    def contents(self, weights_only: bool) -> Contents:
-        """Return what this rank has of the checkpoint; calls the hooks that add to it."""
+    def contents(self, weights_only: bool, rehearsing: bool = False) -> Contents:
+        """Return what this rank has of the checkpoint; calls the hooks that add to it.
+
+        Args:
+            weights_only: leave out what a run needs to go on.
+            rehearsing: nothing will be written: a hook that fails so early may not fail when it counts.
+        """
         run, strategy, module = self._run, self._strategy, self._module
         hyper_parameters, left_out = run.left_out.take_out(module.hparams, tell=strategy.rank == 0)
         contents = Contents(
@@ -60,7 +66,7 @@ class RunCheckpoint:
             ),
         )
         if not weights_only:
-            contents.state = self._state()
+            contents.state = self._state(rehearsing)
             contents.rank_state = self._rank_state(contents.weights)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
@@ -86,20 +92,26 @@ class RunCheckpoint:
     def _running(self) -> bool:
         return self._strategy.module is not None
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, rehearsing: bool) -> dict[str, Any]:
         """What all ranks have alike."""
-        run, trainer = self._run, self._run.trainer
-        own: dict[str, Any] = {}
-        self._module.on_save_checkpoint(own)
+        run, trainer, datamodule = self._run, self._run.trainer, self._run.given.datamodule
+        with _forgiven(rehearsing):
+            own: dict[str, Any] = {}
+            self._module.on_save_checkpoint(own)
         callbacks = {}
         for key, callback in self._keyed():
+            state: Any = {}
             extra: dict[str, Any] = {}
-            callback.on_save_checkpoint(trainer, self._module, extra)
-            callbacks[key] = {"state": callback.state_dict(), "extra": extra}
-        datamodule = run.given.datamodule
+            with _forgiven(rehearsing):
+                callback.on_save_checkpoint(trainer, self._module, extra)
+                state = callback.state_dict()
+            callbacks[key] = {"state": state, "extra": extra}
+        of_data: Any = {}
+        with _forgiven(rehearsing):
+            of_data = {} if datamodule is None else datamodule.state_dict()
         return {
             "module": own,
-            "datamodule": {} if datamodule is None else datamodule.state_dict(),
+            "datamodule": of_data,
             "callbacks": callbacks,
             "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
             "precision": self._strategy.precision.state_dict(),
@@ -289,3 +301,14 @@ class RunCheckpoint:
             key = callback.state_key
             count[key] += 1
             yield key if count[key] == 1 else f"{key}#{count[key]}", callback
+
+
+@contextmanager
+def _forgiven(rehearsing: bool) -> Iterator[None]:
+    """Let go of what a user's hook raises in a rehearsal: what it looks for may not be there before training."""
+    try:
+        yield
+    except Exception:
+        if not rehearsing:
+            raise
+        logger.debug("A hook that saves failed in the rehearsal before training.", exc_info=True)

@@ -241,6 +241,7 @@ class Session(RunState):
         self.checkpoints.keep_trainables()
         ended_before = self.checkpoints.ended_before
         if ended_before is None:
+            self.checkpoints.rehearse()
             loop.run()
         self.metrics.enter(None)
         if self.stop.leaving:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from drivetrain.callback import Callback
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.strategies.strategy import Strategy
 
+logger = logging.getLogger("drivetrain")
+
+_PROBE = ".drivetrain-probe"
+"""An object that is put where checkpoints will be, and removed: of one name, so that there is one where none can be."""
+
+_PAUSES = (0.5, 1.0, 2.0)  # seconds between tries of a store that refuses, which may be busy
+
 
 def check_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
     """Refuse folders that cannot be written to, on every rank alike. It makes none, and leaves nothing. Collective.
+
+    Where objects can be put and not removed, that is a warning: checkpoints that are no longer kept will stay there.
 
     Args:
         strategy: by which ranks tell each other.
@@ -45,10 +57,10 @@ def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Itera
                 name = type(callback).__name__
                 fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
                 yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
-    for logger in loggers:
-        root = logger.writes_to
+    for one in loggers:
+        root = one.writes_to
         if root is not None and "://" not in root and (problem := _why_not(root)) is not None:
-            name = type(logger).__name__
+            name = type(one).__name__
             fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
             yield f"{name} cannot write to {root!r}: {problem}", "it would fail at its first row.", fix
 
@@ -62,7 +74,7 @@ def _why_not(folder: str) -> str | None:
     except CheckpointError as error:
         return error.what
     if filesystem is not None:
-        return None  # what a store allows shows when an object is written
+        return _why_no_object(filesystem, path.rstrip("/"), folder)
     path = os.path.abspath(path)
     while not os.path.lexists(path):
         path = os.path.dirname(path)
@@ -73,3 +85,33 @@ def _why_not(folder: str) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def _why_no_object(filesystem: Any, root: str, folder: str) -> str | None:
+    """What is in the way of putting an object there; None where nothing is."""
+    from drivetrain.checkpoint._format.object_place import make_folder
+
+    path = f"{root}/{_PROBE}"
+    for pause in (*_PAUSES, None):
+        try:
+            make_folder(filesystem, root)
+            filesystem.pipe_file(path, b"")
+            break
+        except Exception as error:  # each store's library has errors of its own
+            if pause is None or isinstance(error, PermissionError | FileNotFoundError | NotImplementedError):
+                return f"{type(error).__name__}: {error}"
+            time.sleep(pause)
+    try:
+        filesystem.rm_file(path)
+    except FileNotFoundError:
+        pass  # another node was quicker
+    except Exception as error:
+        logger.warning(
+            "%r lets objects be written and not removed (%s: %s): checkpoints that are no longer kept will stay there, "
+            "and so does the empty object %r.",
+            folder,
+            type(error).__name__,
+            error,
+            _PROBE,
+        )
+    return None

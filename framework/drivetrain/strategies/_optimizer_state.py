@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from drivetrain.errors import CheckpointError
@@ -20,7 +20,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
 
     Raises:
-        CheckpointError: the optimizer holds a parameter that is not the module's.
+        CheckpointError: the optimizer holds a parameter, or keeps state for something, that is not the module's.
     """
     names = parameter_names(module)
     groups = []
@@ -34,6 +34,14 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
                 "register the parameters on the module, or leave them out of the optimizer.",
             )
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+    foreign: list[Any] = [key for key in optimizer.state if id(key) not in names]
+    if foreign:
+        found = [f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in foreign]
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps state for {', '.join(found[:5])}, which is no parameter of the module.",
+            "optimizer state is kept by parameter name.",
+            "keep it in the optimizer's param_groups (numbers, text and lists of them), or in a parameter's own state.",
+        )
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
 

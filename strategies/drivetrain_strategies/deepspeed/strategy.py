@@ -349,7 +349,8 @@ class DeepSpeedStrategy(DistributedStrategy):
     def load_native(self, path: str) -> None:
         """Go on from a checkpoint that DeepSpeed wrote, at the same stage and number of ranks. Collective.
 
-        Call it once the run has begun: in ``on_fit_start``.
+        Call it once the run has begun: in ``on_fit_start``. DeepSpeed unpickles what it reads: only give it what you
+        trust as you trust your own code.
 
         Raises:
             CheckpointError: there is none.

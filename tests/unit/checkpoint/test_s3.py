@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_case import STATE, contents, equal, token_free, written
 
-from drivetrain import Callback, CheckpointError, Fit, TrainModule
+from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain._distributed.control import LocalControl
 from drivetrain._distributed.shards import Box, ParameterShard, Span
 from drivetrain.callbacks import Checkpoint
@@ -198,3 +198,25 @@ def test_a_run_into_a_bucket(bucket: Any, in_background: bool, tmp_path: Path) -
     with pytest.raises(CheckpointError, match=r"'s3://bucket/runs/.*step=[68]' could not be written"):
         resumed.fit(Small(), batches, ckpt_path="auto")
     assert resumed.global_step >= 7
+
+
+@pytest.mark.parametrize(
+    ("url", "lacking", "named"),
+    [("s3://bucket/runs", True, "NoCredentials"), ("s3://nowhere/runs", False, "NoSuchBucket|FileNotFound|not exist")],
+)
+def test_a_bucket_out_of_reach_is_found_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, bucket: Any, tmp_path: Path, url: str, lacking: bool, named: str
+) -> None:  # J-08
+    if lacking:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+            monkeypatch.setenv(name, str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    bucket.clear_instance_cache()
+    run = Fit(
+        default_root_dir=tmp_path, callbacks=Checkpoint(url), max_epochs=1, logger=False, enable_progress_bar=False
+    )
+    with pytest.raises(ConfigurationError, match=named):
+        run.fit(Small(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
+    assert run.global_step == 0

@@ -15,6 +15,12 @@ from drivetrain.errors import CheckpointError
 _KEEPS_NO_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
 
 
+def make_folder(filesystem: Any, root: str) -> None:
+    """Make a folder where the storage keeps folders."""
+    if not _KEEPS_NO_FOLDERS.intersection(protocols_of(filesystem)):
+        filesystem.makedirs(root, exist_ok=True)
+
+
 class ObjectPlace:
     """A prefix in an object store.
 
@@ -37,8 +43,7 @@ class ObjectPlace:
         """Look at what is there."""
         filesystem.invalidate_cache()
         if not filesystem.exists(root) or not filesystem.ls(root, detail=False):
-            if not _KEEPS_NO_FOLDERS.intersection(protocols_of(filesystem)):
-                filesystem.makedirs(root, exist_ok=True)
+            make_folder(filesystem, root)
             return cls(filesystem, root, "")
         replaced: list[str] = []
         # What a manifest that cannot be read refers to is left alone.

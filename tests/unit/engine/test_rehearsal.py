@@ -1,0 +1,206 @@
+"""What cannot be saved is found before the first step. J-08."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from engine_case import Tiny, fit, loader
+from fsspec.implementations.memory import MemoryFileSystem
+
+from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
+from drivetrain.callbacks import Checkpoint
+
+
+class Odd(Callback):
+    """Its state has no form."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+
+class OddExtra(Callback):
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["call"] = len
+
+
+class OddData(DataModule):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"queue": collections.deque([1])}
+
+
+class Buffered(Tiny):
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.register_buffer("odd", make())
+
+
+class Hyper(Tiny):
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Hooked(Tiny):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["vocabulary"] = frozenset("ab")
+
+
+class Groups(Tiny):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([{"params": self.parameters(), "schedule": lambda step: 0.1}], lr=0.1)
+
+
+class Foreign(Tiny):
+    """Its optimizer keeps state for what is no parameter of the module."""
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.state[self.key]["sum"] = torch.zeros(1)
+        return optimizer
+
+
+Shape = collections.namedtuple("Shape", "width height")
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "named"),
+    [
+        (lambda: Buffered(lambda: torch.zeros(2, dtype=torch.complex128)), [], "odd.*complex128"),
+        (lambda: Buffered(lambda: torch.eye(2).to_sparse()), [], "odd.*sparse"),
+        (lambda: Buffered(lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)), [], "odd.*quint8"),
+        (lambda: Hyper(Shape(1, 2)), [], "hyper_parameters/shape.*Shape"),
+        (Hooked, [], "module/vocabulary.*frozenset"),
+        (Groups, [], "param_groups/0/schedule.*function"),
+        (lambda: Foreign(torch.zeros(3)), [], r"SGD keeps state for a tensor of shape \(3,\)"),
+        (lambda: Foreign("all"), [], "SGD keeps state for 'all'"),
+        (Tiny, [Odd()], "callbacks/Odd/state/seen.*set"),
+        (Tiny, [OddExtra()], "callbacks/OddExtra/extra/call.*builtin"),
+    ],
+)
+def test_state_without_a_form_is_refused_by_name(
+    tmp_path: Path, module: Callable[[], Tiny], callbacks: list[Callback], named: str
+) -> None:
+    trained = module()
+    with pytest.raises(CheckpointError, match=named):
+        fit(tmp_path, callbacks=[Checkpoint(tmp_path / "c"), *callbacks]).fit(trained, loader())
+    assert trained.seen == []
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_data_module_is_rehearsed_too(tmp_path: Path) -> None:
+    module = Tiny()
+    with pytest.raises(CheckpointError, match=r"datamodule/queue.*deque"):
+        fit(tmp_path, callbacks=Checkpoint(tmp_path / "c")).fit(module, datamodule=OddData())
+    assert module.seen == []
+
+
+def test_nobody_minds_where_nothing_is_saved_or_weights_alone(tmp_path: Path) -> None:
+    fit(tmp_path, callbacks=Odd()).fit(Hooked(), loader())
+    weights = Checkpoint(tmp_path / "c", save_weights_only=True)
+    fit(tmp_path, callbacks=[weights, Odd()]).fit(Hooked(), loader())
+    assert weights.best_model_path
+
+
+class NotYet(Callback):
+    """Asks for what there is only once the run has trained."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss"] = float(trainer.callback_metrics["loss"])
+
+
+class Logging(Tiny):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def test_a_hook_that_is_not_ready_before_training_is_forgiven(tmp_path: Path) -> None:
+    saver = Checkpoint(tmp_path / "c")
+    fit(tmp_path, callbacks=[saver, NotYet()]).fit(Logging(), loader())
+    assert saver.best_model_path
+
+
+# The place
+
+
+@pytest.mark.parametrize(
+    ("url", "named"), [("nobody://bucket/c", "nobody"), ("hdfs://host/c", "pyarrow|hdfs|libhdfs|JVM|Java")]
+)
+def test_what_cannot_be_reached_is_refused(tmp_path: Path, url: str, named: str) -> None:
+    module = Tiny()
+    with pytest.raises((ConfigurationError, CheckpointError), match=named):
+        fit(tmp_path, callbacks=Checkpoint(url)).fit(module, loader())
+    assert module.seen == []
+
+
+class Guarded(MemoryFileSystem):
+    """A store that lets objects be put, or removed, or neither; each has its own."""
+
+    protocol = "guarded"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    denied: tuple[str, ...] = ()
+    busy = 0
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if "put" in self.denied:
+            raise PermissionError("no right to put objects")
+        if Guarded.busy:
+            Guarded.busy -= 1
+            raise OSError("slow down")
+        super().pipe_file(path, value, mode=mode, **options)
+
+    def rm_file(self, path: str) -> None:
+        if "remove" in self.denied:
+            raise PermissionError("no right to remove objects")
+        super().rm_file(path)
+
+
+@pytest.fixture
+def guarded() -> Any:
+    fsspec.register_implementation("guarded", Guarded, clobber=True)
+    Guarded.store, Guarded.pseudo_dirs, Guarded.denied, Guarded.busy = {}, [""], (), 0
+    return Guarded
+
+
+def test_a_store_that_takes_nothing_is_refused(tmp_path: Path, guarded: Any) -> None:
+    guarded.denied = ("put",)
+    module = Tiny()
+    with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to 'guarded://b/c'.*no right to put"):
+        fit(tmp_path, callbacks=Checkpoint("guarded://b/c")).fit(module, loader())
+    assert module.seen == []
+
+
+def test_a_store_that_is_busy_is_asked_again_and_keeps_no_trace(tmp_path: Path, guarded: Any) -> None:
+    guarded.busy = 2
+    saver = Checkpoint("guarded://b/c")
+    fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
+    assert saver.best_model_path
+    assert not [name for name in guarded.store if "probe" in name]
+
+
+def test_a_store_that_removes_nothing_is_told_of(
+    tmp_path: Path, guarded: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    guarded.denied = ("remove",)
+    saver = Checkpoint("guarded://b/c", every_n_train_steps=1)
+    with caplog.at_level(logging.WARNING, logger="drivetrain"):
+        fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
+    told = [record.getMessage() for record in caplog.records]
+    assert any("lets objects be written and not removed" in line for line in told)
+    assert saver.best_model_path.endswith("step=4")
