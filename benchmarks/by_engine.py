@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.nets import BATCH, GPT, Data, checksum, texts
@@ -14,9 +14,9 @@ from drivetrain import Fit, Strategy, TrainModule
 
 
 class Trained(TrainModule):
-    """The GPT, or another, with AdamW."""
+    """The GPT, or another net, with AdamW."""
 
-    def __init__(self, net: GPT | None = None) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
         self.net = GPT() if net is None else net
 

@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.by_engine import Trained
 from benchmarks.checkpoint_peers import PEERS
-from benchmarks.checkpoint_ways import Disk, Ours, Slower, State, Way
+from benchmarks.checkpoint_ways import Disk, Ours, Pickle, Slower, State, Way
 from benchmarks.system_memory import growth, warm
 
 COPY = "a copy in memory"
@@ -71,6 +71,19 @@ def compare(rounds: int, module: Trained) -> Found:
             ways.append(peer(state))
         except ImportError:
             found.missing.append(name)
+    _take_turns(rounds, ways, state, found)
+    return found
+
+
+def compare_small(rounds: int, module: Trained) -> Found:
+    """The same for a net of many small tensors, against torch.save alone."""
+    state = State(module.net, module.optimizer)
+    found = Found(sum(tensor.nbytes for tensor in state.tensors().values()))
+    _take_turns(rounds, [Pickle(state), Ours(module)], state, found)
+    return found
+
+
+def _take_turns(rounds: int, ways: Sequence[Way], state: State, found: Found) -> None:
     with tempfile.TemporaryDirectory() as place:
         for way in ways:
             found.savers[way.name] = Saver(_prove(way, state, Path(place)), way.syncs, way.checks)
@@ -79,7 +92,6 @@ def compare(rounds: int, module: Trained) -> Found:
             # Each time in another order: who comes next finds the disk as the one before has left it.
             for way in random.Random(number).sample(ways, len(ways)):
                 _time(way, state, found, Path(place) / "saved")
-    return found
 
 
 def _prove(way: Way, state: State, place: Path) -> int:
@@ -106,7 +118,7 @@ def _time(way: Way, state: State, found: Found, folder: Path) -> None:
     found.take("save", way.name, save)
     state.restart()
     found.take("load", way.name, partial(way.load, folder))
-    if isinstance(way, Disk | Ours):
+    if isinstance(way, Disk | Pickle | Ours):
         found.take("read", way.name, partial(way.read, folder))
         for file in _files(folder):
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -56,10 +56,12 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
     own_groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     check_optimizer_fits(optimizer, own_groups, saved)
     index = {name: number for number, name in enumerate(name for group in own_groups for name in group)}
-    groups = []
+    groups, begin = [], 0
     for group, group_names in zip(saved["param_groups"], own_groups, strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append({**settings, "params": [index[name] for name in group_names]})
+        # A range, since torch looks up each value's parameter in it, which takes it through a list from the beginning.
+        groups.append({**settings, "params": range(begin, begin + len(group_names))})
+        begin += len(group_names)
     state = {index[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 

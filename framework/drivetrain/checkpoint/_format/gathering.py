@@ -15,7 +15,7 @@ from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.dealing import PlannedFile
 from drivetrain.checkpoint._format.file_writer import COPIES, FileWriter
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.pieces import Piece, bytes_of, overlap, put, rounds_of, rows_of, take
+from drivetrain.checkpoint._format.pieces import Piece, batches_of, bytes_of, overlap, put, rounds_of, rows_of, take
 from drivetrain.checkpoint._format.place import Place
 from drivetrain.checkpoint._format.staging import Held
 from drivetrain.checkpoint._format.tensor_file import header_of
@@ -27,6 +27,7 @@ _Whole = tuple[torch.Tensor, bool]
 """A piece, and whether it is memory that is there anyway."""
 
 _ALIGNED = 16  # bytes
+_SMALL = 2**16  # bytes of a piece that is copied at less cost than two threads are asked to write and sum it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Gathering:
         own = next((file for file in wave if file.owner == self.control.rank), None)
         output = None if own is None else _Output(own, self.place, self.digest)
         incoming, pieces_of_own = _Buffers(1), _Buffers(COPIES + 1)
-        rounds = [(file.owner, iter(list(rounds_of(file.specs, sharded, self.piece)))) for file in wave]
+        rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
         try:
             while True:
                 now = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
@@ -123,12 +124,17 @@ class Gathering:
     def _assembled(
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
     ) -> Iterator[_Whole]:
-        """Yield each piece whole and flat."""
+        """Yield each piece whole and flat; small ones that this rank has, several as one."""
         taken = dict.fromkeys(received, 0)
-        for piece in pieces:
+        for batch in batches_of(pieces, self._is_small, self.piece):
+            piece = batch[0]
+            if len(batch) > 1:
+                (memory,) = buffers.cut([sum(one.nbytes for one in batch)])
+                yield torch.cat([self._rows(one).view(torch.uint8) for one in batch], out=memory), False
+                continue
             held = self.held[piece.spec.name]
             if not isinstance(held, ParameterShard):
-                rows = rows_of(held, piece)
+                rows = self._rows(piece)
                 yield rows, rows.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
                 continue
             (memory,) = buffers.cut([piece.nbytes])
@@ -146,6 +152,14 @@ class Gathering:
                     values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
                 put(whole, piece, part, values)
             yield whole, False
+
+    def _is_small(self, piece: Piece) -> bool:
+        return piece.nbytes <= _SMALL and not isinstance(self.held[piece.spec.name], ParameterShard)
+
+    def _rows(self, piece: Piece) -> torch.Tensor:
+        held = self.held[piece.spec.name]
+        assert not isinstance(held, ParameterShard)
+        return rows_of(held, piece)
 
 
 class _Buffers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,21 @@ def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Ite
             filled += nbytes
     if gathered:
         yield gathered
+
+
+def batches_of(pieces: Iterable[Piece], joins: Callable[[Piece], bool], limit: int) -> Iterator[list[Piece]]:
+    """Put consecutive pieces into batches of at most ``limit`` bytes, where both join; any other stays by itself."""
+    batch: list[Piece] = []
+    filled, joined = 0, False
+    for piece in pieces:
+        nbytes, joining = piece.nbytes, joins(piece)
+        if batch and not (joined and joining and filled + nbytes <= limit):
+            yield batch
+            batch, filled = [], 0
+        batch.append(piece)
+        filled, joined = filled + nbytes, joining
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +151,9 @@ def put(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) 
 def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a piece of a whole tensor, flat and on the CPU; a view where that can be."""
     held = tensor.detach().resolve_conj().resolve_neg()
-    return held.reshape(as_rows(held.shape))[piece.first : piece.last].reshape(-1).cpu()
+    if piece.numel < held.numel():
+        held = held.reshape(as_rows(held.shape))[piece.first : piece.last]
+    return held.reshape(-1).cpu()
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:

@@ -79,7 +79,8 @@ class Checkpoint:
                 "take another checkpoint, or load the weights alone.",
             )
         document = self.optimizer_document(index)
-        shapes = {name: value.shape for name, value in self.weights().sources().items()}
+        # Without regions the weights' file is not even opened.
+        shapes = {name: value.shape for name, value in self.weights().sources().items()} if regions else {}
         wanted: dict[int, Region] = {}
         for name, values in document["state"].items():
             region = None if regions is None else regions.get(name)

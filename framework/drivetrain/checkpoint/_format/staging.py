@@ -52,6 +52,7 @@ class StagedPart:
         role: "weights", "optimizer", "state" or "rank".
         document: the text of the JSON file; None where there is none, or another rank writes it.
         tensors: by name, in order.
+        specs: of the tensors, made once: there may be many.
     """
 
     stem: str
@@ -59,9 +60,10 @@ class StagedPart:
     document: bytes | None
     tensors: dict[str, Held]
     sizes: Sizes
+    specs: list[Spec] = field(init=False)
 
-    def specs(self) -> list[Spec]:
-        return [Spec(name, held.dtype, tuple(held.shape)) for name, held in self.tensors.items()]
+    def __post_init__(self) -> None:
+        self.specs = [Spec(name, held.dtype, tuple(held.shape)) for name, held in self.tensors.items()]
 
     def shards(self) -> dict[str, ParameterShard]:
         return {name: held for name, held in self.tensors.items() if isinstance(held, ParameterShard)}
@@ -70,14 +72,14 @@ class StagedPart:
         """What all ranks must have alike: everything, but of rank 0's state only what is spread over the ranks."""
         lines = [
             f"{spec.name} {spec.dtype} {list(spec.shape)} {isinstance(self.tensors[spec.name], ParameterShard)}"
-            for spec in self.specs()
+            for spec in self.specs
             if self.role != "state" or isinstance(self.tensors[spec.name], ParameterShard)
         ]
         return hashlib.sha256("\n".join([self.stem, *lines]).encode()).hexdigest()
 
     def planned(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
         """Return the files of the tensors (or of ``specs`` instead), and who writes them."""
-        specs = self.specs() if specs is None else specs
+        specs = self.specs if specs is None else specs
         if self.role in ("weights", "optimizer"):
             return deal(self.stem, specs, world_size, self.sizes)
         owner = 0 if self.role == "state" else rank

@@ -113,7 +113,7 @@ def _meet(path: str, staged: Staged, place: Place | None, problem: Exception | N
         ticket=None if place is None else place.ticket,
         digests=[part.digest() for part in shared],
         regions=[{name: speaks_for(shard) for name, shard in part.shards().items()} for part in shared],
-        state=shared[-1].specs() if shared and control.rank == 0 else [],
+        state=shared[-1].specs if shared and control.rank == 0 else [],
         digest=staged.digest,
     )
     words = tell(control, f"The checkpoint {path!r} could not be written", greeting.said(), problem)
@@ -133,7 +133,7 @@ def _meet(path: str, staged: Staged, place: Place | None, problem: Exception | N
     regions = [[one.regions[number] for one in told] for number in range(len(shared))]
     state = told[0].state
     for part, brought in zip(shared, regions, strict=True):
-        _check_cover(path, state if part.role == "state" else part.specs(), brought)
+        _check_cover(path, state if part.role == "state" else part.specs, brought)
     return _Meeting(told[0].ticket, regions, state, told[0].digest)
 
 
@@ -146,7 +146,7 @@ def _name_the_difference(shared: Sequence[StagedPart], control: ControlPlane) ->
         f"{part.stem}: {spec.name}": f"{spec.dtype} of shape {spec.shape}"
         + (", sharded" if spec.name in part.shards() else "")
         for part in shared
-        for spec in part.specs()
+        for spec in part.specs
         if part.role != "state" or spec.name in part.shards()
     }
     everyone = control.gather_objects(mine)
