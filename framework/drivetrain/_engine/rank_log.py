@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("drivetrain")
 
+LARGEST = 8 * 2**20
+"""Bytes of a log, after which another is begun; the one before is kept, and those before it are not."""
+_LONGEST = 2**20  # characters of a record, of which the middle is left out beyond that
+
 
 class RankLog:
     """Keeps warnings and errors of this rank, for the length of its ``with``, in ``<run's folder>/logs/rank-N.log``.
 
     The file is made by the first of them: a run in which nothing happens leaves none. What was shown before is shown
-    still.
+    still. A file that is full becomes ``rank-N.1.log``, in place of the one before, and another is begun.
 
     Args:
         trainer: whose run it is.
@@ -69,8 +73,14 @@ class RankLog:
                 return
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"rank-{self._rank}.log")
-            with open(path, "a", encoding="utf-8") as file:  # records are rare, and no descriptor is left open
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {text.rstrip()}\n")
+            record = f"{time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._rank}: {_shortened(text.rstrip())}\n".encode(
+                errors="backslashreplace"
+            )
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.getsize(path) + len(record) > LARGEST:
+                    os.replace(path, os.path.join(folder, f"rank-{self._rank}.1.log"))
+            with open(path, "ab") as file:  # records are rare, and no descriptor is left open
+                file.write(record)
             self.written = path
 
     def add_failure(self, error: BaseException, told: str) -> None:
@@ -121,6 +131,14 @@ def run_folder(trainer: RunContext) -> str | None:
         given = trainer.settings["default_root_dir"].source != "default"
         place = trainer.default_root_dir if given or trainer.checkpoint_callback is not None else None
     return None if place is None or "://" in place else os.path.abspath(place)
+
+
+def _shortened(text: str) -> str:
+    more = len(text) - _LONGEST
+    if more <= 0:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n... {more:,} characters are left out here ...\n{text[-half:]}"
 
 
 def _threads() -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain._runtime.process_state import ProcessState
+from drivetrain._runtime.scratch import Scratch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -37,13 +36,13 @@ class Processes:
     Args:
         first_rank: the global rank of the first of them; the others follow.
         context: elastic's.
-        folder: where they leave their failures; removed at the end. Only this user can read and write in it.
+        scratch: where they leave their failures; removed at the end.
     """
 
-    def __init__(self, first_rank: int, context: PContext, folder: str) -> None:
+    def __init__(self, first_rank: int, context: PContext, scratch: Scratch) -> None:
         self._first_rank = first_rank
         self._context = context
-        self._folder = folder
+        self._scratch = scratch
         self._failures: dict[int, Failure] = {}
         self._ended_by_us: set[int] = set()
         self.store: Store | None = None
@@ -74,7 +73,7 @@ class Processes:
         # Only a run that starts processes pays for these imports.
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, start_processes
 
-        folder = tempfile.mkdtemp(prefix="drivetrain-")
+        scratch = Scratch()
         try:
             # Starting them replaces this process's handlers of four signals, for good.
             with ProcessState(), _quiet(), warnings.catch_warnings():
@@ -85,17 +84,17 @@ class Processes:
                     entrypoint=entrypoint,
                     args=arguments,
                     envs=dict(enumerate(variables)),
-                    logs_specs=DefaultLogsSpecs(log_dir=folder),
+                    logs_specs=DefaultLogsSpecs(log_dir=scratch.path),
                     start_method=method,
                 )
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            scratch.remove()
             raise
         if isinstance(context, MultiprocessContext):
             if context._pc is not None:
                 context._pc.join = _Join(context._pc)
             context._worker_finished_event = _Wake(context._worker_finished_event, len(arguments))  # type: ignore[assignment]
-        return cls(first_rank, context, folder)
+        return cls(first_rank, context, scratch)
 
     def exit_codes(self) -> dict[int, int | None]:
         """Return each rank's exit code: None while it runs, negative where a signal ended it."""
@@ -177,7 +176,7 @@ class Processes:
         self.store = None
         with _quiet():
             self._context.close(signal.SIGKILL if kill else signal.SIGTERM, timeout=_KILL_AFTER)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
         started = getattr(self._context, "_pc", None)  # functions' processes, where they were started
         for path in getattr(started, "error_files", ()):
             with contextlib.suppress(FileNotFoundError):

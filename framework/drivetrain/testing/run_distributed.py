@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
+from drivetrain._runtime.scratch import Scratch
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._torchrun_variables import torchrun_variables
@@ -54,7 +54,7 @@ class World:
         self.nprocs = nprocs
         self._preload = preload
         self._workers: list[_Worker] = []
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: Scratch | None = None
         self._calls = 0
 
     def __enter__(self) -> Self:
@@ -145,7 +145,7 @@ class World:
         for worker in workers:
             worker.end()
         if self._scratch is not None:
-            self._scratch.cleanup()
+            self._scratch.remove()
             self._scratch = None
 
     def _start(self) -> None:
@@ -153,7 +153,7 @@ class World:
             return
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._ranks", *self._preload])
-        self._scratch = tempfile.TemporaryDirectory(prefix="drivetrain-")
+        self._scratch = Scratch()
         for rank in range(self.nprocs):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, self.nprocs, theirs), name=f"rank-{rank}")
@@ -177,7 +177,7 @@ class World:
         self._calls += 1
         for worker in self._workers:
             own = {} if store is None else _rank_variables(worker.rank, self.nprocs, store.port)
-            worker.stacks = Path(self._scratch.name) / f"stack-{self._calls}-{worker.rank}.txt"
+            worker.stacks = Path(self._scratch.path) / f"stack-{self._calls}-{worker.rank}.txt"
             worker.send(
                 Call(
                     work,
@@ -186,7 +186,7 @@ class World:
                     list(sys.path),
                     multiprocessing.get_start_method(allow_none=True),
                     process_group,
-                    f"{self._scratch.name}/rendezvous-{self._calls}",
+                    f"{self._scratch.path}/rendezvous-{self._calls}",
                     timeout,
                     str(worker.stacks),
                 )

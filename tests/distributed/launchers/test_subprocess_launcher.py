@@ -289,3 +289,65 @@ def test_only_the_first_rank_of_a_node_launches() -> None:
 
     with pytest.raises(ConfigurationError, match="local rank 1 cannot start the others"):
         SubprocessLauncher().launch(Placement(1, 2, 1, 2))
+
+
+_KILLED = """
+import os, pathlib, sys, time
+import torch
+from drivetrain import Fit, TrainModule
+from drivetrain.environments import Placement
+from drivetrain.launchers import FunctionLauncher
+
+folder = pathlib.Path(os.environ["TEST_FOLDER"])
+WAITS = "wait" in sys.argv
+
+def work():
+    (folder / f"up-{os.getpid()}").touch()
+    time.sleep(60 * WAITS)
+
+class Model(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        work()
+        return self.layer(batch).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+if __name__ == "__main__":
+    if "function" in sys.argv:
+        FunctionLauncher("spawn").launch_all(Placement(world_size=2, local_world_size=2), work)
+    else:
+        fit = Fit(strategy="ddp", devices=2, accelerator="cpu", max_steps=1, barebones=True)
+        fit.fit(Model(), [torch.ones(1, 1)] * 2)
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "function"])
+@pytest.mark.parametrize("of_all", [True, False], ids=["all are killed", "the launcher is killed"])
+def test_a_killed_runs_temporary_folder_is_gone_with_the_next_run(
+    tmp_path: Path, kind: str, of_all: bool
+) -> None:  # G-02
+    script, temporary = tmp_path / "run.py", tmp_path / "t"
+    script.write_text(_KILLED)
+    temporary.mkdir()
+    environment = {**os.environ, "TEST_FOLDER": str(tmp_path), "TMPDIR": str(temporary)}
+    command = [sys.executable, str(script), kind]
+    process = subprocess.Popen([*command, "wait"], env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while len(list(tmp_path.glob("up-*"))) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        left = list(temporary.glob("drivetrain-*"))
+        assert len(left) == 1
+        (os.killpg if of_all else os.kill)(process.pid, signal.SIGKILL)
+        process.wait(30)
+        assert left[0].is_dir()
+        subprocess.run(command, env=environment, check=True, timeout=120)
+        assert not list(temporary.glob("drivetrain-*"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drivetrain import Fit
-from drivetrain._engine.rank_log import RankLog
+from drivetrain._engine.rank_log import LARGEST, RankLog
 from drivetrain.loggers import CSVLogger
 
 
@@ -51,3 +51,39 @@ def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.M
     with log:
         pass
     assert pickle.loads(pickle.dumps(log)).folder == log.folder  # it travels with the Fit that has run
+
+
+def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
+    log = RankLog(Fit(default_root_dir=tmp_path, logger=False, accelerator="cpu"), 1, 2)
+    text = "é" * 2**19
+    count = 3 * LARGEST // len(text.encode())
+    for number in range(count):
+        log.add(f"record {number} {text}")
+    log.add_failure(error := ValueError("last"), "the traceback")
+    newest, before = (tmp_path / "logs" / name for name in ("rank-1.log", "rank-1.1.log"))
+    assert sorted(newest.parent.iterdir()) == sorted([newest, before])
+    assert LARGEST // 2 < before.stat().st_size <= LARGEST
+    assert newest.stat().st_size <= LARGEST
+    found = (before.read_text() + newest.read_text()).splitlines()
+    kept = [int(words[1]) for line in found if (words := line.partition("rank 1: ")[2].split())[:1] == ["record"]]
+    assert kept == list(range(kept[0], count))
+    assert "rank 1: The run failed.\nthe traceback\n" in newest.read_text()
+    assert error.__notes__ == [f"Log: {newest}"]
+    # What another run wrote counts as well.
+    again = RankLog(log._trainer, 1, 2)
+    with newest.open("ab") as file:
+        file.truncate(LARGEST)
+    again.add("a run that goes on")
+    assert newest.read_text().endswith("rank 1: a run that goes on\n")
+    assert newest.stat().st_size < 200
+    assert before.stat().st_size == LARGEST
+
+
+def test_of_a_record_without_end_beginning_and_end_are_kept(tmp_path: Path) -> None:
+    log = RankLog(Fit(default_root_dir=tmp_path, logger=False, accelerator="cpu"), 1, 2)
+    log.add("begin" + "x" * 2**22 + "end \ud800")
+    (line, left_out, end) = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
+    assert "rank 1: beginxxx" in line
+    assert left_out == "... 3,145,738 characters are left out here ..."
+    assert end.endswith("xend \\ud800")
+    assert len(line) + len(end) < 2**20 + 100

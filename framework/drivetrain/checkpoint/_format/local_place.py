@@ -25,6 +25,7 @@ from drivetrain.errors import CheckpointError
 # name of the target.
 _LONGEST_NAME = 1024  # bytes
 _LOCK = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
+_CHOOSING = ".choosing.lock"  # a file, opened for writing: NFS locks nothing else
 
 
 class LocalPlace:
@@ -194,15 +195,15 @@ def _names_held_in(folder: Path) -> set[str]:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Keep others out who choose a name in ``folder``, by a file that is there meanwhile."""
+    path = folder / _CHOOSING
+    lock = _locked(path, "")
     try:
-        with suppress(OSError):  # a disk that knows no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+            path.unlink()
+        _unlock(lock)
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -242,7 +243,11 @@ def _clear(lock_file: Path, lock: int) -> None:
     shutil.rmtree(folder / f".saving-{token}", ignore_errors=True)
     with suppress(OSError):
         lock_file.unlink()
-    # Unlocked by hand, since a process that was forked meanwhile holds a copy of the descriptor.
+    _unlock(lock)
+
+
+def _unlock(lock: int) -> None:
+    """By hand, since a process that was forked meanwhile holds a copy of the descriptor."""
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
@@ -263,7 +268,7 @@ def _token(lock_file: Path) -> str:
 def _locked(path: Path, name: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # a disk that knows no locks: then nobody can lock, and nobody clears anything
+        with suppress(OSError):  # a disk that knows no locks: docs/checkpoints.md says what holds then
             fcntl.flock(lock, fcntl.LOCK_EX)
         # Somebody who clears leftovers may have been quicker, and has removed what we hold now.
         with suppress(FileNotFoundError):

@@ -1,0 +1,90 @@
+"""Runs that save into one folder keep off each other on disks that lock only what is open for writing: J-01."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import pytest
+from checkpoint_case import written
+
+from drivetrain.checkpoint import load, verify
+from drivetrain.checkpoint._format.local_place import claim
+
+
+@pytest.fixture
+def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS makes of `flock` a lock of bytes, which asks for a descriptor that may write (flock(2), NFS details)."""
+    flock = fcntl.flock
+
+    def as_nfs(descriptor: int, operation: int) -> None:
+        exclusive = operation & fcntl.LOCK_EX
+        if exclusive and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_nfs)
+
+
+@pytest.fixture
+def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that knows no locks, as Lustre without `flock` among its options."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def _next_to(claimed: Container[str]) -> str:
+    return next(name for name in ("c", "c-v1", "c-v2") if name not in claimed)
+
+
+@pytest.mark.usefixtures("_nfs")
+def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> None:
+    chosen: list[tuple[str, Callable[[], None]]] = []
+    second_looks = threading.Event()
+
+    def first_choice(claimed: Container[str]) -> str:
+        second.start()
+        second_looks.wait(0.5)  # for the whole time, unless the second one is let in
+        return _next_to(claimed)
+
+    def second_choice(claimed: Container[str]) -> str:
+        second_looks.set()
+        return _next_to(claimed)
+
+    second = threading.Thread(target=lambda: chosen.append(claim(str(tmp_path), second_choice)))
+    chosen.append(claim(str(tmp_path), first_choice))
+    second.join(30)
+    assert sorted(name for name, _ in chosen) == ["c", "c-v1"]
+    for _, give_up in chosen:
+        give_up()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_nfs")
+def test_one_who_was_killed_as_it_chose_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / ".choosing.lock").touch()
+    name, give_up = claim(str(tmp_path), _next_to)
+    give_up()
+    assert name == "c"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_no_locks")
+def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(tmp_path: Path) -> None:
+    token = "0123456789abcdef"
+    (tmp_path / f".saving-{token}.lock").write_text("c")
+    (tmp_path / f".saving-{token}").mkdir()
+    name, give_up = claim(str(tmp_path), _next_to)
+    path = written(tmp_path / name)
+    give_up()
+    assert name == "c-v1"
+    assert not verify(path)
+    assert load(path).progress["step"] == 5
+    assert sorted(os.listdir(tmp_path)) == [f".saving-{token}", f".saving-{token}.lock", "c-v1"]
