@@ -256,9 +256,10 @@ class RunCheckpoints:
         best = [one.best_model_path for one in self._session.callbacks if one.best_model_path]
         if which == "best" and best:
             return best[0]
+        from drivetrain._engine.fitting import check_form
         from drivetrain.checkpoint._finding import best_beside, newest
 
-        found = newest(self._folders())
+        found = newest(self._folders(), check=check_form)
         if found is None:
             return None
         if which != "best":

@@ -45,6 +45,16 @@ def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedul
             )
 
 
+def check_form(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that is malformed in what it says of its run.
+
+    Raises:
+        CheckpointError: names the file and the key.
+    """
+    check_progress(checkpoint)
+    check_state(checkpoint)
+
+
 def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
     """Refuse what training cannot go on from, or not with this ``Fit(seed=)``.
 
@@ -57,8 +67,7 @@ def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
             "a run cannot go on without its optimizer's state and its progress.",
             "load the weights with load_from_checkpoint, or take a whole checkpoint.",
         )
-    check_progress(checkpoint)
-    check_state(checkpoint)
+    check_form(checkpoint)
     saved = checkpoint.state()["data"]["seed"]
     if seed is not None and seed != saved:
         raise CheckpointError(

@@ -22,12 +22,19 @@ PATIENCE = 30.0
 _FIRST_PAUSE = 0.5  # seconds; each one is twice as long as the one before
 
 
-def newest(folders: Iterable[str], patience: float = PATIENCE) -> Checkpoint | None:
+def newest(
+    folders: Iterable[str], patience: float = PATIENCE, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> Checkpoint | None:
     """Return the newest of the checkpoints that lie directly in ``folders``, or None.
 
     One that a run wrote after it had written another, or had gone on from it, is newer, whatever the clocks said; of
     those that do not come from each other, the one committed last is. What is torn or of another kind is passed over,
     and so are those that hold weights alone: no run can go on from them.
+
+    Args:
+        folders: paths or URLs.
+        patience: seconds in all for which a storage that refuses is asked again.
+        check: raises `CheckpointError` of what cannot be gone on from; that is passed over, and said.
 
     Raises:
         StorageError: the storage refuses to say what is there, for ``patience`` seconds.
@@ -39,8 +46,15 @@ def newest(folders: Iterable[str], patience: float = PATIENCE) -> Checkpoint | N
             checkpoint = asking.until_answered(partial(_whole, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
                 found.append(checkpoint)
-    latest = [one for one in found if not any(_comes_from(other, one) for other in found)]
-    return max(latest, key=lambda one: (one.manifest.written, one.path), default=None)
+    while found:
+        latest = [one for one in found if not any(_comes_from(other, one) for other in found)]
+        chosen = max(latest, key=lambda one: (one.manifest.written, one.path))
+        problem = asking.until_answered(partial(_problem_of, chosen, check))
+        if problem is None:
+            return chosen
+        logger.warning("%r is passed over. %s", chosen.path, problem)
+        found.remove(chosen)
+    return None
 
 
 def best_beside(folder: str, said: Any) -> str | None:
@@ -60,6 +74,16 @@ def _whole(path: str) -> Checkpoint | None:
         raise
     except CheckpointError:
         return None
+
+
+def _problem_of(checkpoint: Checkpoint, check: Callable[[Checkpoint], None]) -> CheckpointError | None:
+    try:
+        check(checkpoint)
+    except StorageError:
+        raise
+    except CheckpointError as error:
+        return error
+    return None
 
 
 def _comes_from(one: Checkpoint, other: Checkpoint) -> bool:

@@ -14,7 +14,8 @@ import torch
 from drivetrain._distributed.control import LocalControl
 from drivetrain.checkpoint import _finding as finding
 from drivetrain.checkpoint._finding import best_beside, newest
-from drivetrain.checkpoint._format import Contents, Facts, StorageError, save
+from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, StorageError, save
+from drivetrain.errors import CheckpointError
 
 
 def written(folder: Any, name: str, lineage: list[tuple[str, int]], **facts: Any) -> str:
@@ -137,3 +138,38 @@ def test_the_best_lies_beside_the_one_that_names_it(tmp_path: Path) -> None:
     assert best_beside(folder, f"/somewhere/else/{Path(best).name}") == best  # as earlier versions wrote it
     for said in (outside, "../outside", "..", "", None, 7, "missing"):
         assert best_beside(folder, said) is None
+
+
+def test_what_no_run_can_go_on_from_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-10: one planted folder does not stop "auto"
+    written(tmp_path, "older", [("a", 1)])
+    written(tmp_path, "newer", [("a", 2)])
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.path.endswith("newer"):
+            raise CheckpointError("'epoch' in manifest.json is 'x'", "a run cannot go on from that", "take another")
+
+    with caplog.at_level("WARNING", logger="drivetrain"):
+        chosen = newest([str(tmp_path)], check=check)
+    assert chosen is not None
+    assert chosen.path.endswith("older")
+    assert "newer' is passed over. 'epoch' in manifest.json is 'x'" in caplog.text
+
+
+def test_a_storage_that_refuses_a_document_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-03: what it has may be whole
+    monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
+    folder = "memory://flaky-document"
+    written(folder, "older", [("a", 1)])
+    written(folder, "newer", [("a", 2)])
+    asked: list[str] = []
+
+    def check(checkpoint: Checkpoint) -> None:
+        asked.append(checkpoint.path)
+        if len(asked) < 3:
+            raise StorageError("503 Slow Down", "the storage refuses", "try again")
+
+    chosen = newest([folder], check=check)
+    assert chosen is not None
+    assert chosen.path.endswith("newer")
+    assert len(asked) == 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Callback, CheckpointError, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.checkpoint import verify
+from drivetrain.checkpoint._format.checksums import sums_of
 from drivetrain.data import CombinedLoader
 
 STEPS = 12  # of two epochs of 18 micro-batches, three of them a step
@@ -316,3 +322,28 @@ def test_validation_goes_on_where_it_stood_under_another_dealing(
     fit(tmp_path, **settings, callbacks=first).fit(Tiny(), loader(12, 2), loader(2))
     fit(tmp_path, **settings, callbacks=second).fit(Tiny(), loader(12, 4), loader(2), ckpt_path=first.path)
     assert second.validated == expected
+
+
+def test_a_planted_checkpoint_whose_state_is_malformed_stops_no_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:  # J-10
+    """Its checksums fit, and it says that it is the newest."""
+    folder = tmp_path / "c"
+    fit(tmp_path, callbacks=Checkpoint(folder)).fit(Tiny(), loader())
+    (good,) = (one for one in folder.iterdir() if one.is_dir())
+    planted = folder / "planted"
+    shutil.copytree(good, planted)
+    document = json.loads((planted / "state.json").read_text())
+    content = json.dumps({**document, "data": "x"}).encode()
+    (planted / "state.json").write_bytes(content)
+    manifest = json.loads((planted / "manifest.json").read_text())
+    manifest.pop("crc32")
+    manifest["files"]["state.json"] = {"size": len(content), "crc32": sums_of(content).text()}
+    manifest |= {"id": "f" * 32, "written": manifest["written"] + 100, "lineage": [], "parent": ""}
+    body = json.dumps(manifest, indent=1).encode().removesuffix(b"\n}")
+    (planted / "manifest.json").write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
+    assert verify(planted) == []
+    again = fit(tmp_path, max_epochs=2, callbacks=Checkpoint(folder))
+    again.fit(Tiny(), loader(), ckpt_path="auto")
+    assert again.global_step == 8
+    assert "planted' is passed over" in caplog.text

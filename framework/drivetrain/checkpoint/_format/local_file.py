@@ -17,6 +17,10 @@ _OPEN_AT_ONCE = 64
 _SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
 
 
+class ChangedFileError(OSError):
+    """It is another file by now, or has become shorter."""
+
+
 class NoFileError(OSError):
     """What has the name of a file is a directory, a pipe, a device, or a link that leads nowhere."""
 
@@ -90,7 +94,7 @@ class OpenFiles:
         descriptor, found = _opened(file.path)
         if not os.path.samestat(found, file.found):
             os.close(descriptor)
-            raise OSError(f"{file.path.name} was replaced while the checkpoint was read")
+            raise ChangedFileError(f"{file.path.name} was replaced while the checkpoint was read")
         self._keep(file, descriptor)
         return descriptor
 
@@ -124,7 +128,7 @@ class LocalFile:
         """
         count = self._files.read(self, begin, memory)
         if count < len(memory):
-            raise OSError(f"it had {self.size} bytes, and has become shorter")
+            raise ChangedFileError(f"it had {self.size} bytes, and has become shorter")
 
     def is_hole(self, begin: int, end: int) -> bool:
         """Whether the bytes from ``begin`` to before ``end`` are zeros that take no place on the disk."""

@@ -17,8 +17,8 @@ import torch
 
 from drivetrain._distributed.shards import Region, Span
 from drivetrain.checkpoint._format.checksums import DIGESTS, crc32
-from drivetrain.checkpoint._format.folder import Folder, Source
-from drivetrain.checkpoint._format.local_file import NoFileError
+from drivetrain.checkpoint._format.folder import Folder, Source, StorageError
+from drivetrain.checkpoint._format.local_file import ChangedFileError, NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.memory import new_bytes, room_for
 from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
@@ -166,8 +166,10 @@ class CheckedFile:
     def _read(self, number: int, memory: memoryview) -> None:
         try:
             self._source.fill(number * self._block, memory)
-        except Exception as error:  # of whatever library serves the store
+        except (FileNotFoundError, ChangedFileError) as error:
             raise damaged(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
+        except Exception as error:  # of whatever library serves the store
+            raise _refused(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         self._compare(number, crc32(memory))
 
     def _compare(self, number: int, found: int) -> None:
@@ -190,7 +192,15 @@ def _opened(folder: Folder, name: str) -> Source:
     except NoFileError as error:
         raise damaged(folder.path, f"{error}, and no file") from None
     except OSError as error:
-        raise damaged(folder.path, f"{name} cannot be read: {error}") from error
+        raise _refused(folder.path, f"{name} cannot be read: {error}") from error
+
+
+def _refused(path: str, problem: str) -> StorageError:
+    return StorageError(
+        f"The checkpoint {path!r} cannot be read: {problem}.",
+        "the storage refused, or does not answer: what it has may be whole.",
+        "check the path, its permissions and the network, and try again.",
+    )
 
 
 def damaged(path: str, problem: str) -> CheckpointError:
