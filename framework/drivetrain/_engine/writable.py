@@ -89,7 +89,7 @@ def _why_not(folder: str) -> str | None:
 
 def _why_no_object(filesystem: Any, root: str, folder: str) -> str | None:
     """What is in the way of putting an object there; None where nothing is."""
-    from drivetrain.checkpoint._format.object_place import make_folder
+    from drivetrain.checkpoint._format.object_file import make_folder
 
     path = f"{root}/{_PROBE}"
     for pause in (*_PAUSES, None):

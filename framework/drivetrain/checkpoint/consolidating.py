@@ -13,6 +13,8 @@ from drivetrain._distributed.shards import Span
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.file_writer import FileWriter
+from drivetrain.checkpoint._format.folder import as_os_errors
+from drivetrain.checkpoint._format.object_file import replaced
 from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint._format.place import filesystem_of
 from drivetrain.checkpoint._format.tensor_file import header_of, in_file_order
@@ -73,7 +75,7 @@ def _created(target: str) -> Iterator[Any]:
     """Give a file that is there once it is whole, and not before."""
     filesystem, root = filesystem_of(target)
     if filesystem is not None:
-        with filesystem.open(root, "wb") as stream:
+        with as_os_errors(), replaced(filesystem, root) as stream:
             yield stream
         return
     path = Path(root)

@@ -1,7 +1,8 @@
-"""Public helpers for tests: functions on several ranks, parity assertions, marks for what a machine must have."""
+"""Public helpers for tests: functions on several ranks, a faulty store, parity, marks for what a machine must have."""
 
 from __future__ import annotations
 
+from drivetrain.testing.faulty_store import FaultyStore, StoreFault
 from drivetrain.testing.marks import (
     requires_command,
     requires_cuda,
@@ -13,6 +14,8 @@ from drivetrain.testing.parity import assert_close_states, assert_close_traces, 
 from drivetrain.testing.run_distributed import World, run_distributed
 
 __all__ = [
+    "FaultyStore",
+    "StoreFault",
     "World",
     "assert_close_states",
     "assert_close_traces",

@@ -127,7 +127,7 @@ def as_os_errors() -> Iterator[None]:
     """Each store's library has errors of its own."""
     try:
         yield
-    except OSError:
+    except (OSError, CheckpointError):
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error

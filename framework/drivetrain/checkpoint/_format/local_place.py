@@ -89,7 +89,10 @@ class LocalPlace:
     def size(self, name: str) -> int:
         return (self._folder / name).stat().st_size
 
-    def commit(self, manifest: bytes) -> None:
+    def keep(self) -> None:
+        """A folder that is not renamed is no checkpoint, and one that is has its name: nothing changes."""
+
+    def commit(self, manifest: bytes, identifier: str) -> None:
         with self.open(MANIFEST) as stream:
             stream.write(manifest)
         _sync_folder(self._folder)

@@ -3,54 +3,43 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, unseal
-from drivetrain.checkpoint._format.place import Ticket, protocols_of
+from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, unseal
+from drivetrain.checkpoint._format.object_file import make_folder, put
+from drivetrain.checkpoint._format.place import Ticket
 from drivetrain.errors import CheckpointError
 
-# There, "making a folder" would make the bucket, and a misspelt name would be one more.
-_KEEPS_NO_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}
-
-
-def make_folder(filesystem: Any, root: str) -> None:
-    """Make a folder where the storage keeps folders."""
-    if not _KEEPS_NO_FOLDERS.intersection(protocols_of(filesystem)):
-        filesystem.makedirs(root, exist_ok=True)
+_PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between tries to put the manifest, and between looks whether it is there
 
 
 class ObjectPlace:
     """A prefix in an object store.
 
+    Whoever else writes there, files of two writers are never under one name, and the manifest that is there names
+    those of one. Once a manifest may be out, nothing that it names is removed by who wrote it: not where the answer
+    is lost, nor on the ranks that have not heard it.
+
     Args:
         filesystem: fsspec's.
         root: the prefix.
-        suffix: what makes the names of this save fresh; empty where nothing was there.
-        replaced: the files of the checkpoint that this one takes the place of.
+        suffix: what makes the names of this save its own.
     """
 
-    def __init__(self, filesystem: Any, root: str, suffix: str, replaced: Iterable[str] = ()) -> None:
+    def __init__(self, filesystem: Any, root: str, suffix: str) -> None:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._suffix = suffix
-        self._replaced = list(replaced)
         self._created: list[str] = []
 
     @classmethod
     def begin(cls, filesystem: Any, root: str) -> ObjectPlace:
-        """Look at what is there."""
-        filesystem.invalidate_cache()
-        if not filesystem.exists(root) or not filesystem.ls(root, detail=False):
-            make_folder(filesystem, root)
-            return cls(filesystem, root, "")
-        replaced: list[str] = []
-        # What a manifest that cannot be read refers to is left alone.
-        with suppress(FileNotFoundError, CheckpointError):
-            content = filesystem.cat_file(f"{root.rstrip('/')}/{MANIFEST}", end=LONGEST_MANIFEST)
-            replaced = list(unseal(content, root).files)
-        return cls(filesystem, root, f"-{secrets.token_hex(8)}", replaced)
+        """Choose names of its own."""
+        make_folder(filesystem, root)
+        return cls(filesystem, root, f"-{secrets.token_hex(8)}")
 
     @classmethod
     def join(cls, filesystem: Any, root: str, ticket: Ticket) -> ObjectPlace:
@@ -65,32 +54,50 @@ class ObjectPlace:
         stem, dot, extension = name.partition(".")
         return f"{stem}{self._suffix}{dot}{extension}"
 
-    @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
+    def open(self, name: str) -> AbstractContextManager[Any]:
         self._created.append(name)
-        stream = self._filesystem.open(self._path(name), "wb")
-        try:
-            yield stream
-            stream.close()
-        except BaseException:
-            # Neither now nor when it is collected may the half of it be uploaded.
-            with suppress(Exception):
-                stream.discard()
-            with suppress(AttributeError):
-                stream.closed = True
-            raise
+        return put(self._filesystem, self._path(name))
 
     def size(self, name: str) -> int:
         self._filesystem.invalidate_cache()
         return int(self._filesystem.size(self._path(name)))
 
-    def commit(self, manifest: bytes) -> None:
-        self._filesystem.pipe_file(self._path(MANIFEST), manifest)
+    def keep(self) -> None:
         self._created.clear()
-        self._remove(self._replaced)
+
+    def commit(self, manifest: bytes, identifier: str) -> None:
+        before = self._there()
+        self._put_manifest(manifest, identifier)
+        now = self._there()
+        # What another writer's manifest names, which came after this one, is that writer's to remove.
+        if before is not None and now is not None and now.identifier == identifier:
+            self._remove(before.files.keys() - now.files.keys())
 
     def abandon(self) -> None:
         self._remove(self._created)
+
+    def _put_manifest(self, content: bytes, identifier: str) -> None:
+        """Put it; where the store refuses, or gives no answer, ask what is there, and put it again."""
+        for pause in (*_PAUSES, None):
+            try:
+                self._filesystem.pipe_file(self._path(MANIFEST), content)
+                return
+            except Exception as error:  # each store's library has errors of its own
+                there = self._there()
+                if there is not None and there.identifier == identifier:
+                    return
+                if pause is None or isinstance(error, PermissionError):
+                    raise
+            time.sleep(pause)
+
+    def _there(self) -> Manifest | None:
+        """The manifest that is there now; None where none is, or it cannot be read: what it names is left alone."""
+        with suppress(Exception):
+            self._filesystem.invalidate_cache()
+            content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=LONGEST_MANIFEST + 1)
+            with suppress(CheckpointError):
+                return unseal(content, self._root)
+        return None
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -37,8 +37,19 @@ class Place(Protocol):
     def size(self, name: str) -> int:
         """Return the size of a file in bytes, as the storage sees it now."""
 
-    def commit(self, manifest: bytes) -> None:
-        """Make what was written the checkpoint, in one step. Rank 0 only."""
+    def keep(self) -> None:
+        """From here on rank 0 may commit: what this rank wrote is no longer its to remove."""
+
+    def commit(self, manifest: bytes, identifier: str) -> None:
+        """Make what was written the checkpoint, in one step. Rank 0 only.
+
+        Args:
+            manifest: the content of `manifest.json`.
+            identifier: in it.
+
+        Raises:
+            Exception: it is not known to be one. Whether it is, shows when it is read.
+        """
 
     def abandon(self) -> None:
         """Remove what this rank wrote and nobody has committed, as well as can be: the storage itself may fail."""

@@ -244,17 +244,18 @@ def _conclude(
     control: ControlPlane,
 ) -> None:
     """Write the manifest, which makes it a checkpoint."""
+    identifier = staged.facts.identifier or secrets.token_hex(16)
 
-    def conclude() -> None:
+    def sealed() -> bytes:
         if control.rank != 0:
-            return
+            return b""
         for name, record in written.items():
             _check_size(path, place, name, record.size, alone=control.world_size == 1)
         of_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "state": [], "rank": []}
         for role, part in parts:
             of_role[role].append(part)
         manifest = Manifest(
-            identifier=staged.facts.identifier or secrets.token_hex(16),
+            identifier=identifier,
             world_size=control.world_size,
             facts=staged.facts,
             files=written,
@@ -265,9 +266,16 @@ def _conclude(
             ranks=tuple(of_role["rank"]) if any(part.files() for part in of_role["rank"]) else (),
             versions=versions(),
         )
-        place.commit(seal(manifest))
+        return seal(manifest)
 
-    agreed(control, f"The checkpoint {path!r} could not be written", conclude)
+    content = agreed(control, f"The checkpoint {path!r} could not be written", sealed)
+    # Whether the manifest is out, not even rank 0 knows where its answer is lost: nothing of it may be removed now.
+    place.keep()
+    agreed(
+        control,
+        f"The checkpoint {path!r} could not be written, or nobody knows",
+        lambda: place.commit(content, identifier) if control.rank == 0 else None,
+    )
 
 
 def _check_size(path: str, place: Place, name: str, size: int, alone: bool) -> None:
