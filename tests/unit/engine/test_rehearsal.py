@@ -6,16 +6,16 @@ import collections
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import pytest
 import torch
 from engine_case import Tiny, fit, loader
-from fsspec.implementations.memory import MemoryFileSystem
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
+from drivetrain._engine import writable
 from drivetrain.callbacks import Checkpoint
+from drivetrain.testing import FaultyStore
 
 
 class Odd(Callback):
@@ -148,57 +148,33 @@ def test_what_cannot_be_reached_is_refused(tmp_path: Path, url: str, named: str)
     assert module.seen == []
 
 
-class Guarded(MemoryFileSystem):
-    """A store that lets objects be put, or removed, or neither; each has its own."""
-
-    protocol = "guarded"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-    denied: tuple[str, ...] = ()
-    busy = 0
-
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        if "put" in self.denied:
-            raise PermissionError("no right to put objects")
-        if Guarded.busy:
-            Guarded.busy -= 1
-            raise OSError("slow down")
-        super().pipe_file(path, value, mode=mode, **options)
-
-    def rm_file(self, path: str) -> None:
-        if "remove" in self.denied:
-            raise PermissionError("no right to remove objects")
-        super().rm_file(path)
-
-
 @pytest.fixture
-def guarded() -> Any:
-    fsspec.register_implementation("guarded", Guarded, clobber=True)
-    Guarded.store, Guarded.pseudo_dirs, Guarded.denied, Guarded.busy = {}, [""], (), 0
-    return Guarded
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    monkeypatch.setattr(writable, "_PAUSES", (0.01, 0.01))
+    return FaultyStore(tmp_path / "store").mount()
 
 
-def test_a_store_that_takes_nothing_is_refused(tmp_path: Path, guarded: Any) -> None:
-    guarded.denied = ("put",)
+def test_a_store_that_takes_nothing_is_refused(tmp_path: Path, store: FaultyStore) -> None:
+    store.fail("put", error=PermissionError("no right to put objects"), times=None)
     module = Tiny()
-    with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to 'guarded://b/c'.*no right to put"):
-        fit(tmp_path, callbacks=Checkpoint("guarded://b/c")).fit(module, loader())
+    with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to 'faulty://store/c'.*no right to put"):
+        fit(tmp_path, callbacks=Checkpoint("faulty://store/c")).fit(module, loader())
     assert module.seen == []
 
 
-def test_a_store_that_is_busy_is_asked_again_and_keeps_no_trace(tmp_path: Path, guarded: Any) -> None:
-    guarded.busy = 2
-    saver = Checkpoint("guarded://b/c")
+def test_a_store_that_is_busy_is_asked_again_and_keeps_no_trace(tmp_path: Path, store: FaultyStore) -> None:
+    store.fail("put", times=2)
+    saver = Checkpoint("faulty://store/c")
     fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
     assert saver.best_model_path
-    assert not [name for name in guarded.store if "probe" in name]
+    assert not [name for name in store.objects() if "probe" in name]
 
 
 def test_a_store_that_removes_nothing_is_told_of(
-    tmp_path: Path, guarded: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guarded.denied = ("remove",)
-    saver = Checkpoint("guarded://b/c", every_n_train_steps=1)
+    store.fail("remove", error=PermissionError("no right to remove objects"), times=None)
+    saver = Checkpoint("faulty://store/c", every_n_train_steps=1)
     with caplog.at_level(logging.WARNING, logger="drivetrain"):
         fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
     told = [record.getMessage() for record in caplog.records]
