@@ -32,6 +32,6 @@ def requeue(number: int, variables: Mapping[str, str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         answer = str(error)
     if answer:
-        logger.warning("%s: %s. The run is saved; submit the job again.", " ".join(command), answer)
+        logger.warning("%s: %s. Submit the job again, to go on from the newest checkpoint.", " ".join(command), answer)
     else:
         logger.warning("%s: the job is queued again.", " ".join(command))

@@ -115,6 +115,8 @@ class Session(RunState):
             except BaseException as error:
                 explain_out_of_memory(error, self)
                 cause = self._fail(error)
+                if self._signals.raised:
+                    self._requeue(self._signals.raised)
                 try:
                     if cause is error:
                         raise
@@ -126,12 +128,15 @@ class Session(RunState):
                     child.training = training
                 self._detach()
         if self._left_with is not None:
-            if self.strategy.rank == 0:
-                from drivetrain._engine.requeue import requeue  # by whoever is asked to leave
-
-                requeue(self.stop.leaving, os.environ)
+            self._requeue(self.stop.leaving)
             raise self._left_with
         return result
+
+    def _requeue(self, number: int) -> None:
+        if self.strategy.rank == 0:
+            from drivetrain._engine.requeue import requeue  # by whoever is asked to leave
+
+            requeue(number, os.environ)
 
     # The course of a run
 

@@ -71,6 +71,8 @@ class Signals:
         self._watch: _Watch | None = None
         self.answered = False
         """Set once the run has done what the signal wants."""
+        self.raised = 0
+        """The signal that came before there was anything to save, and has raised."""
 
     def __enter__(self) -> Self:
         if not self._numbers or threading.current_thread() is not threading.main_thread():
@@ -130,6 +132,7 @@ class Signals:
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._handled.is_repeated(number) and not self.answered:
             self.answered = True
+            self.raised = number
             raise interruption(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

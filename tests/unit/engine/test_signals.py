@@ -199,3 +199,19 @@ def test_slurm_queues_the_job_again(
     told = (tmp_path / "told").read_text().split("\n") if said else []
     assert told[:3] == (["interrupted-step=3", "latest", "requeue 77"] if said else [])
     assert said is None or any(said in record.getMessage() for record in caplog.records)
+
+
+def test_slurm_queues_a_job_again_that_had_not_come_to_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # J-09
+    stub = tmp_path / "scontrol"
+    stub.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
+    stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    run = fit(tmp_path, enable_checkpointing=True, callbacks=Sending(signal.SIGUSR1, step=0, hook="setup"))
+    with pytest.raises(SystemExit) as left:
+        run.fit(Tiny(), loader(20))
+    assert left.value.code == 128 + signal.SIGUSR1
+    assert (tmp_path / "told").read_text() == "requeue 77\n"
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
