@@ -112,14 +112,15 @@ def build_training(
 
 
 def set_up_stopping(run: RunState) -> None:
-    """Settle who may end the run early, and where."""
+    """Settle who may end the run early, and where: within a window that has several micro-batches, too."""
     trainer = run.trainer
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
     run.stop = StopRequest(run.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
-    accumulates = trainer.accumulate_grad_batches > 1 or any(one.window_of(0) is not None for one in run.callbacks)
     source = None if run.data is None else run.data.train
-    if accumulates and source is not None and run.leaves_on_signals and run.module.automatic_optimization:
-        run.opening = WindowOpening(run.module, source, run.draws, run.metrics, run.progress)
+    if source is not None and run.leaves_on_signals and run.module.automatic_optimization:
+        run.opening = WindowOpening(
+            run.module, source, run.draws, run.metrics, run.progress, lambda: trainer.accumulate_grad_batches
+        )
 
 
 def estimated_steps(run: RunState) -> int | float:

@@ -38,16 +38,24 @@ class WindowOpening:
         draws: how far generators have come.
         metrics: where steps log.
         progress: the counters.
+        size: says how many micro-batches a window of this epoch has.
     """
 
     def __init__(
-        self, module: nn.Module, source: BatchSource, draws: ReadAhead, metrics: MetricStore, progress: Progress
+        self,
+        module: nn.Module,
+        source: BatchSource,
+        draws: ReadAhead,
+        metrics: MetricStore,
+        progress: Progress,
+        size: Callable[[], int],
     ) -> None:
         self._module = module
         self._source = source
         self._draws = draws
         self._metrics = metrics
         self._progress = progress
+        self._size = size
         self._taken: _Taken | None = None
         self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
         self._objects: list[str] = []
@@ -55,8 +63,14 @@ class WindowOpening:
         self.in_force = False
         """Whether the run has gone back to it: what is saved from then on is as it was at the opening."""
 
-    def begin_epoch(self) -> None:
-        """Find buffers and metric objects anew, since hooks may have changed the module. Then `take` what there is."""
+    def begin_epoch(self) -> bool:
+        """Take note of what there is, unless windows have one micro-batch: nothing comes between them then.
+
+        Buffers and metric objects are found anew: hooks that begin an epoch may have changed the module.
+        """
+        self._taken = None
+        if self._size() == 1:
+            return False
         layers = dict(self._module.named_modules(remove_duplicate=False)).items()
         self._places = [
             (f"{path}.{name}" if path else name, layer._buffers, name)
@@ -65,6 +79,7 @@ class WindowOpening:
         ]
         self._objects = list(self._metrics.objects.all())
         self.take()
+        return True
 
     def take(self) -> None:
         """Copy what there is, before anything of the next window is read."""
@@ -82,7 +97,7 @@ class WindowOpening:
         now = self._held()
         if now.keys() == self._buffers.keys() and all(_fits(self._buffers[key], one) for key, one in now.items()):
             if now:
-                torch._foreach_copy_(list(self._buffers.values()), list(now.values()))
+                torch._foreach_copy_([self._buffers[key] for key in now], list(now.values()))
         else:
             self._buffers = {key: one.detach().clone() for key, one in now.items()}
 
@@ -97,9 +112,9 @@ class WindowOpening:
                 self._buffers[key] = one.detach().clone()
 
     def go_back(self) -> None:
-        """Count as before the window, and let what is saved from here on be as it was then."""
+        """Count as before the window, and let what is saved from here on be as it was then, where it was noted."""
         self._progress.back_to_the_window()
-        self.in_force = True
+        self.in_force = self._taken is not None
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:

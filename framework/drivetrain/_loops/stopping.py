@@ -124,6 +124,8 @@ class StopRequest:
         self._look_at = 0
         self._looked: tuple[int, float] | None = None
         self._glance_at = -math.inf  # seconds, of ranks that are out of step
+        self._has_trained = False
+        self._waits_long = True  # as the first window does, which may compile
         self.requested = False
         """Set to ask for a stop; ``trainer.should_stop``."""
         self.because: str | None = None
@@ -159,6 +161,7 @@ class StopRequest:
         if self._store is None:
             self.leaving = self.signal
             return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
+        self._has_trained = True
         if self.requested and not self._stop.asked:
             self._leave_reason()
             self._stop.ask(self._point + 1, self._reason())
@@ -262,9 +265,10 @@ class StopRequest:
 
     def _look(self, point: int) -> None:
         now, apart = time.monotonic(), 1
-        if self._looked is None:
+        if self._waits_long and self._has_trained:
+            self._waits_long = False
             self._control.after_first_step()
-        else:
+        if self._looked is not None:
             before, then = self._looked
             # Where points are far apart it looks at each, and seldom where they are close.
             apart = min(AGREE_EVERY, max(1, int(_LOOK * (point - before) / max(now - then, 1e-9))))

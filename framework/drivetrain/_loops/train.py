@@ -51,8 +51,8 @@ class TrainLimits:
 class Opening(Protocol):
     """What a window begins with, where a run may leave within one."""
 
-    def begin_epoch(self) -> None:
-        """Take note of it before an epoch's first window of this run, and of what may change from here on."""
+    def begin_epoch(self) -> bool:
+        """Take note of it before an epoch's first window; False where windows of this epoch have one micro-batch."""
 
     def take(self) -> None:
         """Take note of it before the next window."""
@@ -100,7 +100,7 @@ class TrainLoop:
         save: writes what a later run goes on from, where this one ends before its time.
         settle: looks what trains, once the hooks that begin an epoch have been called.
         watch: says what only an epoch as a whole shows.
-        opening: what windows of several micro-batches begin with; None where a run leaves after a window only.
+        opening: what windows of several micro-batches begin with; None where a run never leaves within one.
     """
 
     def __init__(
@@ -197,10 +197,9 @@ class TrainLoop:
                     self._validation.load_state_dict(resumed["validation"], self._progress)
             over = resumed is not None and resumed["data_is_over"]
             fresh, resumed = True, None
-            if self._opening is not None:
-                self._opening.begin_epoch()
+            opening = self._opening if self._opening is not None and self._opening.begin_epoch() else None
             before = self._position.enter("training")
-            ended = Ended.DATA if over else self._train_epoch()
+            ended = Ended.DATA if over else self._train_epoch(opening)
             self._position.leave(before)
             over = ended is not Ended.BACK and self._end_epoch(ended)
             if self._saves.back is not None and not self._stop.leaving:
@@ -230,14 +229,13 @@ class TrainLoop:
         asked = self._stop.reason if self._stop.requested else None
         return reasons + [one for one in (self._limit_reached(), asked) if one is not None]
 
-    def _train_epoch(self) -> Ended:
-        """Train on one epoch's micro-batches."""
+    def _train_epoch(self, opening: Opening | None) -> Ended:
+        """Train on one epoch's micro-batches; ``opening`` is there where a window has several."""
         progress, metrics, step, stop = self._progress, self._metrics, self._step, self._stop
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every = self._limits.max_steps, self._log_every
         step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
         validation, waiting, position = self._validation, self._saves.waiting, self._position
-        opening = self._opening
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
