@@ -172,6 +172,8 @@ class _Struck:
         # What is left of them, where the run goes on.
         often = max(1, int(often * (1 - whole / self._undisturbed.reached)))
         first = _STALLS_IN_FRESH[place] if kind == "stalls" else 1
+        if kind == "raises" and place in ("on_save_checkpoint", "state_dict"):
+            first = 2  # what is raised in the rehearsal before training is forgiven
         nth = draw.randint(first, max(first, often))
         return Fault("killed" if kind == "killed in a save" else kind, rank, place, nth)
 

@@ -133,6 +133,8 @@ class Signals:
         if not self._handled.is_repeated(number) and not self.answered:
             self.answered = True
             self.raised = number
+            assert self._watch is not None
+            self._watch.has_raised = True
             raise interruption(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -192,6 +194,8 @@ class _Watch:
         self._seen = _Repetition()
         self._come = b""
         self._ended = False
+        self.has_raised = False
+        """Whether the main thread has come out of what it was in, for the first signal's sake."""
 
     def expect(self, numbers: Sequence[int], *, at_once: bool) -> None:
         """Heed these signals from now on: each, or (not ``at_once``) only one that comes twice."""
@@ -207,9 +211,9 @@ class _Watch:
                 if number not in numbers or not self._ends:
                     continue
                 if self._seen.is_repeated(number):
-                    self._end(number, _COME_OUT, "came twice")
+                    self._end(number, twice=True)
                 elif at_once:
-                    self._end(number, _GIVE_UP, f"came, and the run did not end within {_GIVE_UP:g} s")
+                    self._end(number, twice=False)
 
     def _over(self, seconds: float | None) -> bool:
         """Wait for what comes next; tell whether it is the end of the run."""
@@ -219,9 +223,17 @@ class _Watch:
             self._ended = 0 in self._come
         return self._ended
 
-    def _end(self, number: int, seconds: float, why: str) -> None:
-        if self._over(seconds):
+    def _end(self, number: int, *, twice: bool) -> None:
+        """End the process, unless the run ends in time, or has come out of what it was in and is asked only once."""
+        until = time.monotonic() + (_COME_OUT if twice else _GIVE_UP)
+        while (left := until - time.monotonic()) > 0:
+            if self._over(left):
+                return
+            if not twice and any(self._seen.is_repeated(one) for one in self._come):
+                twice, until = True, min(until, time.monotonic() + _COME_OUT)
+        if self.has_raised and not twice:
             return
+        why = "came twice" if twice else f"came, and the run did not end within {_GIVE_UP:g} s"
         for child in multiprocessing.active_children():
             child.kill()  # data-loading workers, which are in groups of their own
         os.write(2, f"{signal.Signals(number).name} {why}: the process ends at once.\n".encode())

@@ -82,7 +82,7 @@ def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
 def test_ranks_leave_their_errors_where_only_this_user_writes() -> None:  # J-06
     processes = Processes.of_script(1, ["/bin/sleep", "60"], [{}])
     try:
-        folder = Path(processes._folder)
+        folder = Path(processes._scratch.path)
         assert folder in Path(processes._context.error_files[0]).parents
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert folder.stat().st_uid == os.getuid()
