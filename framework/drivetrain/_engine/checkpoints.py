@@ -103,6 +103,9 @@ class RunCheckpoints:
         trainer, progress = self._session.trainer, self.opened.progress
         epoch, step = int(progress["epoch"]), int(progress["global_step"])
         ended, way_out = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
+        loop = self.opened.state()["loop"]
+        if loop and loop.get("left_after_last_step") and step == trainer.max_steps:
+            ended = limit_reached(trainer.max_epochs, -1, epoch, step)  # a validation, or the epoch's end, is to come
         if ended is not None and trainer.fast_dev_run:
             way_out = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
         elif ended is None:

@@ -157,6 +157,7 @@ class TrainLoop:
         self._opening = opening
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
+        self._left_after_last_step = False  # for a signal's sake, before the epoch had come to its end
 
     # What a checkpoint keeps
 
@@ -165,6 +166,7 @@ class TrainLoop:
         return {
             "data_is_over": self._data_is_over,
             "has_begun": self._opening is not None and self._opening.has_begun_the_epoch,
+            "left_after_last_step": self._left_after_last_step,
             "validation": self._validation.state_dict(),
         }
 
@@ -179,7 +181,7 @@ class TrainLoop:
         self._flushed_at = self._progress.micro_batches
         resumed, self._resumed = self._resumed, None
         fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
-        while not self._finished():
+        while not self._finished() or (resumed is not None and resumed.get("left_after_last_step")):
             self._validation.begin_epoch(self._progress)
             begins = self._progress.batch_idx == 0
             if begins:
@@ -239,9 +241,12 @@ class TrainLoop:
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
-            if stop.leaving:
-                return self._leave()
+            ended = self._after_resumed_validation()
+            if ended is not None:
+                return ended
         micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
+        if self._made_its_last_step():
+            return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT
         for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
             position.batch_idx = batch_idx
@@ -310,11 +315,30 @@ class TrainLoop:
                 opening.take()
         return Ended.DATA
 
+    def _after_resumed_validation(self) -> Ended | None:
+        """Do what comes between a validation and the next window; None where the epoch goes on."""
+        progress, stop = self._progress, self._stop
+        if not stop.leaving:
+            self._saves.run()
+            if self._saves.back is not None:
+                return Ended.BACK
+            if self._made_its_last_step() or not stop.after_window(progress.global_step, progress.epoch):
+                return None
+        if stop.leaving:
+            return self._leave()
+        if stop.goes_on_later:
+            self._save()
+        return Ended.DATA if self._is_last(self._micro_batches(progress.epoch, progress.batch_idx)) else Ended.STOPPED
+
+    def _made_its_last_step(self) -> bool:
+        return 0 <= self._limits.max_steps <= self._progress.global_step
+
     def _leave(self) -> Ended:
         """Save the last whole step, and where the run stands within the epoch."""
         if self._progress.within_window and self._opening is not None:
             self._step.drop_window()
             self._opening.go_back()
+        self._left_after_last_step = self._made_its_last_step()
         self._save()
         return Ended.LEFT
 
@@ -347,7 +371,7 @@ class TrainLoop:
         if ended is not Ended.LIMIT:
             self._validation.run_at_epoch_end(ended is Ended.STOPPED, self._data_is_over)
             if self._stop.leaving:
-                self._save()
+                self._leave()
                 return True
             self._saves.run()
         results = self._reduce_epoch()

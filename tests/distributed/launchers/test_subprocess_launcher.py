@@ -324,8 +324,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["script", "function"])
-@pytest.mark.parametrize("of_all", [True, False], ids=["all are killed", "the launcher is killed"])
+@pytest.mark.parametrize(("kind", "of_all"), [("script", True), ("function", False)])
 def test_a_killed_runs_temporary_folder_is_gone_with_the_next_run(
     tmp_path: Path, kind: str, of_all: bool
 ) -> None:  # G-02

@@ -238,8 +238,10 @@ _SCRIPT = """
 import sys, time, torch
 from torch.utils.data import DataLoader, TensorDataset
 from drivetrain import Fit, TrainModule
+from drivetrain._engine import signals
 
 where = sys.argv[1]
+signals._GIVE_UP = 1.0  # not to wait for it in a test
 
 class Net(TrainModule):
     def __init__(self):
@@ -288,3 +290,43 @@ def test_where_nothing_is_left_to_save_it_ends_with_143_too(tmp_path: Path, wher
     finally:
         process.kill()
     assert process.returncode == 143, errors
+
+
+@pytest.mark.parametrize(
+    ("moment", "options"),
+    [
+        (("validate", 0, 12, 2, 0), {"max_steps": 12, "val_check_interval": 12}),  # within an epoch
+        (("validate", 0, 23, 2, 0), {"max_steps": 23}),  # at an epoch's end
+    ],
+)
+def test_a_validation_after_the_last_step_is_still_to_come(
+    tmp_path: Path, moment: Moment, options: dict[str, Any]
+) -> None:  # J-09
+    options |= {"accumulate_grad_batches": 1, "max_epochs": -1}
+    undisturbed = Changing()
+    wanted = end(train(tmp_path / "undisturbed", undisturbed, **options), undisturbed)
+    leaving, resumed = Changing(Leave(*moment)), Changing()
+    with pytest.raises(SystemExit):
+        train(tmp_path / "left", leaving, **options)
+    assert end(train(tmp_path / "left", resumed, **options), resumed) == wanted
+    assert leaving.told + resumed.told == undisturbed.told
+
+
+def test_what_a_validation_that_is_begun_anew_asks_for_is_heeded_at_once(tmp_path: Path) -> None:  # J-09
+    """A checkpoint holds the weights that had the score, and a stop comes before the next window."""
+
+    def run(folder: Path, module: Changing) -> Any:
+        saver = Checkpoint(folder, monitor="val_loss/dataloader_idx_0", save_top_k=-1)
+        stopper = EarlyStopping("val_loss/dataloader_idx_0", patience=1, min_delta=10.0)
+        settings = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, "val_check_interval": 5}
+        fit = Fit(default_root_dir=folder, callbacks=[saver, stopper], **settings)
+        loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
+        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), loaders, ckpt_path="auto")
+        kept = [(Path(path).name, score) for path, score in saver.best_k_models.items()]
+        return kept, [load(folder / name).progress["batch_idx"] for name, _ in kept], fit.global_step, fit.state
+
+    wanted = run(tmp_path / "undisturbed", Changing())
+    assert wanted[1:3] == ([5, 10], 10)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "left", Changing(Leave("validate", 0, 10, 2, 0)))
+    assert run(tmp_path / "left", Changing()) == wanted
