@@ -42,9 +42,17 @@ class Augmented(Dataset[Any]):
 class Uneven(IterableDataset[Any]):
     """Rank 1 has twice as much of it as rank 0."""
 
+    more = 1
+
     def __iter__(self) -> Iterator[torch.Tensor]:
         rank = int(os.environ["RANK"])
-        return (torch.full((4,), index + 0.5 * rank) for index in range(20 * (1 + rank)))
+        return (torch.full((4,), index + 0.5 * rank) for index in range(20 * (1 + self.more * rank)))
+
+
+class Even(Uneven):
+    """Nobody knows before that both have as much, and the steps of an evaluation meet in a collective."""
+
+    more = 0
 
 
 class Changing(TrainModule):
@@ -56,6 +64,7 @@ class Changing(TrainModule):
         self.register_buffer("batches", torch.zeros(()))
         self.mean = torchmetrics.MeanMetric()
         self.moment = moment
+        self.meets = False
         self.told: list[Any] = []
 
     def at(self, *moment: Any) -> None:
@@ -72,7 +81,10 @@ class Changing(TrainModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", (self.net(batch) - batch[:, :1]).square().mean())
+        loss = (self.net(batch) - batch[:, :1]).square().mean()
+        if self.meets:
+            torch.distributed.all_reduce(loss.clone())  # where each waits for the other
+        self.log("val_loss", loss)
         self.at("validate", self.current_epoch, batch_idx)
 
     def on_validation_end(self) -> None:
@@ -111,8 +123,10 @@ def _leave_and_go_on(folder: Path, name: str, cases: list[Any]) -> list[Any]:
     for number, (moment, validation, options) in enumerate(cases):
         place, kind = folder / str(number), f"{type(validation).__name__} {options}"
         leaving, resumed = Changing(moment), Changing(None)
+        leaving.meets = resumed.meets = isinstance(validation, Even)
         if kind not in undisturbed:
             module = Changing(None)
+            module.meets = isinstance(validation, Even)
             undisturbed[kind] = _train(place / "undisturbed", name, validation, module, **options), module.told
         wanted, told = undisturbed[kind]
         code: Any = None
@@ -135,9 +149,10 @@ CASES: list[Any] = [
     (("validate", 0, 3), Augmented(), WITHIN_WINDOWS),
     (("validate", 0, 1), Uneven(), {}),
     (("validate", 0, 15), Uneven(), {}),  # when rank 0 is through
+    (("validate", 0, 4), Even(), {}),
 ]
 # Rank 0 may have come to the end of the window: without a collective before, it need not wait for rank 1.
-STEPS = [{0, 1}, {1, 2}, {2, 3}, {2}, {0, 1}, {2}, {2}]
+STEPS = [{0, 1}, {1, 2}, {2, 3}, {2}, {0, 1}, {2}, {2}, {2}]
 
 
 @pytest.mark.slow

@@ -56,26 +56,23 @@ class EarlyExit:
         (holding,) = self._strategy.control.agree("the hooks that begin a validation run", changed)
         self._held = holding > 0
 
-    def look(self, in_step: bool) -> Callable[[], bool] | None:
-        """Return what says, after each micro-batch, whether to leave; None where the evaluation goes on to its end.
+    def look(self) -> Callable[[], bool] | None:
+        """Return what says, after each micro-batch, whether to leave; None where the evaluation goes on to its end."""
+        return None if self._held else self._stop.leaves_here
 
-        Args:
-            in_step: all ranks go through as many micro-batches.
-        """
-        if self._held:
-            return None
-        return self._stop.leaves_here if in_step else self._stop.anybody_leaves
-
-    def is_left(self) -> bool:
+    def is_left(self, alike: bool) -> bool:
         """Whether the ranks leave, after a loader's last micro-batch or the one that they have left at.
 
         Collective, unless their forwards are: one that is through waits here for those that have more to do.
+
+        Args:
+            alike: each rank has as many micro-batches.
         """
         if self._held:
             return False
         if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
-        self._stop.come_together("the end of a validation loader")
+        self._stop.come_together("the end of a validation loader", alike=alike)
         return self._stop.leaves_together()
 
     def undo(self) -> None:

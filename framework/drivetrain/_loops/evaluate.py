@@ -166,8 +166,7 @@ class EvaluateLoop:
         """Evaluate one loader; False where the ranks leave, and nothing has come of it."""
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
         early = self._early
-        in_step = source.static or self._strategy.collective_forward or self._strategy.world_size == 1
-        leaves = None if early is None else early.look(in_step)
+        leaves = None if early is None else early.look()
         several, came, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         before = position.enter("evaluation")
@@ -194,7 +193,7 @@ class EvaluateLoop:
                 break
         metrics.batch = None
         position.leave(before)
-        if early is not None and early.is_left():
+        if early is not None and early.is_left(source.static):
             early.undo()
             early.end()
             return False

@@ -123,7 +123,7 @@ class StopRequest:
         self._point = 0  # how many were passed, the same on every rank
         self._look_at = 0
         self._looked: tuple[int, float] | None = None
-        self._glance_at = -math.inf  # seconds, of ranks that are out of step
+        self._counted = 0  # how often ranks that had passed different numbers of points came together
         self._has_trained = False
         self._waits_long = True  # as the first window does, which may compile
         self.requested = False
@@ -173,8 +173,9 @@ class StopRequest:
         return self._may_stop(step, epoch)
 
     def leaves_here(self) -> bool:
-        """Whether all ranks leave now. Called on every rank at each point that all of them come to in step: after a
-        window, and after a micro-batch within a window or of an evaluation.
+        """Whether all ranks leave now. Called on every rank at each point.
+
+        That is after a window, and after a micro-batch within a window or of an evaluation.
         """
         if self._store is None:
             self.leaving = self.signal
@@ -188,20 +189,6 @@ class StopRequest:
             return False
         self.leaving = self._leave.why
         return True
-
-    def anybody_leaves(self) -> bool:
-        """Whether any rank has asked to leave, as far as this one knows: for ranks that go through different numbers of
-        micro-batches. They come together with `agree`. Not collective.
-        """
-        if self._store is None:
-            return self.signal > 0
-        if self.signal and not self._leave.asked:
-            self._leave.ask(self._point, self.signal)
-        now = time.monotonic()
-        if now >= self._glance_at and not self._leave.asked:
-            self._glance_at = now + _LOOK
-            self._leave.look()
-        return self._leave.asked
 
     def agree(self, purpose: str) -> None:
         """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
@@ -225,15 +212,33 @@ class StopRequest:
         self._publish(self._look_at)  # before anybody goes on, who may ask then
         self.agree(purpose)
 
-    def come_together(self, purpose: str) -> None:
-        """Learn whether any rank asks for anything, after points that ranks came to one before the other. Collective.
+    def come_together(self, purpose: str, *, alike: bool) -> None:
+        """Learn whether any rank asks for anything, where one may be through before the others. Collective.
 
-        Who asks meanwhile need not reckon with those that wait here: it leaves its own points, and comes here too.
+        Who asks meanwhile need not reckon with those that wait here: it leaves at a point of its own, and comes here.
+
+        Args:
+            purpose: what for, alike on every rank.
+            alike: the ranks have passed the same number of points; else they count alike from here on.
         """
         self._publish(0)
-        self.agree(purpose)
+        if alike or self._store is None:
+            self.agree(purpose)
+        else:
+            self._point = self._furthest(purpose)
         self._looked, self._look_at = (self._point, -math.inf), self._point + 1
         self._publish(self._look_at)  # read too early, it does no harm: the next point is looked at
+
+    def _furthest(self, purpose: str) -> int:
+        store, rank = self._store, self._control.rank
+        assert store is not None
+        number, self._counted = self._counted, self._counted + 1
+        store.set(f"points/{number}/{rank}", str(self._point))
+        self.agree(purpose)
+        if number > 1:  # which all have read by now
+            store.delete_key(f"points/{number - 2}/{rank}")
+        keys = [f"points/{number}/{each}" for each in range(self._control.world_size)]
+        return max(map(int, store.multi_get(keys)))
 
     def leaves_together(self) -> bool:
         """Whether all ranks leave where they have just come together, as `agree` has found."""
