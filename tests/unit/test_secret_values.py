@@ -21,6 +21,7 @@ SECRET = [
 ]
 PLAIN = [
     *("pad_token", "eos_token", "bos_token", "unk_token", "cls_token", "sep_token", "mask_token", "image_token"),
+    *("token_mixer", "token_pooling", "prompt_token", "fim_token", "register_token", "token_reduction"),
     *("padToken", "decoder_start_token", "token_ids", "token_id", "eos_token_id", "special_tokens", "max_tokens"),
     *("num_tokens", "tokens", "tokenizer", "tokenize", "token_type", "key", "keys", "api", "access", "monkey"),
     *("pass", "compass", "secretary", "keyboard", "api_version", "map_key", "accessor", "", "lr", "width"),

@@ -26,10 +26,13 @@ _OF_A_TOKENIZER = frozenset(
     (
         *("pad", "padding", "eos", "bos", "sos", "eot", "eod", "unk", "unknown", "oov", "cls", "class", "sep"),
         *("separator", "mask", "special", "start", "stop", "end", "begin", "blank", "image", "video", "audio", "box"),
-        *("newline", "placeholder", "sentinel", "delimiter", "filler"),
+        *("newline", "placeholder", "sentinel", "delimiter", "filler", "prompt", "prefix", "middle", "suffix", "fim"),
+        *("register", "query", "next", "first", "last"),
     )
 )
-_ABOUT_TOKENS = frozenset(("id", "ids", "idx", "index", "indices", "type", "types", "count", "length", "level"))
+_VALUES = frozenset(
+    ("", "value", "string", "str", "text", "secret", "key", "file", "path")
+)  # of a ``token_mixer`` it says nothing
 
 _IN_TEXT = re.compile(r"""([\w.-]+)["']?\s*:""")
 _DEEPEST = 100  # levels; what holds itself has no end
@@ -47,7 +50,7 @@ def names_a_secret(name: str) -> bool:
     for word, before, behind in zip(words, ["", *words], [*words[1:], ""], strict=False):
         if word in _SECRETS or (word in ("key", "keys") and before in _KEYS_TO):
             return True
-        if word == "token" and before not in _OF_A_TOKENIZER and behind not in _ABOUT_TOKENS:
+        if word == "token" and before not in _OF_A_TOKENIZER and behind in _VALUES:
             return True
     return False
 

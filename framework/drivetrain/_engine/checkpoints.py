@@ -16,6 +16,7 @@ from drivetrain._engine.saved_state import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
+from drivetrain._runtime.generators import kept_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
@@ -108,7 +109,7 @@ class RunCheckpoints:
             ended = limit_reached(trainer.max_epochs, -1, epoch, step)  # a validation, or the epoch's end, is to come
         if ended is not None and trainer.fast_dev_run:
             way_out = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
-        elif ended is None:
+        elif ended is None and (not loop or loop.get("asked_to_stop") is None):
             ended, way_out = self._stopped_early(epoch, step), "give it more patience or another threshold"
         if ended is None or self._path == "auto":
             self.ended_before = ended
@@ -290,19 +291,31 @@ class RunCheckpoints:
     def rehearse(self) -> None:
         """Find out, before the first step, whether what the callbacks are going to save has a form. Collective.
 
-        All is done that a save does, but for the copies and the writing.
+        All is done that a save does, but for the copies and the writing. Where weights alone are kept, the rest is only
+        wanted should a signal come: what is amiss with it is said.
 
         Raises:
             CheckpointError: on every rank: something has none.
         """
-        session, control = self._session, self._session.strategy.control
+        session = self._session
         saving = [one for one in session.callbacks if one.writes_to]
         if not saving:
             return
+        with kept_generators(session.strategy.device):  # hooks may draw
+            whole = any(one.saves_whole for one in saving)
+            self._rehearse(weights_only=not whole)
+            if not whole and session.leaves_on_signals:
+                try:
+                    self._rehearse(weights_only=False)
+                except CheckpointError as error:
+                    if session.strategy.rank == 0:
+                        logger.warning("Told to leave by a signal, this run could not save what goes on: %s", error)
+
+    def _rehearse(self, weights_only: bool) -> None:
         from drivetrain.checkpoint._format import agreed, stage
 
-        checkpoint = self._contents()
-        contents = checkpoint.contents(not any(one.saves_whole for one in saving), rehearsing=True)
+        control, checkpoint = self._session.strategy.control, self._contents()
+        contents = checkpoint.contents(weights_only, rehearsing=True)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
 
         def formed() -> None:
@@ -393,7 +406,7 @@ class RunCheckpoints:
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
             return
-        if session.opening is not None and (session.progress.within_window or session.position.loop == "training"):
+        if session.opening is not None:
             session.opening.go_back()
         session.progress.back_to_the_window()
         self.write(path, weights_only=False, digest=digest)

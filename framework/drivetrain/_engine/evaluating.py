@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,13 @@ def build_validation(run: RunState, runner: StepRunner, move: Move | None) -> Ca
     def validate() -> list[dict[str, float]]:
         within = run.opening if run.progress.within_window else None
         with within.evaluating() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
-            return evaluate()
+            try:
+                return evaluate()
+            except Exception:
+                if early is not None:
+                    with suppress(Exception):  # on a device that has failed
+                        early.undo()  # a run that is saved now validates anew
+                raise
 
     return validate
 

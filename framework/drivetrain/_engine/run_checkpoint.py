@@ -109,11 +109,14 @@ class RunCheckpoint:
         of_data: Any = {}
         with _forgiven(rehearsing):
             of_data = {} if datamodule is None else datamodule.state_dict()
+        schedulers: list[Any] = []
+        with _forgiven(rehearsing):
+            schedulers = [config.scheduler.state_dict() for config in run.schedulers]
         return {
             "module": own,
             "datamodule": of_data,
             "callbacks": callbacks,
-            "schedulers": [config.scheduler.state_dict() for config in run.schedulers],
+            "schedulers": schedulers,
             "precision": self._strategy.precision.state_dict(),
             "frozen": self._frozen(),
             "made_of": run.made_of,

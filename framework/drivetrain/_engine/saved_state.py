@@ -108,6 +108,8 @@ def check_state(checkpoint: Checkpoint) -> None:
 def _check_loop(checkpoint: Checkpoint, file: str, loop: dict[str, Any]) -> None:
     if not loop:
         return
+    if not isinstance(loop.get("asked_to_stop"), str | None):
+        raise _malformed(checkpoint, file, "loop/asked_to_stop", loop.get("asked_to_stop"))
     if type(loop.get("data_is_over")) is not bool:
         raise _malformed(checkpoint, file, "loop/data_is_over", loop.get("data_is_over"))
     validation = loop.get("validation")

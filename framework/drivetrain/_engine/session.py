@@ -440,6 +440,7 @@ class Session(RunState):
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
         cause, told_by = cause_of(control, self.place.world, failure, error)
+        cause = self._signals.as_asked(cause)
         if told_by is not None:
             self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
         if cause is not error:

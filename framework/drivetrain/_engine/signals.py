@@ -15,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from drivetrain._config.arguments import signal_numbers
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain.launchers.choose import is_interactive
 
 _ECHO = 0.5
@@ -77,7 +78,7 @@ class Signals:
     def __enter__(self) -> Self:
         if not self._numbers or threading.current_thread() is not threading.main_thread():
             return self
-        ours = [number for number in self._numbers if signal.getsignal(number) is signal.SIG_DFL]
+        ours = [number for number in self._numbers if _ends_the_process(signal.getsignal(number))]
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._previous = {number: signal.signal(number, self._raise) for number in ours}
@@ -125,9 +126,18 @@ class Signals:
     def put_back(self) -> None:
         """Give the signals back to who had them before."""
         signal.set_wakeup_fd(self._wakeup)
+        # Launchers end the others by a signal as soon as one rank has left: who is leaving too does so as it was asked.
+        leaving = self.answered and os.environ.get("WORLD_SIZE", "1") != "1"
         for number, handler in self._previous.items():
             if signal.getsignal(number) in (self._handle, self._raise) and handler is not None:
-                signal.signal(number, handler)
+                signal.signal(number, _leave if leaving and handler is signal.SIG_DFL else handler)
+
+    def as_asked(self, error: BaseException) -> BaseException:
+        """Return what to raise for ``error``, which may follow from another rank's leaving before training."""
+        if not isinstance(error, RankFailedError) or error.failure.error_type != "SystemExit":
+            return error
+        asked = [number for number in self._numbers if error.failure.message == str(128 + number)]
+        return interruption(asked[0]) if asked else error
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._handled.is_repeated(number) and not self.answered:
@@ -143,6 +153,15 @@ class Signals:
             self._arrived(number)
         elif self._handled.is_repeated(number):
             raise interruption(number)
+
+
+def _ends_the_process(handler: Any) -> bool:
+    """Whether a handler is the system's, or the one that elastic gives to functions' processes."""
+    return handler is signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("torch.distributed.elastic")
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise interruption(number)
 
 
 _listening: weakref.ref[Signals] | None = None

@@ -20,6 +20,7 @@ from drivetrain.data._source import BatchSource
 
 @dataclass(slots=True)
 class _Taken:
+    batch_idx: int
     draws: Callable[[], dict[str, Any]]
     metrics: Callable[[], dict[str, Any]]
     source: Any
@@ -85,6 +86,7 @@ class WindowOpening:
         """Copy what there is, before anything of the next window is read."""
         state = self._source.state_dict()
         self._taken = _Taken(
+            self._progress.batch_idx,
             self._draws.noted(self._progress.batch_idx),
             self._metrics.noted(self._objects),
             deepcopy(state) if self._source.stateful else state,
@@ -114,7 +116,8 @@ class WindowOpening:
     def go_back(self) -> None:
         """Count as before the window, and let what is saved from here on be as it was then, where it was noted."""
         self._progress.back_to_the_window()
-        self.in_force = self._taken is not None
+        # Between a window's step and the next one's opening nothing is as it was noted.
+        self.in_force = self._taken is not None and self._taken.batch_idx == self._progress.batch_idx
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:

@@ -245,6 +245,10 @@ class StopRequest:
         self.leaving = self._leave.why
         return self.leaving > 0
 
+    def stay(self) -> None:
+        """Not leave here after all, but at the next point. On all ranks."""
+        self.leaving = 0
+
     def after_epoch(self, step: int, epochs: int) -> bool:
         """Whether to stop between epochs, as `agree` has found."""
         return self.leaves_together() or (self.requested and self._may_stop(step, epochs))

@@ -158,6 +158,7 @@ class TrainLoop:
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # for a signal's sake, before the epoch had come to its end
+        self._asked_to_stop: str | None = None  # why, where it was left before it could stop
 
     # What a checkpoint keeps
 
@@ -167,6 +168,7 @@ class TrainLoop:
             "data_is_over": self._data_is_over,
             "has_begun": self._opening is not None and self._opening.has_begun_the_epoch,
             "left_after_last_step": self._left_after_last_step,
+            "asked_to_stop": self._asked_to_stop,
             "validation": self._validation.state_dict(),
         }
 
@@ -181,6 +183,8 @@ class TrainLoop:
         self._flushed_at = self._progress.micro_batches
         resumed, self._resumed = self._resumed, None
         fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
+        if resumed is not None and resumed.get("asked_to_stop") is not None:
+            self._stop.ask(resumed["asked_to_stop"])
         while not self._finished() or (resumed is not None and resumed.get("left_after_last_step")):
             self._validation.begin_epoch(self._progress)
             begins = self._progress.batch_idx == 0
@@ -339,6 +343,8 @@ class TrainLoop:
             self._step.drop_window()
             self._opening.go_back()
         self._left_after_last_step = self._made_its_last_step()
+        if self._stop.requested:
+            self._asked_to_stop = self._stop.reason or ""
         self._save()
         return Ended.LEFT
 

@@ -79,10 +79,14 @@ class ValidationPlan:
         assert self._validate is not None
         assert self._progress is not None
         before, self._ran_at = self._ran_at, self._progress.micro_batches
-        self._validate()
+        try:
+            self._validate()
+        except BaseException:
+            self._ran_at = before  # it has not ended, and is still due
+            raise
         self._metrics.enter("train", reset=False)
         if self._stop.leaving:
-            self._ran_at = before  # it has not ended, and is still due
+            self._ran_at = before
             return
         self._stop.agree_anew("the end of a validation run")
         self._look_ahead(self._progress)

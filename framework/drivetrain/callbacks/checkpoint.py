@@ -192,8 +192,8 @@ class Checkpoint(Callback):
 
     @property
     def saves_whole(self) -> bool:
-        """Whether they hold more than weights."""
-        return not self.save_weights_only
+        """Whether any are kept that hold more than weights."""
+        return not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
 
     @property
     def monitors(self) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from drivetrain.checkpoint._folders import child, children, is_plain_name
+from drivetrain.checkpoint._folders import child, children, is_plain_name, pointed_to
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load
 from drivetrain.errors import CheckpointError
 
@@ -42,7 +42,9 @@ def newest(
     asking = _Asking(patience)
     found = []
     for folder in dict.fromkeys(folders):
-        for name in asking.until_answered(partial(children, folder)):
+        latest_there = asking.until_answered(partial(pointed_to, folder))
+        names = asking.until_answered(partial(children, folder))
+        for name in dict.fromkeys([*names, *([latest_there] if latest_there is not None else [])]):
             checkpoint = asking.until_answered(partial(_whole, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
                 found.append(checkpoint)

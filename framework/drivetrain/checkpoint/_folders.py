@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Container
 
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_place
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.place import filesystem_of, is_there
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
@@ -19,6 +20,8 @@ LATEST = "latest"
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
+_LONGEST = 256  # bytes of `LATEST` that are read
+_PAUSES = (0.5, 1.0)  # seconds between questions to a store that refuses
 
 
 def is_plain_name(name: str) -> bool:
@@ -63,10 +66,57 @@ def children(folder: str) -> list[str]:
     return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in entries if one["type"] == "directory")
 
 
+def pointed_to(folder: str) -> str | None:
+    """Return which of the checkpoints at a URL was written last, as `LATEST` says there; None on a disk.
+
+    A store's listing may lag behind what it gives when it is asked by name.
+
+    Raises:
+        StorageError: the storage refuses.
+    """
+    filesystem, root = filesystem_of(folder)
+    if filesystem is None:
+        return None
+    try:
+        with as_os_errors():
+            path = child(root, LATEST)
+            filesystem.invalidate_cache()
+            size = min(int(filesystem.size(path) or 0), _LONGEST)
+            name = filesystem.cat_file(path, start=0, end=size).decode(errors="replace") if size else ""
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"{LATEST} in {folder!r} cannot be read: {error}.",
+            "whether there is a checkpoint in it that is not listed is not known.",
+            "check the storage, the credentials and the network.",
+        ) from error
+    return name if is_plain_name(name) else None
+
+
 def is_taken(path: str) -> bool:
-    """Whether there is anything at a path."""
+    """Whether there is anything at a path.
+
+    Raises:
+        StorageError: the storage refuses to say.
+    """
     filesystem, root = filesystem_of(path)
-    return os.path.lexists(root) if filesystem is None else bool(filesystem.exists(root))
+    if filesystem is None:
+        return os.path.lexists(root)
+    for pause in _PAUSES:
+        with contextlib.suppress(OSError), as_os_errors():
+            return is_there(filesystem, root)
+        time.sleep(pause)
+    try:
+        with as_os_errors():
+            filesystem.invalidate_cache()
+            return is_there(filesystem, root)
+    except OSError as error:
+        raise StorageError(
+            f"Whether there is anything at {path!r} cannot be told: {error}.",
+            "what is there may be somebody else's, and is not written over.",
+            "check the storage, the credentials and the network.",
+        ) from error
 
 
 def claim(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
@@ -119,7 +169,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
         return True
     # Its manifest first: what is left of it without is none. Only its own files go, one by one.
     for file in (MANIFEST, *found.manifest.files):
-        with contextlib.suppress(FileNotFoundError):
+        with as_os_errors(), contextlib.suppress(FileNotFoundError):
             filesystem.rm_file(f"{root}/{file}")
     with contextlib.suppress(OSError, NotImplementedError):  # where it keeps folders, and this one is empty now
         filesystem.rmdir(root)

@@ -14,8 +14,10 @@ import torch
 from drivetrain._distributed.control import LocalControl
 from drivetrain.checkpoint import _finding as finding
 from drivetrain.checkpoint._finding import best_beside, newest
+from drivetrain.checkpoint._folders import children, is_taken, point_to
 from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, StorageError, save
 from drivetrain.errors import CheckpointError
+from drivetrain.testing import FaultyStore
 
 
 def written(folder: Any, name: str, lineage: list[tuple[str, int]], **facts: Any) -> str:
@@ -104,7 +106,7 @@ class Flaky:
         monkeypatch.setattr(kind, method, refuse)
 
 
-@pytest.mark.parametrize("method", ["cat_file", "ls", "exists"])
+@pytest.mark.parametrize("method", ["cat_file", "ls", "info"])
 def test_a_storage_that_refuses_is_asked_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-03: one 503, and the run went on from an older one
     monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
@@ -116,7 +118,7 @@ def test_a_storage_that_refuses_is_asked_again(method: str, monkeypatch: pytest.
     assert flaky.asked > 2
 
 
-@pytest.mark.parametrize("method", ["cat_file", "ls", "exists"])
+@pytest.mark.parametrize("method", ["cat_file", "ls", "info"])
 def test_a_storage_that_goes_on_refusing_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-03: errors on all, and it started from scratch
     monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
@@ -126,6 +128,43 @@ def test_a_storage_that_goes_on_refusing_is_an_error(method: str, monkeypatch: p
     with pytest.raises(StorageError, match="503 Slow Down"):
         found(folder, patience=0.05)
     assert flaky.asked >= 3
+
+
+def test_a_listing_that_lags_behind(tmp_path: Path) -> None:
+    # J-03: what was written last is known by its name
+    store = FaultyStore(tmp_path).mount()
+    written(store.url, "older", [("a", 1)])
+    written(store.url, "newer", [("a", 2)])
+    point_to(store.url, "newer")
+    os.utime(store.folder / "older" / "manifest.json", (1, 1))
+    for name in os.listdir(store.folder / "older"):
+        os.utime(store.folder / "older" / name, (1, 1))
+    store.fail("list", error=None, age=60.0, times=None)
+    assert children(store.url) == ["older"]
+    assert found(store.url) == "newer"
+
+
+@pytest.mark.parametrize("content", [b"", b"../elsewhere", b"gone", b"\xff\0", b"x" * 1000])
+def test_what_latest_says_may_be_anything(content: bytes, tmp_path: Path) -> None:
+    # J-10
+    store = FaultyStore(tmp_path / "store").mount()
+    written(store.url, "one", [("a", 1)])
+    (store.folder / "latest").write_bytes(content)
+    assert found(store.url) == "one"
+
+
+def test_whether_a_name_is_taken_is_asked_again_and_never_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-01: fsspec's own `exists` takes an error for no, and what was there was written over
+    monkeypatch.setattr("drivetrain.checkpoint._folders._PAUSES", (0.01, 0.01))
+    store = FaultyStore(tmp_path).mount()
+    written(store.url, "one", [("a", 1)])
+    store.fail("size", times=2)
+    assert is_taken(f"{store.url}/one")
+    store.fail("size", times=None)
+    with pytest.raises(StorageError, match="cannot be told"):
+        is_taken(f"{store.url}/one")
 
 
 def test_the_best_lies_beside_the_one_that_names_it(tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ class Changing(TrainModule):
         self.at("train", self.current_epoch, batch_idx)
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.at("batch ends", self.current_epoch, batch_idx)
+
     def on_validation_start(self) -> None:
         self.at("validation starts", self.current_epoch)
 
@@ -159,7 +162,8 @@ def test_it_leaves_at_once_and_goes_on_as_if_nothing_had_been(
     with pytest.raises(SystemExit) as left:
         train(tmp_path / "left", leaving, **options)
     assert left.value.code == 143
-    assert len(seen) - seen.index(moment) <= 2  # at most one more micro-batch
+    steps = [now for now in seen[seen.index(moment) :] if now[0] in ("train", "validate")]
+    assert len(steps) <= 2  # at most one more micro-batch
     (saved,) = [one for one in (tmp_path / "left").iterdir() if one.name.startswith("interrupted")]
     assert saved.name == f"interrupted-step={step}"
     assert load(saved).progress["global_step"] == step
@@ -179,9 +183,14 @@ def test_twice_in_one_window(tmp_path: Path) -> None:  # J-09
 
 
 class Averaged(Callback):
-    """Puts other weights in place while the module is validated."""
+    """Puts other weights in place while the module is validated, as it begins or with its first batch."""
 
-    def on_validation_start(self, trainer: Any, module: Any) -> None:
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._swap)
+
+    def _swap(self, trainer: Any, module: Any, batch: Any = None, batch_idx: int = 0, dataloader_idx: int = 0) -> None:
+        if batch_idx or dataloader_idx:
+            return
         self.own = [one.detach().clone() for one in module.parameters()]
         for one in module.parameters():
             one.data.mul_(0.5)
@@ -191,12 +200,13 @@ class Averaged(Callback):
             one.data.copy_(own)
 
 
-def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path) -> None:  # J-09
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"])
+def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path, hook: str) -> None:  # J-09
     """The validation goes on to its end, at which they put the weights back."""
 
     def run(folder: Path, *at: Callable[[Moment], None]) -> tuple[Fit, Changing]:
         module = Changing(*at)
-        fit = Fit(default_root_dir=folder, callbacks=[Checkpoint(folder), Averaged()], **{**QUIET, "max_epochs": 2})
+        fit = Fit(default_root_dir=folder, callbacks=[Checkpoint(folder), Averaged(hook)], **{**QUIET, "max_epochs": 2})
         loaders = [DataLoader(Augmented(), batch_size=8) for _ in range(2)]
         fit.fit(module, DataLoader(Augmented(), batch_size=BATCH), loaders, ckpt_path="auto")
         return fit, module
@@ -211,12 +221,21 @@ def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path) -> N
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
-def test_a_failed_run_is_saved_as_its_window_opened(tmp_path: Path) -> None:  # J-09
+@pytest.mark.parametrize(
+    "moment",
+    [
+        ("train", 1, 8),  # with the window's first micro-batch
+        ("train", 1, 11),
+        ("batch ends", 1, 15),  # after its step
+        ("validation starts", 0),
+    ],
+)
+def test_a_failed_run_is_saved_as_of_its_last_step(tmp_path: Path, moment: Moment) -> None:  # J-09
     undisturbed = Changing()
     wanted = end(train(tmp_path / "undisturbed", undisturbed), undisturbed)
 
     def fail(now: Moment) -> None:
-        if now == ("train", 1, 11):
+        if now == moment:
             raise RuntimeError("once")
 
     def run(module: Changing) -> Fit:
@@ -232,6 +251,47 @@ def test_a_failed_run_is_saved_as_its_window_opened(tmp_path: Path) -> None:  # 
         run(Changing(fail))
     resumed = Changing()
     assert end(run(resumed), resumed) == wanted
+
+
+def test_a_stop_that_was_asked_for_is_not_forgotten(tmp_path: Path) -> None:  # J-09
+    """It comes at the window's end, which the run that is told to leave does not wait for."""
+
+    class Stopping(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if (trainer.current_epoch, batch_idx) == (0, 10):
+                trainer.should_stop = True
+
+    def run(folder: Path, module: Changing, *callbacks: Callback) -> Fit:
+        settings = {**QUIET, "max_epochs": 2, "accumulate_grad_batches": 8, "num_sanity_val_steps": 0}
+        saver = Checkpoint(folder, every_n_train_steps=1000)
+        fit = Fit(default_root_dir=folder, callbacks=[saver, *callbacks], **settings)
+        fit.fit(module, DataLoader(Augmented(), batch_size=BATCH, shuffle=True), ckpt_path="auto")
+        return fit
+
+    undisturbed, resumed = Changing(), Changing()
+    wanted = run(tmp_path / "undisturbed", undisturbed, Stopping())
+    with pytest.raises(SystemExit):
+        run(tmp_path / "left", Changing(Leave("train", 0, 11)), Stopping())
+    fit = run(tmp_path / "left", resumed)
+    assert (fit.global_step, fit.micro_batches) == (wanted.global_step, wanted.micro_batches) == (2, 16)
+    assert torch.equal(resumed.net[0].weight, undisturbed.net[0].weight)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    ],
+)
+def test_parameters_of_any_kind_may_be_validated(tmp_path: Path, odd: Callable[[], torch.Tensor]) -> None:  # J-09
+    module = Changing()
+    module.odd = nn.Parameter(odd(), requires_grad=False)
+    settings = {**QUIET, "max_epochs": 1}
+    fit = Fit(default_root_dir=tmp_path, **settings)
+    fit.fit(module, DataLoader(Augmented(), batch_size=BATCH), DataLoader(Augmented(), batch_size=8))
+    assert fit.state == "finished"
 
 
 _SCRIPT = """

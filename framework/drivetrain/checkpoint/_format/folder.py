@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from drivetrain.checkpoint._format.local_file import OpenFiles, read_whole
 from drivetrain.checkpoint._format.local_place import standing_in
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.place import filesystem_of, is_there
 from drivetrain.errors import CheckpointError
 
 
@@ -110,7 +110,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
     try:
         with as_os_errors():
             filesystem.invalidate_cache()
-            there = filesystem.exists(root)
+            there = is_there(filesystem, root)
     except OSError as error:
         raise StorageError(
             f"{path!r} cannot be reached: {error}.",

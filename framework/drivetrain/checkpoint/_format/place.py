@@ -100,6 +100,19 @@ def _is_url(path: str) -> bool:
     return chained in registry or chained in known_implementations
 
 
+def is_there(filesystem: Any, path: str) -> bool:
+    """Whether there is an object, or a folder; fsspec's own ``exists`` takes an error for no.
+
+    Raises:
+        Exception: the storage refuses to say: an error of its library's.
+    """
+    try:
+        filesystem.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def protocols_of(filesystem: Any) -> set[str]:
     """Return the protocols that a file system goes by."""
     known = filesystem.protocol
