@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.reads import RunReads
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.session import Session
-from drivetrain._engine.signals import awaited_signals
+from drivetrain._engine.signals import as_asked, awaited_signals
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.telling import print_in_a_line, told_by_its_own_rank
 from drivetrain._engine.topology import Place, environment_of, find_place, place_of_first, stands_alone
@@ -196,6 +197,12 @@ class _WorkOfRun(Work):
         except (SystemExit, KeyboardInterrupt):
             trainer.state = "interrupted"
             raise
+        except RankFailedError as error:
+            left = as_asked(error, self.signals)
+            if left is error:
+                raise
+            trainer.state = "interrupted"
+            raise left from error
         from drivetrain._engine.outcome import Outcome  # for runs in other processes alone
 
         if not isinstance(outcome, Outcome):

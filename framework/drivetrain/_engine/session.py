@@ -29,7 +29,7 @@ from drivetrain._engine.run_loggers import log_hyper_parameters, share_versions
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
-from drivetrain._engine.signals import Signals, awaited_signals, interruption
+from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
@@ -93,6 +93,7 @@ class Session(RunState):
         """Those still to be called, from when the first set-up is."""
         self._compiled: CompiledSteps | None = None
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
+        self._awaited = awaited
         self._signals = Signals(awaited, self._asked_to_leave)
         self._log = RankLog(trainer, strategy.rank, strategy.world_size)
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
@@ -440,7 +441,7 @@ class Session(RunState):
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
         cause, told_by = cause_of(control, self.place.world, failure, error)
-        cause = self._signals.as_asked(cause)
+        cause = as_asked(cause, self._awaited)
         if told_by is not None:
             self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
         if cause is not error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -46,6 +47,19 @@ def awaited_signals(setting: str | list[str] | None, variables: Mapping[str, str
 def interruption(number: int) -> BaseException:
     """Return what a run raises that left because of signal ``number``."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def as_asked(error: BaseException, numbers: Sequence[int]) -> BaseException:
+    """Return what to raise for ``error``, which may follow from another rank's leaving for a signal before training.
+
+    Args:
+        error: what was caught.
+        numbers: the signals that a run leaves for.
+    """
+    if not isinstance(error, RankFailedError) or error.failure.error_type != "SystemExit":
+        return error
+    asked = [number for number in numbers if error.failure.message == str(128 + number)]
+    return interruption(asked[0]) if asked else error
 
 
 class Signals:
@@ -130,14 +144,10 @@ class Signals:
         leaving = self.answered and os.environ.get("WORLD_SIZE", "1") != "1"
         for number, handler in self._previous.items():
             if signal.getsignal(number) in (self._handle, self._raise) and handler is not None:
-                signal.signal(number, _leave if leaving and handler is signal.SIG_DFL else handler)
-
-    def as_asked(self, error: BaseException) -> BaseException:
-        """Return what to raise for ``error``, which may follow from another rank's leaving before training."""
-        if not isinstance(error, RankFailedError) or error.failure.error_type != "SystemExit":
-            return error
-        asked = [number for number in self._numbers if error.failure.message == str(128 + number)]
-        return interruption(asked[0]) if asked else error
+                leaves_again = leaving and handler is signal.SIG_DFL
+                signal.signal(number, _leave if leaves_again else handler)
+                if leaves_again:
+                    atexit.register(signal.signal, number, signal.SIG_IGN)  # it is on its way out, with its code
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._handled.is_repeated(number) and not self.answered:
