@@ -26,7 +26,14 @@ from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.train import TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.watch import EpochWatch
-from drivetrain._loops.windows import MicroBatch, dealt_windows, exchanged_windows, single_windows, weighed_windows
+from drivetrain._loops.windows import (
+    MicroBatch,
+    Pairs,
+    dealt_windows,
+    exchanged_windows,
+    single_windows,
+    weighed_windows,
+)
 from drivetrain.data._keeping import own_memory
 from drivetrain.data._source import NO_BATCH
 from drivetrain.errors import ConfigurationError
@@ -70,9 +77,11 @@ def build_training(
     assert data is not None
     assert data.train is not None
     tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
+    ended = _Ended()
     return TrainLoop(
         step=step,
-        micro_batches=_micro_batches(run, move, tally),
+        micro_batches=_micro_batches(run, move, tally, ended),
+        exhausted=lambda: ended.seen,
         hooks=run.hooks,
         metrics=metrics,
         progress=run.progress,
@@ -251,7 +260,21 @@ def _unscales_apart(run: RunState) -> bool:
     return precision.scales_loss and (looked_at or not clips or not precision.clips_scaled)
 
 
-def _micro_batches(run: RunState, move: Move | None, tally: Tally) -> Callable[[int, int], Iterator[MicroBatch]]:
+class _Ended:
+    """Knows whether the data of the epoch under way came to its end."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def follow(self, pairs: Pairs) -> Pairs:
+        """Return ``pairs``, at whose end it is known."""
+        yield from pairs
+        self.seen = True
+
+
+def _micro_batches(
+    run: RunState, move: Move | None, tally: Tally, ended: _Ended
+) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
     data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
     assert data is not None
@@ -273,6 +296,9 @@ def _micro_batches(run: RunState, move: Move | None, tally: Tally) -> Callable[[
         # The epoch's order stays the first one's where the run overfits a few batches.
         order = 0 if trainer.overfit_batches else epoch
         pairs = source.epoch(order, first, origin)
+        ended.seen = False
+        if source.stateful:  # at its end it may begin anew, and a checkpoint would keep that for the epoch's place
+            pairs = ended.follow(pairs)
         if not origin.samples:
             pairs = tally.follow(pairs, first)
         pairs = run.draws.follow(pairs, first, trained)

@@ -61,8 +61,7 @@ class WindowOpening:
         self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
         self._objects: list[str] = []
         self._buffers: dict[str, Tensor] = {}
-        self.in_force = False
-        """Whether the run has gone back to it: what is saved from then on is as it was at the opening."""
+        self._in_force = False
 
     def begin_epoch(self) -> bool:
         """Take note of what there is, unless windows have one micro-batch: nothing comes between them then.
@@ -117,7 +116,12 @@ class WindowOpening:
         """Count as before the window, and let what is saved from here on be as it was then, where it was noted."""
         self._progress.back_to_the_window()
         # Between a window's step and the next one's opening nothing is as it was noted.
-        self.in_force = self._taken is not None and self._taken.batch_idx == self._progress.batch_idx
+        self._in_force = self._taken is not None and self._taken.batch_idx == self._progress.batch_idx
+
+    @property
+    def in_force(self) -> bool:
+        """Whether the run has gone back to it: what is saved from then on is as it was at the opening."""
+        return self._in_force
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:

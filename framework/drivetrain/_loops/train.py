@@ -61,6 +61,10 @@ class Opening(Protocol):
         """Let what is saved from here on be as it was at the last opening."""
 
     @property
+    def in_force(self) -> bool:
+        """Whether the run went back to it."""
+
+    @property
     def has_begun_the_epoch(self) -> bool:
         """Whether the run went back to the opening of an epoch's first window."""
 
@@ -100,6 +104,7 @@ class TrainLoop:
         save: writes what a later run goes on from, where this one ends before its time.
         settle: looks what trains, once the hooks that begin an epoch have been called.
         watch: says what only an epoch as a whole shows.
+        exhausted: says whether the epoch's data came to its end, which a loader that keeps its place may have passed.
         opening: what windows of several micro-batches begin with; None where a run never leaves within one.
     """
 
@@ -127,6 +132,7 @@ class TrainLoop:
         save: Callable[[], None],
         settle: Callable[[], None],
         watch: EpochWatch,
+        exhausted: Callable[[], bool],
         opening: Opening | None,
     ) -> None:
         self._step = step
@@ -154,6 +160,7 @@ class TrainLoop:
         self._save = save
         self._settle = settle
         self._watch = watch
+        self._exhausted = exhausted
         self._opening = opening
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
@@ -165,7 +172,7 @@ class TrainLoop:
     def state_dict(self) -> dict[str, Any]:
         """Return where between an epoch's data and its end the loop stands."""
         return {
-            "data_is_over": self._data_is_over,
+            "data_is_over": self._data_is_over or self._all_is_trained_on(),
             "has_begun": self._opening is not None and self._opening.has_begun_the_epoch,
             "left_after_last_step": self._left_after_last_step,
             "asked_to_stop": self._asked_to_stop,
@@ -205,7 +212,7 @@ class TrainLoop:
             fresh, resumed = True, None
             opening = self._opening if self._opening is not None and self._opening.begin_epoch() else None
             before = self._position.enter("training")
-            ended = Ended.DATA if over else self._train_epoch(opening)
+            ended = self._train_epoch(opening, over)
             self._position.leave(before)
             over = ended is not Ended.BACK and self._end_epoch(ended)
             if self._saves.back is not None and not self._stop.leaving:
@@ -235,8 +242,18 @@ class TrainLoop:
         asked = self._stop.reason if self._stop.requested else None
         return reasons + [one for one in (self._limit_reached(), asked) if one is not None]
 
-    def _train_epoch(self, opening: Opening | None) -> Ended:
-        """Train on one epoch's micro-batches; ``opening`` is there where a window has several."""
+    def _all_is_trained_on(self) -> bool:
+        progress, opening = self._progress, self._opening
+        went_back = opening is not None and opening.in_force
+        return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
+
+    def _train_epoch(self, opening: Opening | None, over: bool) -> Ended:
+        """Train on one epoch's micro-batches.
+
+        Args:
+            opening: of its windows, where they have several.
+            over: another run has trained on all of them.
+        """
         progress, metrics, step, stop = self._progress, self._metrics, self._step, self._stop
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every = self._limits.max_steps, self._log_every
@@ -248,6 +265,8 @@ class TrainLoop:
             ended = self._after_resumed_validation()
             if ended is not None:
                 return ended
+        if over:
+            return Ended.DATA
         micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
         if self._made_its_last_step():
             return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from drivetrain import Callback, CheckpointError, TrainModule
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint import verify
+from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format.checksums import sums_of
 from drivetrain.data import CombinedLoader
 
@@ -347,3 +347,45 @@ def test_a_planted_checkpoint_whose_state_is_malformed_stops_no_restart(
     again.fit(Tiny(), loader(), ckpt_path="auto")
     assert again.global_step == 8
     assert "planted' is passed over" in caplog.text
+
+
+class KeepingItsPlace(IterableDataset[Any]):
+    """Knows where it stands, and begins anew once it has come to its end."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.at = samples, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.samples:
+            self.at += 1
+            yield torch.tensor([float(self.at), 1.0])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_data_that_has_begun_anew_is_not_trained_on_twice(tmp_path: Path, window: int) -> None:  # F-02
+    """A window that the data ends within is read to that end before its step is made and saved."""
+
+    def run(folder: Path, ckpt_path: Path | None = None) -> tuple[Tiny, Any]:
+        module, saver = Tiny(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)
+        fitted = fit(tmp_path, max_epochs=2, accumulate_grad_batches=window, callbacks=saver)
+        fitted.fit(module, DataLoader(KeepingItsPlace(11)), loader(2), ckpt_path=ckpt_path)
+        return module, (fitted.global_step, fitted.samples_seen, fitted.micro_batches, len(module.evaluated))
+
+    undisturbed, counts = run(tmp_path / "c")
+    saved = [one for one in (tmp_path / "c").iterdir() if one.is_dir()]
+    assert len(saved) == counts[0]
+    for number, path in enumerate(saved):
+        done = min(load(path).progress["samples_seen"], 22)
+        if done == 22 and load(path).progress["epoch"] == 2:
+            continue  # it has ended
+        resumed, found = run(tmp_path / f"resumed-{number}", path)
+        assert found[:3] == counts[:3], path.name
+        assert resumed.seen == undisturbed.seen[-len(resumed.seen) or len(undisturbed.seen) :], path.name
+        assert len(resumed.seen) == 22 - done, path.name
