@@ -246,7 +246,7 @@ def test_no_process_ever_holds_the_whole() -> None:
         # Shards of parameters and gradients, a unit gathered, its gradient, and one on its way.
         assert trained < whole + 4.5 * unit
     for built, _ in on_ranks(_peak, 2, False):
-        assert built > whole - unit / 2  # what is small may lie in memory that the run before has left
+        assert built > whole - 1.5 * unit  # a unit or so may lie in memory that runs before have left
 
 
 def _own_meta() -> Any:

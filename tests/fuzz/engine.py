@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -315,10 +315,22 @@ def strategy_of(name: str, program: Program) -> Any:
     return name
 
 
+@contextlib.contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Nothing below an error is logged within it: other tests run on these ranks too."""
+    loggers = [logging.getLogger(name) for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed")]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)
+
+
 def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
     """Train ``program`` on this rank, from the checkpoint at ``path`` where it is ``resumed``; what came of it."""
-    for name in ("drivetrain", "torch", "deepspeed", "DeepSpeed"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     ranks, strategy = program.ranks, program.strategy
@@ -328,7 +340,7 @@ def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
         ranks, strategy = program.resume.ranks, program.resume.strategy
         anew = ranks != program.ranks
     kinds = {(False, True): Trained, (True, True): Weighed, (False, False): Steps, (True, False): WeighedSteps}
-    with warnings.catch_warnings(), planted(plant):
+    with _errors_alone(), warnings.catch_warnings(), planted(plant):
         warnings.simplefilter("ignore")
         module = kinds[program.weighs, program.validation is not None](program, outcome)
         recorder = Recorder(program, outcome, "" if resumed else path, resumed, anew)
