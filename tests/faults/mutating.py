@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,16 @@ HOSTILE: tuple[Any, ...] = (
     *({"$tensor": "nowhere"}, {"$tensor": 3}, {"$tuple": 3}, {"$tuple": []}, {"$float": "1e5"}, {"$float": []}),
     *({"$pairs": [[[], 1]]}, {"$pairs": [1]}, {"$pairs": [[1, 2, 3]]}, {"$pairs": [[1, 2]]}, {"$counter": {}}),
 )
+
+
+def _dumps(document: Any, **options: Any) -> str:
+    """Return JSON text, however deep: what is hostile may come to lie within what is."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        return json.dumps(document, **options)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 class Mutator:
@@ -84,11 +95,11 @@ class Mutator:
         document.pop("crc32", None)
         for _ in range(self._draw.choice((1, 1, 1, 3))):
             document = self._with_a_change(document)
-        return json.dumps(document, indent=1).encode()
+        return _dumps(document, indent=1).encode()
 
     def _header(self, content: bytes) -> bytes:
         length = int.from_bytes(content[:8], "little")
-        text = json.dumps(self._with_a_change(json.loads(content[8 : 8 + length]))).encode()
+        text = _dumps(self._with_a_change(json.loads(content[8 : 8 + length]))).encode()
         if self._draw.random() < 0.5:
             text += b" " * (-len(text) % 64)
         said = self._draw.choice((len(text),) * 8 + (0, 2**63, len(text) + 1))
@@ -127,7 +138,7 @@ class Mutator:
             del document["crc32"]
             sums = sums_of(content)
             document["files"][name] = {"size": sums.size, "crc32": sums.text()}
-            body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
+            body = _dumps(document, indent=1).encode().removesuffix(b"\n}")
         sealed = body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
         (self._folder / "manifest.json").write_bytes(sealed)
 
