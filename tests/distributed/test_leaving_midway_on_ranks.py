@@ -166,3 +166,34 @@ def test_all_ranks_leave_at_once_and_lose_nothing(tmp_path: Path, name: str) -> 
             assert found in [[f"interrupted-step={step}"] for step in steps], (case, found)
             assert alike, case
             assert told_alike, case
+
+
+class Stopping(Changing):
+    """Rank 1 asks for a stop within the first window, and is told to leave before it has come to its end."""
+
+    asks = True
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.asks and (self.global_rank, self.current_epoch, batch_idx) == (1, 0, 1):
+            self.trainer.should_stop = True
+
+
+def _stop_and_leave(folder: Path) -> tuple[Any, ...]:
+    stopping.AGREE_EVERY = 1
+    wanted = _train(folder / "undisturbed", "ddp", Augmented(), Stopping(None))["counts"]
+    code: Any = None
+    try:
+        _train(folder / "left", "ddp", Augmented(), Stopping(("train", 0, 2)))
+    except SystemExit as error:
+        code = error.code
+    resumed = Stopping(None)
+    resumed.asks = False
+    return code, wanted, _train(folder / "left", "ddp", Augmented(), resumed)["counts"]
+
+
+def test_a_stop_that_one_rank_has_asked_for_is_not_forgotten(tmp_path: Path) -> None:  # J-09
+    env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
+    for code, wanted, found in run_distributed(_stop_and_leave, 2, tmp_path, process_group=None, env=env):
+        assert code == 128 + signal.SIGUSR1
+        # Two ranks agree on one of the next windows; the run that goes on knows of it from the start.
+        assert 1 <= found[0] <= wanted[0] == 2

@@ -312,7 +312,7 @@ class RunCheckpoints:
                         logger.warning("Told to leave by a signal, this run could not save what goes on: %s", error)
 
     def _rehearse(self, weights_only: bool) -> None:
-        from drivetrain.checkpoint._format import agreed, stage
+        from drivetrain.checkpoint._format import agreed, check_facts, stage
 
         control, checkpoint = self._session.strategy.control, self._contents()
         contents = checkpoint.contents(weights_only, rehearsing=True)
@@ -321,6 +321,7 @@ class RunCheckpoints:
         def formed() -> None:
             if staged.problem is not None:
                 raise staged.problem
+            check_facts(contents.facts)
 
         agreed(control, "What this run has could not be saved", formed)
 

@@ -262,7 +262,7 @@ class TrainLoop:
         joining: Joining | None = None
         if progress.batch_idx == validation.next_at:  # saved just before it
             self._draws.before_reading(validation.run)
-            ended = self._after_resumed_validation()
+            ended = self._after_resumed_validation(over)
             if ended is not None:
                 return ended
         if over:
@@ -338,7 +338,7 @@ class TrainLoop:
                 opening.take()
         return Ended.DATA
 
-    def _after_resumed_validation(self) -> Ended | None:
+    def _after_resumed_validation(self, over: bool) -> Ended | None:
         """Do what comes between a validation and the next window; None where the epoch goes on."""
         progress, stop = self._progress, self._stop
         if not stop.leaving:
@@ -351,7 +351,8 @@ class TrainLoop:
             return self._leave()
         if stop.goes_on_later:
             self._save()
-        return Ended.DATA if self._is_last(self._micro_batches(progress.epoch, progress.batch_idx)) else Ended.STOPPED
+        over = over or self._is_last(self._micro_batches(progress.epoch, progress.batch_idx))
+        return Ended.DATA if over else Ended.STOPPED
 
     def _made_its_last_step(self) -> bool:
         return 0 <= self._limits.max_steps <= self._progress.global_step
@@ -362,6 +363,7 @@ class TrainLoop:
             self._step.drop_window()
             self._opening.go_back()
         self._left_after_last_step = self._made_its_last_step()
+        self._stop.agree("leaving")  # a stop that another rank has asked for is not to be forgotten
         if self._stop.requested:
             self._asked_to_stop = self._stop.reason or ""
         self._save()

@@ -25,6 +25,11 @@ class Odd(Callback):
         return {"seen": {1, 2}}
 
 
+class Long(Callback):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 10**5000}
+
+
 class OddExtra(Callback):
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["call"] = len
@@ -83,11 +88,13 @@ Shape = collections.namedtuple("Shape", "width height")
         (lambda: Buffered(lambda: torch.eye(2).to_sparse()), [], "odd.*sparse"),
         (lambda: Buffered(lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)), [], "odd.*quint8"),
         (lambda: Hyper(Shape(1, 2)), [], "hyper_parameters/shape.*Shape"),
+        (lambda: Hyper("x" * 2**26), [], "manifest.json would have"),
         (Hooked, [], "module/vocabulary.*frozenset"),
         (Groups, [], "param_groups/0/schedule.*function"),
         (lambda: Foreign(torch.zeros(3)), [], r"SGD keeps state for a tensor of shape \(3,\)"),
         (lambda: Foreign("all"), [], "SGD keeps state for 'all'"),
         (Tiny, [Odd()], "callbacks/Odd/state/seen.*set"),
+        (Tiny, [Long()], "callbacks/Long/state/count.*integer of 16610 bits"),
         (Tiny, [OddExtra()], "callbacks/OddExtra/extra/call.*builtin"),
     ],
 )

@@ -3,7 +3,7 @@
 from drivetrain.checkpoint._format.agreement import agreed
 from drivetrain.checkpoint._format.dealing import Sizes
 from drivetrain.checkpoint._format.folder import StorageError
-from drivetrain.checkpoint._format.manifest import Facts, Manifest
+from drivetrain.checkpoint._format.manifest import Facts, Manifest, check_facts
 from drivetrain.checkpoint._format.reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.staging import Contents, Staged, stage
 from drivetrain.checkpoint._format.verifying import verify
@@ -19,6 +19,7 @@ __all__ = [
     "StorageError",
     "Weights",
     "agreed",
+    "check_facts",
     "commit",
     "load",
     "save",

@@ -27,6 +27,7 @@ LONGEST_DOCUMENT = 2**28
 DEEPEST = 100
 """Levels of lists, tuples and dicts in each other that a value may have."""
 _DEEPEST_READ = DEEPEST + 4  # `encode` may be given what lies a level or two within a document
+_MOST_BITS = 4300 * 3  # of an integer: its limit of 4,300 digits, `sys.int_info.default_max_str_digits`
 _MOST_VALUES = 2**25  # of lists and dicts in one document; each takes some sixty bytes of memory
 
 
@@ -60,6 +61,12 @@ def _encode(value: Any, aside: dict[str, Any], where: tuple[str, ...]) -> Any:
         aside[name] = value
         return {TENSOR: name}
     # Subclasses of these (a NumPy float64, a str Enum) come back as the plain value, which equals them.
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise CheckpointError(
+            f"A checkpoint cannot hold {'/'.join(where) or 'this state'!r}, an integer of {value.bit_length()} bits.",
+            f"Python reads and writes no more than some {_MOST_BITS} as text.",
+            "save it as a str of its digits in base 16, or as bytes in a tensor.",
+        )
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

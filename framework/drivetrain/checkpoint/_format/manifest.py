@@ -189,6 +189,15 @@ def _record_as_json(record: FileRecord) -> dict[str, Any]:
     return {**described, "sha256": record.sha256} if record.sha256 else described
 
 
+def check_facts(facts: Facts) -> None:
+    """Refuse what a run would say of its checkpoints and no manifest can hold, before there is one.
+
+    Raises:
+        CheckpointError: it is too long, or holds what JSON does not know.
+    """
+    seal(Manifest("", 1, facts, {}, Part()))
+
+
 def _part_as_json(part: Part) -> dict[str, Any]:
     return {"document": part.document, "tensors": list(part.tensors), "index": part.index}
 
