@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_place
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.place import filesystem_of, is_there
+from drivetrain.checkpoint._format.place import filesystem_of, is_ours, is_there
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
@@ -164,15 +164,16 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     if found is None:
         return False
     filesystem, root = filesystem_of(child(folder, name))
-    if filesystem is None:
+    if filesystem is None and all(map(is_ours, os.listdir(root))):
         local_place.discard(root)
         return True
     # Its manifest first: what is left of it without is none. Only its own files go, one by one.
+    unlink = os.unlink if filesystem is None else filesystem.rm_file
     for file in (MANIFEST, *found.manifest.files):
         with as_os_errors(), contextlib.suppress(FileNotFoundError):
-            filesystem.rm_file(f"{root}/{file}")
+            unlink(f"{root}/{file}")
     with contextlib.suppress(OSError, NotImplementedError):  # where it keeps folders, and this one is empty now
-        filesystem.rmdir(root)
+        (os.rmdir if filesystem is None else filesystem.rmdir)(root)
     return True
 
 

@@ -111,6 +111,18 @@ def test_a_bucket_keeps_what_lies_beside_a_checkpoint(tmp_path: Path) -> None:
     assert load(f"{folder}/epoch=1-step=12").progress["epoch"] == 2
 
 
+def test_a_folder_keeps_what_somebody_has_put_into_a_checkpoint(tmp_path: Path) -> None:  # J-01
+    folder = tmp_path / "c"
+    fit(tmp_path, Checkpoint(folder), max_epochs=1).fit(Scored([0.0]), loader())
+    (first,) = (one for one in folder.iterdir() if one.is_dir())
+    (first / "manifest.json.sig").write_text("mine")
+    (first / "notes").mkdir()
+    again = Checkpoint(folder)
+    fit(tmp_path, again, max_epochs=2).fit(Scored([0.0] * 2), loader(), ckpt_path="auto")
+    assert sorted(one.name for one in first.iterdir()) == ["manifest.json.sig", "notes"]
+    assert Path(again.best_model_path) != first
+
+
 def test_a_run_that_begins_with_a_neighbours_checkpoint_leaves_its_own_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
