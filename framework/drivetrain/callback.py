@@ -67,6 +67,11 @@ class Callback:
         return ()
 
     @property
+    def wants_run_folder(self) -> bool:
+        """Whether a fit without loggers has a folder, ``trainer.log_dir``, for this callback's sake."""
+        return False
+
+    @property
     def kept_checkpoints(self) -> Sequence[str]:
         """Paths of the checkpoints that this callback has written and keeps; a run goes back to a whole one of them."""
         return ()

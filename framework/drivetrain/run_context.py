@@ -171,6 +171,22 @@ class RunContext(Protocol):
             because: the reason, with its numbers: "val_loss is above 3".
         """
 
+    # The run's folder
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the run that is under way, or of the last one, alike on every rank; None where it has none.
+
+        It holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. A path or URL.
+        """
+
+    @property
+    def run_id(self) -> str:
+        """What tells that run from all others, the same when it is gone on with in its folder; "" where it has none."""
+
+    def checkpoint_removed(self, identifier: str) -> None:
+        """Note in the run's record that a checkpoint, by its manifest's identifier, is no longer kept."""
+
     # Checkpoints
 
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:

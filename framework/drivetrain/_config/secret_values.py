@@ -103,15 +103,20 @@ class LeftOut:
             tell: warn of what has not been named yet; false on all ranks but one.
         """
         kept, left_out = without_secrets(values)
+        if tell:
+            self.tell(left_out)
+        return kept, left_out
+
+    def tell(self, left_out: Sequence[str]) -> None:
+        """Warn of secrets that have not been named yet."""
         new = [name for name in left_out if name not in self._named]
-        if new and tell:
+        if new:
             self._named.update(new)
             logger.warning(
-                "Left out of checkpoints and loggers, for their names say that they are secrets: %s. The module's "
-                "hparams still have them; load_from_checkpoint takes them as arguments.",
+                "Left out of checkpoints, loggers and run.json, for their names say that they are secrets: %s. The "
+                "module's hparams still have them; load_from_checkpoint takes them as arguments.",
                 listed(new),
             )
-        return kept, left_out
 
 
 def _without(value: Any, where: tuple[str, ...], left_out: list[str], within: tuple[int, ...] = ()) -> Any:

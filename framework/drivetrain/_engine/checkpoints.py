@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control import LocalControl
+from drivetrain._engine.run_beginning import CHOSEN, Beginning, begin, find_beside, where_runs_are
+from drivetrain._engine.run_loggers import write_out
 from drivetrain._engine.saved_state import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
 from drivetrain._runtime.generators import kept_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.runs._identity import class_path
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
 if TYPE_CHECKING:
@@ -47,12 +50,31 @@ class RunCheckpoints:
         self._run = os.urandom(8).hex()  # rank 0's tells this run from others
         self._ancestors: tuple[tuple[str, int], ...] = ()
         self._parent, self._count = "", 0
+        self._beginning = Beginning()
+        self._looked_in: list[str] = []
         self.opened: Checkpoint | None = None
         """What the run goes on from."""
         self.ended_before: str | None = None
         """Why nothing is left to train of what was found by "auto"; None where something is."""
 
     # Reading
+
+    def begin(self) -> None:
+        """Settle which checkpoint the run begins with, and its folder. Collective.
+
+        Raises:
+            ConfigurationError: on every rank: its folder cannot be made.
+            StorageError: a storage refuses to say what there is.
+        """
+        session = self._session
+        self._looked_in = self._folders()
+        self._beginning = begin(session, session.folder, self._path, _check_form)
+
+    def claim_for_late(self) -> None:
+        """Claim a folder for callbacks that have come in `setup`, where the run has none yet. Collective."""
+        session = self._session
+        if session.stage == "fit" and session.folder.path is None:
+            begin(session, session.folder, None, _check_form)
 
     def open(self) -> int:
         """Open what the run starts from, and return the seed of the order of its samples. Collective.
@@ -62,19 +84,22 @@ class RunCheckpoints:
         """
         session = self._session
         seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
-        path = self._path
-        if path in ("last", "best", "auto"):
+        path, beginning = self._path, self._beginning
+        if path in CHOSEN:
             # Chosen by rank 0, for all: another rank may see a file system that lags behind.
-            path = control.from_rank_0(self._choose(path) if control.rank == 0 else None)
+            path = beginning.path
+            since = [one for one in self._folders() if one not in self._looked_in]
+            if path is None and since:
+                path = find_beside(session, since, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
-                    f"looked in {', '.join(self._folders())}.",
+                    f"looked through the runs of {type(session.module).__name__} in "
+                    f"{', '.join([where_runs_are(session), *self._folders()])}.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
-            if control.rank == 0:
-                logger.warning("ckpt_path=%r: %s", self._path, f"going on from {path}" if path else "a fresh start.")
         if path is None:
+            session.folder.begins_with(None, None, "", beginning.went_on)
             return order_seed(seed, control)
 
         from drivetrain._engine.fitting import check_goes_on
@@ -91,6 +116,7 @@ class RunCheckpoints:
         if fitting:
             facts = self.opened.manifest.facts
             self._ancestors, self._parent = facts.lineage, facts.identifier
+            session.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def see_what_is_left(self) -> None:
@@ -245,6 +271,8 @@ class RunCheckpoints:
             for callback in session.callbacks:
                 callback.before_going_back(session.trainer, session.module)
             self._contents().load(checkpoint, back=True)
+            if session.strategy.rank == 0:
+                session.folder.note("went back", f"to {path}")
             for callback in session.callbacks:
                 callback.after_going_back(session.trainer, session.module, path)
 
@@ -256,30 +284,8 @@ class RunCheckpoints:
             self._contents().load_weights(self.opened)
             self.opened.close()
 
-    def _choose(self, which: str) -> str | None:
-        best = [one.best_model_path for one in self._session.callbacks if one.best_model_path]
-        if which == "best" and best:
-            return best[0]
-        from drivetrain._engine.fitting import check_form
-        from drivetrain.checkpoint._finding import best_beside, newest
-
-        found = newest(self._folders(), check=check_form)
-        if found is None:
-            return None
-        if which != "best":
-            return found.path
-        # Another process wrote them: the newest knows by name which of those beside it was the best.
-        folder = found.path.rpartition("/")[0]
-        with taking(found, "the run's state", "callbacks"):
-            states = [one["state"] for one in found.state()["callbacks"].values()]
-        named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
-        return next((path for path in named if path is not None), found.path)
-
     def _folders(self) -> list[str]:
-        from drivetrain.checkpoint._folders import child
-
-        root = child(self._session.trainer.default_root_dir, "checkpoints")
-        return list(dict.fromkeys([*(path for one in self._session.callbacks for path in one.writes_to), root]))
+        return list(dict.fromkeys(path for one in self._session.callbacks for path in one.writes_to))
 
     def _contents(self) -> RunCheckpoint:
         from drivetrain._engine.run_checkpoint import RunCheckpoint
@@ -373,33 +379,43 @@ class RunCheckpoints:
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only)
         contents.digest = digest
-        contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
+        facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
+        if strategy.rank == 0:
+            write_out(session.trainer.loggers)
+
+        def whole() -> None:
+            then()
+            if strategy.rank == 0:
+                session.folder.wrote(path, facts)
+
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
             if strategy.rank == 0:
                 save(path, contents, LocalControl())
-                then()
+                whole()
             return
         if not weights_only:
             strategy.save_beside(path)
         control = strategy.control
         if not background:
             save(path, contents, control, checkpoint.shard_of)
-            then()
+            whole()
             return
         if self._background is None:
             from drivetrain._engine.background import BackgroundSaver
 
             self._background = BackgroundSaver(control, session.saves)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
-        self._background.save(path, staged, then)
+        self._background.save(path, staged, whole)
 
     def _next_of_kin(self, facts: Facts, identifier: str) -> Facts:
         """Say which checkpoints this one comes from, and take it for the parent of the next."""
         parent, self._parent = self._parent, identifier
         self._count += 1
         lineage = (*self._ancestors, (self._run, self._count))
-        return replace(facts, identifier=identifier, parent=parent, lineage=lineage)
+        folder, module = self._session.folder, class_path(type(self._session.module))
+        run = {"id": folder.id, "name": folder.name, "folder": _lasting(folder.path), "module": module}
+        return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(self, path: str, digest: str | None = None) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""
@@ -442,3 +458,14 @@ class RunCheckpoints:
         """Wait for what is being written; the run failed already."""
         if self._background is not None:
             self._background.abandon()
+
+
+def _check_form(checkpoint: Checkpoint) -> None:
+    from drivetrain._engine.fitting import check_form
+
+    check_form(checkpoint)
+
+
+def _lasting(folder: str | None) -> str:
+    """A folder as other processes find it, wherever they are started."""
+    return "" if folder is None else folder if "://" in folder else os.path.abspath(folder)

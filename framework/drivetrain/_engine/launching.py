@@ -109,6 +109,7 @@ def run_here(request: Request, place: Place) -> Any:
     session = Session(*request, strategy, place)
     if stage != "fit":
         session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
+    session.folder.before = None if trainer.session is None else trainer.session.folder
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
@@ -238,6 +239,9 @@ def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
     session = Session(*request, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
     session.metrics.restore(outcome.metrics)
+    session.folder.take_over(outcome.folder)
+    for one, version in zip(trainer.loggers, outcome.versions, strict=False):
+        one.adopt(version)
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
         if state:
             callback.load_state_dict(state)

@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain._engine.layers import Before, Layers, build_of
 from drivetrain._engine.reads import RunReads
+from drivetrain._engine.run_folder import RunFolder
 from drivetrain.module.train_module import TrainModule
 
 
@@ -28,6 +29,8 @@ class Outcome:
         metrics: every value by every name.
         callbacks: their states, in their order.
         state: the trainer's.
+        folder: the run's.
+        versions: of the loggers.
     """
 
     result: Any
@@ -39,6 +42,8 @@ class Outcome:
     metrics: dict[str, float]
     callbacks: list[dict[str, Any]]
     state: str
+    folder: RunFolder
+    versions: list[str]
 
     @classmethod
     def of(cls, trainer: RunReads, module: TrainModule, result: Any, before: Before) -> Self:
@@ -58,6 +63,8 @@ class Outcome:
             metrics={name: float(value) for name, value in session.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
+            folder=session.folder,
+            versions=[one.version for one in trainer.loggers] if session.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from drivetrain.run_context import RunContext
+    from drivetrain._engine.run_folder import RunFolder
 
 _LOGGER = logging.getLogger("drivetrain")
 
@@ -28,15 +28,15 @@ class RankLog:
     still. A file that is full becomes ``rank-N.1.log``, in place of the one before, and another is begun.
 
     Args:
-        trainer: whose run it is.
+        run: the folder.
         rank: this one.
         world_size: among how many. One alone keeps nothing: what it has to say is on the terminal.
     """
 
-    def __init__(self, trainer: RunContext, rank: int, world_size: int) -> None:
-        self._trainer = trainer
+    def __init__(self, run: RunFolder, rank: int, world_size: int) -> None:
+        self._run = run
         self._rank = rank
-        self._keeps = world_size > 1 and not trainer.barebones
+        self._keeps = world_size > 1
         self._handler: _Handler | None = None  # for the length of the run: a handler cannot be sent to other processes
         self._show: Any = None
         self.written: str | None = None
@@ -44,9 +44,9 @@ class RankLog:
 
     @property
     def folder(self) -> str | None:
-        """Where all ranks' logs are; None where this run keeps none. Asking settles the number of the run's folder."""
-        root = run_folder(self._trainer) if self._keeps else None
-        return None if root is None else os.path.join(root, "logs")
+        """Where all ranks' logs are, on this machine; None where this run keeps none, or has no folder yet."""
+        root = self._run.path if self._keeps else None
+        return None if root is None or "://" in root else os.path.join(os.path.abspath(root), "logs")
 
     def __enter__(self) -> Self:
         if self._keeps:
@@ -119,18 +119,6 @@ class _Handler(logging.Handler):
         if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
             logging.lastResort.handle(record)  # which shows what nobody takes, and we are somebody
         self._log.add(self.format(record))
-
-
-def run_folder(trainer: RunContext) -> str | None:
-    """Return the folder on this machine where a run's own files go, or None where it keeps none.
-
-    That is the first logger's; without one the ``default_root_dir``, if it was given or checkpoints go there.
-    """
-    place = next((one.log_dir for one in trainer.loggers if one.log_dir), None)
-    if place is None:
-        given = trainer.settings["default_root_dir"].source != "default"
-        place = trainer.default_root_dir if given or trainer.checkpoint_callback is not None else None
-    return None if place is None or "://" in place else os.path.abspath(place)
 
 
 def _shortened(text: str) -> str:

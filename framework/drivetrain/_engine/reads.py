@@ -214,6 +214,17 @@ class RunReads(RunContext):
 
         return next((callback for callback in self.callbacks if isinstance(callback, Checkpoint)), None)
 
+    @property
+    def log_dir(self) -> str | None:
+        return None if self.session is None else self.session.folder.path
+
+    @property
+    def run_id(self) -> str:
+        return "" if self.session is None else self.session.folder.id
+
+    def checkpoint_removed(self, identifier: str) -> None:
+        self._running("checkpoint_removed").folder.removed(identifier)
+
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         return self._running("checkpoint_before").checkpoints.before(step)
 

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from drivetrain._config.secret_values import LeftOut
-from drivetrain._distributed.control import ControlPlane
 from drivetrain.data import DataModule
 from drivetrain.loggers import Logger
 from drivetrain.module.train_module import TrainModule
 
+logger = logging.getLogger("drivetrain")
 
-def share_versions(loggers: Sequence[Logger], control: ControlPlane) -> None:
-    """Let every rank's loggers name the place where rank 0's write."""
-    if not loggers or control.world_size == 1:
-        return
-    versions = control.from_rank_0([one.version for one in loggers] if control.rank == 0 else None)
-    if control.rank > 0:
-        for one, version in zip(loggers, versions, strict=False):
-            one.adopt(version)
+
+def rewind(loggers: Sequence[Logger], step: int | None) -> None:
+    """Let them drop what an earlier part of the run logged after ``step``, from which it goes on. On rank 0 only.
+
+    Args:
+        loggers: the run's.
+        step: optimizer steps; -1 for all, None where the run has a folder of its own.
+    """
+    if step is not None:
+        for one in loggers:
+            one.rewind(step)
+
+
+def write_out(loggers: Sequence[Logger]) -> None:
+    """Let them write what they hold back, as a checkpoint is written: a run that goes on from it finds it all."""
+    for one in loggers:
+        try:
+            one.save()
+        except OSError as error:
+            logger.warning(
+                "%s could not write what was logged so far, and tries again later: %s", type(one).__name__, error
+            )
 
 
 def log_hyper_parameters(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from drivetrain._config.secret_values import LeftOut
 from drivetrain._engine.buffers_aside import BuffersAside
 from drivetrain._engine.cursor import Cursor
+from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.window_opening import WindowOpening
@@ -58,6 +59,7 @@ class RunState:
         self.given = given
         self.return_predictions = return_predictions
         self.strategy = strategy
+        self.folder = RunFolder(self)
         self.progress = Progress()
         self.position = Position()
         self.cursor = Cursor()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from drivetrain._engine.handshake import facts_about, shake_hands
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.rank_log import RankLog
-from drivetrain._engine.run_loggers import log_hyper_parameters, share_versions
+from drivetrain._engine.run_loggers import log_hyper_parameters, rewind
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from drivetrain._engine.monitors import Monitors
 
 logger = logging.getLogger("drivetrain")
+
+_LONGEST_REASON = 2000  # characters of an error that the run's record keeps
 
 
 class Session(RunState):
@@ -95,7 +98,8 @@ class Session(RunState):
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._awaited = awaited
         self._signals = Signals(awaited, self._asked_to_leave)
-        self._log = RankLog(trainer, strategy.rank, strategy.world_size)
+        self._log = RankLog(self.folder, strategy.rank, strategy.world_size)
+        self._why = ""  # in words, it ended
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
@@ -157,9 +161,9 @@ class Session(RunState):
         attach(self.module, trainer)
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)
-        share_versions(trainer.loggers, strategy.control)
-        strategy.control.keep_records(self._log.folder)
         self._assemble()
+        self.checkpoints.begin()
+        strategy.control.keep_records(self._log.folder)
         self._prepare_data()
         self._set_up()
         if self._keeps_files:
@@ -234,7 +238,9 @@ class Session(RunState):
         advice = left_on_the_table(self.optimizers)
         if advice is not None:
             logger.info(advice)
-        if self.strategy.rank == 0:
+        ended_before = self.checkpoints.ended_before
+        if self.strategy.rank == 0 and ended_before is None:
+            rewind(self.trainer.loggers, self.folder.rewinds_to)
             log_hyper_parameters(self.trainer.loggers, self.module, self.given.datamodule, self.left_out)
         for hook in hooks.on_fit_start:
             hook()
@@ -245,9 +251,9 @@ class Session(RunState):
         for hook in hooks.on_train_start:
             hook()
         self.checkpoints.keep_trainables()
-        ended_before = self.checkpoints.ended_before
         if ended_before is None:
             self.checkpoints.rehearse()
+            self._note_beginning()
             loop.run()
         self.metrics.enter(None)
         if self.stop.leaving:
@@ -260,7 +266,13 @@ class Session(RunState):
         self.checkpoints.finish()
         if self.strategy.rank == 0:
             reasons = loop.why_it_ended() if ended_before is None else [ended_before]
+            self._why = "; ".join(reasons)
             logger.info(how_it_ended(reasons, self.progress, nothing_left=ended_before is not None))
+
+    def _note_beginning(self) -> None:
+        data, batches = self._data(), self.trainer.num_training_batches
+        facts = {**self.made_of.get("data", {}), "batches": batches if batches != math.inf else None}
+        self.folder.trains({**facts, "batch_size": data.batch_size}, self.seed, data.batch_size)
 
     def _asked_to_leave(self, number: int) -> None:
         self.stop.signal = number
@@ -275,7 +287,7 @@ class Session(RunState):
         self.draws.end()
         self.checkpoints.finish()
         if self.strategy.rank == 0:
-            reason = f"{signal.Signals(number).name} asked it to save and leave"
+            reason = self._why = f"{signal.Signals(number).name} asked it to save and leave"
             logger.info(how_it_ended([reason], self.progress, nothing_left=False))
         for hook in self.hooks.on_exception:
             hook(self._left_with)
@@ -389,6 +401,7 @@ class Session(RunState):
             setup(self.stage)
         while late := self._come_since():
             self._take_callbacks()
+            self.checkpoints.claim_for_late()
             for callback in late:
                 callback.setup(self.trainer, self.module, self.stage)
         if len(self.trainer.callbacks) < len(self._given_callbacks):  # some were taken out
@@ -407,6 +420,7 @@ class Session(RunState):
         if self.strategy.rank == 0:
             for one in self.trainer.loggers:
                 one.finalize(status)
+            self.folder.end({"success": "finished"}.get(status, status), self._why)
 
     def _detach(self) -> None:
         if self._trainables is not None:
@@ -434,6 +448,7 @@ class Session(RunState):
             calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._why = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         calls += [self.checkpoints.abandon, lambda: self._finish(status), self.strategy.teardown]
         for call in calls:
             try:

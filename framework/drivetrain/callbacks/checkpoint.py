@@ -19,6 +19,7 @@ from drivetrain.checkpoint._folders import LATEST, child, claim, is_at, point_to
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import Kept, Retention
 from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.runs._directory import CHECKPOINTS
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
@@ -43,7 +44,7 @@ class Checkpoint(Callback):
     after each validation where there are several in an epoch.
 
     Args:
-        dirpath: a folder or an fsspec URL; by default ``<default_root_dir>/checkpoints``.
+        dirpath: a folder or an fsspec URL; by default ``checkpoints`` in the run's own folder, ``trainer.log_dir``.
         filename: a template of counters and logged values, such as ``"{epoch:03d}-{val_loss:.3f}"``.
         monitor: the logged value that says which are best; None keeps the newest.
         mode: "min" where less is better, "max" where more is.
@@ -86,6 +87,9 @@ class Checkpoint(Callback):
         check_digest("Checkpoint", digest)
         _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self._of_run: str | None = None  # `dirpath`, where it was chosen by the run
+        self._run = ""  # the run's id
+        self._is_off = False
         self.filename = DEFAULT if filename is None else filename
         check_template(self.filename)
         self.monitor = monitor
@@ -154,6 +158,7 @@ class Checkpoint(Callback):
         best = self._retention.best
         return {
             "dirpath": None if self.dirpath is None else resolved(self.dirpath),
+            "run": self._run,
             "best": "" if best is None else best.name,
             "saved_at": self._saved_at,
             "asked_at": self._asked_at,
@@ -163,10 +168,11 @@ class Checkpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the list of an earlier run, if it wrote to the same folder: else its files are its own."""
+        """Go on with the list of what was written, if it is this run's and in this folder; else these files stay."""
         self._saved_at, self._asked_at = (_step(state_dict.get(name)) for name in ("saved_at", "asked_at"))
         folder = state_dict.get("dirpath")
-        if self.dirpath is None or folder != resolved(self.dirpath):
+        same_run = state_dict.get("run", self._run) in (self._run, "")  # versions without folders for runs had no id
+        if self.dirpath is None or folder != resolved(self.dirpath) or not same_run:
             return
         try:
             self._retention.load_state_dict(state_dict)
@@ -183,7 +189,12 @@ class Checkpoint(Callback):
     @property
     def writes_to(self) -> Sequence[str]:
         """The folder."""
-        return () if self.dirpath is None else (self.dirpath,)
+        return () if self.dirpath is None or self._is_off else (self.dirpath,)
+
+    @property
+    def wants_run_folder(self) -> bool:
+        """Checkpoints without a ``dirpath`` are in it, and the run's record beside them."""
+        return True
 
     @property
     def kept_checkpoints(self) -> Sequence[str]:
@@ -193,7 +204,7 @@ class Checkpoint(Callback):
     @property
     def saves_whole(self) -> bool:
         """Whether any are kept that hold more than weights."""
-        return not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
+        return not self._is_off and not self.save_weights_only and (self.save_top_k != 0 or self.keep_last > 0)
 
     @property
     def monitors(self) -> Mapping[str, str]:
@@ -217,7 +228,7 @@ class Checkpoint(Callback):
         self._going += later
         if trainer.strategy.control.rank == 0:
             folder, _, name = path.rpartition("/")
-            self._tidy(list(self._going), name if later and folder == self._folder().rstrip("/") else None)
+            self._tidy(trainer, list(self._going), name if later and folder == self._folder().rstrip("/") else None)
 
     # When
 
@@ -225,9 +236,12 @@ class Checkpoint(Callback):
         """Begin afresh."""
         if stage != "fit":
             return
-        if self.dirpath is None:
-            self.dirpath = child(trainer.default_root_dir, "checkpoints")
-        self.dirpath = os.path.expanduser(self.dirpath)
+        self._is_off = bool(trainer.fast_dev_run) or trainer.barebones
+        self._run = trainer.run_id
+        if self.dirpath is None or self.dirpath == self._of_run:
+            self.dirpath = self._of_run = None if trainer.log_dir is None else child(trainer.log_dir, CHECKPOINTS)
+        else:
+            self.dirpath = os.path.expanduser(self.dirpath)
         self._begin()
         self._fitting = True
 
@@ -243,7 +257,7 @@ class Checkpoint(Callback):
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
         self._clock = time.monotonic()
         if trainer.strategy.control.rank == 0:
-            self._tidy(list(self._going))  # killed at the wrong moment, the earlier run did not come to it
+            self._tidy(trainer, list(self._going))  # killed at the wrong moment, the earlier run did not come to it
 
     def _after_micro_batch(
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
@@ -277,7 +291,7 @@ class Checkpoint(Callback):
         """Save what there is, where that was asked for."""
         if self._interim is not None and self._interim.step == trainer.global_step:
             return  # it left because of a signal, and has saved
-        if self._fitting and self.save_on_exception:
+        if self._fitting and self.save_on_exception and not self._is_off:
             path = child(self._folder(), f"exception-step={trainer.global_step}")
             trainer.save_after_failure(path, self.digest)
 
@@ -287,7 +301,7 @@ class Checkpoint(Callback):
         Such a checkpoint counts for nothing in what is kept, and goes once the later run has saved a further one.
         """
         savers = [one for one in trainer.callbacks if isinstance(one, Checkpoint)]
-        if self is not min(savers, key=lambda one: one.save_weights_only, default=self):
+        if self._is_off or self is not min(savers, key=lambda one: one.save_weights_only, default=self):
             return False
         step = trainer.global_step
         if self._whole_at == step:
@@ -302,7 +316,7 @@ class Checkpoint(Callback):
     # How
 
     def _ask(self, trainer: RunContext) -> None:
-        if self.save_top_k == 0 and self.keep_last == 0:
+        if self._is_off or (self.save_top_k == 0 and self.keep_last == 0):
             return
         score = None if self.monitor is None else self._score(trainer, self.monitor)
         values = {name: float(value) for name, value in trainer.callback_metrics.items()} if self._logs else {}
@@ -354,7 +368,7 @@ class Checkpoint(Callback):
 
         def whole() -> None:
             if leader:
-                self._tidy(going, name)
+                self._tidy(trainer, going, name)
                 self._give_up(name)
             else:
                 self._going = [one for one in self._going if one not in going]
@@ -362,7 +376,7 @@ class Checkpoint(Callback):
         path = child(self._folder(), name)
         trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest)
 
-    def _tidy(self, going: Sequence[Kept], newest: str | None = None) -> None:
+    def _tidy(self, trainer: RunContext, going: Sequence[Kept], newest: str | None = None) -> None:
         """On rank 0, once a later one is whole: say which is the newest, and remove what is no longer kept.
 
         What a storage refuses is tried again the next time: the run goes on, for nothing is lost.
@@ -379,6 +393,7 @@ class Checkpoint(Callback):
             try:
                 remove(folder, one.name, one.identifier)
                 self._going.remove(one)
+                trainer.checkpoint_removed(one.identifier)
             except Exception as error:
                 logger.warning("%r in %r is no longer kept, and cannot be removed yet: %s", one.name, folder, error)
 

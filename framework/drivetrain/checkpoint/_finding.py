@@ -39,7 +39,16 @@ def newest(
     Raises:
         StorageError: the storage refuses to say what is there, for ``patience`` seconds.
     """
-    asking = _Asking(patience)
+    asking = Asking(patience)
+    return newest_of(whole_in(folders, asking), asking, check)
+
+
+def whole_in(folders: Iterable[str], asking: Asking) -> list[Checkpoint]:
+    """Return the checkpoints that lie directly in ``folders`` and that a run could go on from.
+
+    Raises:
+        StorageError: the storage refuses to say what is there, for as long as it is asked.
+    """
     found = []
     for folder in dict.fromkeys(folders):
         latest_there = asking.until_answered(partial(pointed_to, folder))
@@ -48,6 +57,16 @@ def newest(
             checkpoint = asking.until_answered(partial(_whole, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
                 found.append(checkpoint)
+    return found
+
+
+def newest_of(
+    found: Iterable[Checkpoint],
+    asking: Asking,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
+) -> Checkpoint | None:
+    """Return the newest of some checkpoints that ``check`` has nothing against, as `newest` does."""
+    found = list(found)
     while found:
         latest = [one for one in found if not any(_comes_from(other, one) for other in found)]
         chosen = max(latest, key=lambda one: (one.manifest.written, one.path))
@@ -65,7 +84,7 @@ def best_beside(folder: str, said: Any) -> str | None:
     if not is_plain_name(name):
         return None
     path = child(folder, name)
-    return None if _Asking(PATIENCE).until_answered(partial(_whole, path)) is None else path
+    return None if Asking(PATIENCE).until_answered(partial(_whole, path)) is None else path
 
 
 def _whole(path: str) -> Checkpoint | None:
@@ -92,14 +111,19 @@ def _comes_from(one: Checkpoint, other: Checkpoint) -> bool:
     return one.manifest.facts.descends_from(other.manifest.facts)
 
 
-class _Asking:
+class Asking:
     """Asks a storage again while it refuses, for so many seconds in all."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
         self._left = patience
         self._pause = _FIRST_PAUSE
 
     def until_answered(self, ask: Callable[[], Found]) -> Found:
+        """Return what ``ask`` does, once it raises no `StorageError`.
+
+        Raises:
+            StorageError: the time is over.
+        """
         while True:
             try:
                 return ask()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from drivetrain._config.secret_values import LeftOut
-from drivetrain.loggers._directory import RunDirectory
 from drivetrain.loggers.logger import Logger
+from drivetrain.runs._directory import RunDirectory
 
 
 class DirectoryLogger(Logger):
@@ -15,7 +15,7 @@ class DirectoryLogger(Logger):
     Args:
         save_dir: a local path or an fsspec URL.
         name: the sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or ``None`` for the first free number.
+        version: a number, a directory name, or ``None`` for the run's.
         prefix: put before every metric's name, with a dash.
     """
 
@@ -39,8 +39,18 @@ class DirectoryLogger(Logger):
         """The run's directory name; asking settles the number."""
         return self._directory.version
 
+    @property
+    def fixed_version(self) -> str | None:
+        """The directory name that it was built with, if any."""
+        return self._directory.fixed
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where it writes; for the engine, which claims it."""
+        return self._directory
+
     def adopt(self, version: str) -> None:
-        """Take the version that rank 0's logger has."""
+        """Take the version that the run has claimed."""
         self._directory.adopt(version)
 
     @property

@@ -33,8 +33,16 @@ class Logger(ABC):
     def version(self) -> str:
         """What tells this run from the others of the same name, ``"version_0"`` for one."""
 
+    @property
+    def fixed_version(self) -> str | None:
+        """The version that a run must take: what a user has given, or what only this logger can choose; None for any.
+
+        Loggers of the same `writes_to` and `name` share the run's folder, which is called like the version.
+        """
+        return self.version
+
     def adopt(self, version: str) -> None:
-        """Take the version that rank 0's logger has, so that every rank names the same place."""
+        """Take the version that the run has, the same on every rank. Called as a run begins, and before any write."""
         del version
 
     @property
@@ -46,6 +54,10 @@ class Logger(ABC):
     def writes_to(self) -> str | None:
         """The folder or URL below which this logger writes, tried before the first step; None where it writes none."""
         return None
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after optimizer step ``step``: the run goes on from a checkpoint of that step."""
+        del step
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:

@@ -180,7 +180,7 @@ def claim(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Call
     """
     parent = Path(os.path.realpath(folder))
     parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(parent):
+    with alone_in(parent):
         clear_leftovers(parent)
         name = free(_names_held_in(parent))
         lock_file = _lock_file(parent, secrets.token_hex(8))
@@ -197,8 +197,12 @@ def _names_held_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep others out who choose a name in ``folder``, by a file that is there meanwhile."""
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep others out who choose a name in ``folder``, by a file that is there meanwhile.
+
+    Raises:
+        OSError: it cannot be written there.
+    """
     path = folder / _CHOOSING
     lock = _locked(path, "")
     try:

@@ -77,6 +77,8 @@ class Facts:
         progress: counters, JSON-able.
         hyper_parameters: the arguments that the module was built with, JSON-able.
         left_out: the names of those that are secrets, joined by dots where nested.
+        run: of the run that wrote it: its "id", its "name", its "folder" and the class of its "module", as far as they
+            are known.
         weights_only: whether no run can go on from it.
         identifier: tells it from all others; "" lets the writer draw one.
         parent: the identifier of the checkpoint that the run wrote before, or went on from; "" for none.
@@ -93,6 +95,7 @@ class Facts:
     parent: str = ""
     lineage: tuple[tuple[str, int], ...] = ()
     left_out: tuple[str, ...] = ()
+    run: Mapping[str, str] = field(default_factory=dict)
 
     def descends_from(self, other: Facts) -> bool:
         """Whether a run wrote this after it had written, or gone on from, ``other``."""
@@ -160,6 +163,7 @@ def seal(manifest: Manifest) -> bytes:
         "left_out": list(facts.left_out),
         "parent": facts.parent,
         "lineage": [list(one) for one in facts.lineage],
+        "run": dict(facts.run),
         "weights": _part_as_json(manifest.weights),
         "aliases": dict(manifest.aliases),
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
@@ -271,6 +275,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             parent=_text(document.get("parent", "")),  # versions before lineage have neither
             lineage=tuple(_ancestor(one) for one in _list(document.get("lineage", []), "lineage")),
             left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
+            run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
         ),
         files=files,
         weights=_part(document["weights"]),

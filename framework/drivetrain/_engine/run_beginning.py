@@ -1,0 +1,378 @@
+"""How a run begins: with which checkpoint, and in which folder. Rank 0 settles both, and tells the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drivetrain._engine.run_folder import DEFAULT_NAME, RunFolder, name_of
+from drivetrain._engine.saved_state import taking
+from drivetrain.checkpoint._finding import Asking, best_beside, newest
+from drivetrain.checkpoint._folders import child, is_plain_name
+from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.loggers import Logger
+from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.runs import _liveness
+from drivetrain.runs._choice import Choice, Search
+from drivetrain.runs._directory import CHECKPOINTS, alone_in, claim_version, free_version, make_directory, place_of
+from drivetrain.runs._identity import Identity, class_path
+from drivetrain.runs._liveness import Watch
+from drivetrain.runs._process import Job
+
+if TYPE_CHECKING:
+    from drivetrain._engine.run_state import RunState
+
+logger = logging.getLogger("drivetrain")
+
+Check = Callable[[Checkpoint], None]
+
+CHOSEN = ("last", "best", "auto")
+"""What `ckpt_path` may be besides a path."""
+
+_LOOK_EVERY = 5.0  # seconds between two looks at other runs' heartbeats; the other ranks hear as often that we live
+
+
+class Beginning(NamedTuple):
+    """What rank 0 tells the others.
+
+    Attributes:
+        path: of the checkpoint that the run begins with; None for a fresh start.
+        folder: the run's, or None.
+        id: the run's, or "".
+        went_on: whether it is the folder of the run that wrote the checkpoint.
+        parent: the id of the run that wrote the checkpoint, or "".
+        versions: of the loggers, in their order.
+        problem: an error's what, why and fix, in place of all this.
+    """
+
+    path: str | None = None
+    folder: str | None = None
+    id: str = ""
+    went_on: bool = False
+    parent: str = ""
+    versions: tuple[str, ...] = ()
+    problem: tuple[str, str, str] | None = None
+
+
+class _Place(NamedTuple):
+    """Where runs of one name have their folders.
+
+    Attributes:
+        path: the folder of these folders.
+        fixed: the name that the user has given to the run's; None for any.
+        asked: the name that somebody was told; None for none.
+        whose: writes there, for errors.
+    """
+
+    path: str
+    fixed: str | None
+    asked: str | None
+    whose: str
+
+
+def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
+    """Settle what a run begins with, and claim its folder. Collective.
+
+    Args:
+        run: the run.
+        folder: its folder, which is filled in.
+        ckpt_path: a path or URL, one of `CHOSEN`, or None.
+        check: raises `CheckpointError` of a checkpoint that cannot be gone on from.
+
+    Raises:
+        ConfigurationError: on every rank: the folder cannot be made, or belongs to a run that is under way.
+        StorageError: a storage refuses to say what there is.
+    """
+    control = run.strategy.control
+    place = _place_of_run(run) if run.stage == "fit" else None
+    search = None
+    if control.rank == 0 and ckpt_path is not None:
+        search = _search(run, place, ckpt_path)
+    if ckpt_path is not None and run.stage == "fit":
+        _watch(control, search)
+    told = None
+    if control.rank == 0:
+        told = _settled(run, folder, place, search, ckpt_path, check)
+    beginning = Beginning(*control.from_rank_0(told))
+    if beginning.problem is not None:
+        raise ConfigurationError(*beginning.problem)
+    if control.rank > 0:
+        folder.path, folder.id, folder.name = beginning.folder, beginning.id, name_of(run)
+        for one, version in zip(run.trainer.loggers, beginning.versions, strict=False):
+            one.adopt(version)
+    folder.parent = beginning.parent
+    return beginning
+
+
+def find_beside(run: RunState, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
+    """Return the newest checkpoint in folders that callbacks have chosen in their setup. Collective."""
+    control = run.strategy.control
+    search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
+    _watch(control, search)
+    path = None
+    if search is not None:
+        path = _choice(run, search, ckpt_path, check).path
+    found: str | None = control.from_rank_0(path)
+    return found
+
+
+# Where
+
+
+def _place_of_run(run: RunState) -> _Place | None:
+    """Return where the run's folder will be; None where it has none."""
+    trainer = run.trainer
+    if trainer.fast_dev_run or trainer.barebones:
+        return None
+    first = next((one for one in trainer.loggers if one.writes_to is not None), None)
+    if first is not None:
+        return _place_of(first, trainer.loggers)
+    if not any(one.wants_run_folder for one in run.callbacks):
+        return None
+    return _Place(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, "Checkpoint")
+
+
+def _place_of(first: Logger, loggers: Sequence[Logger]) -> _Place:
+    sharing = _sharing(first, loggers)
+    fixed = next((one.fixed_version for one in sharing if one.fixed_version is not None), None)
+    asked = next((one.directory.asked for one in sharing if isinstance(one, DirectoryLogger)), None)
+    assert first.writes_to is not None
+    return _Place(place_of(first.writes_to, first.name), fixed, asked, type(first).__name__)
+
+
+def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
+    """The loggers of the same root and name."""
+    return [one for one in loggers if (one.writes_to, one.name) == (first.writes_to, first.name)]
+
+
+# With what
+
+
+def _search(run: RunState, place: _Place | None, ckpt_path: str, folders: Sequence[str] | None = None) -> Search:
+    where = place or _place_of_logs(run)
+    public, _ = run.left_out.take_out(run.module.hparams)
+    identity = Identity.of(type(run.module), name_of(run), public)
+    search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
+    if folders is not None:
+        search.look_in(folders)
+    elif ckpt_path in CHOSEN:
+        search.look_through([folder for one in run.callbacks for folder in one.writes_to])
+    else:
+        with suppress(CheckpointError):  # opening it says so, on every rank
+            search.look_at(load(ckpt_path))
+    return search
+
+
+def where_runs_are(run: RunState) -> str:
+    """Return where the runs of this trainer's have their folders."""
+    return _place_of_logs(run).path
+
+
+def _place_of_logs(run: RunState) -> _Place:
+    """Where a run of this trainer's that writes something has its folder."""
+    first = next((one for one in run.trainer.loggers if one.writes_to is not None), None)
+    if first is not None:
+        return _place_of(first, run.trainer.loggers)
+    return _Place(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
+
+
+def _watch(control: Any, search: Search | None) -> None:
+    """Watch the runs that may live on other machines. Collective: the others wait too, and hear that we live."""
+    watch = None
+    if search is not None:
+        undecided = search.undecided
+        watch = Watch(undecided, _liveness.WATCH)
+        if undecided:
+            logger.warning(
+                "%s may be under way on another machine: its record is watched for %.0f s.",
+                listed([one.name for one in undecided]),
+                _liveness.WATCH,
+            )
+    while not control.from_rank_0(watch.is_over if watch is not None else None):
+        if watch is not None:
+            watch.look(_LOOK_EVERY)
+    if search is not None and watch is not None:
+        search.watched(watch)
+
+
+def _choice(run: RunState, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
+    """Return what a fit begins with."""
+    if search is None or ckpt_path is None:
+        return Choice()
+    if ckpt_path not in CHOSEN:
+        with suppress(CheckpointError):
+            return search.at(load(ckpt_path))
+        return Choice(ckpt_path)  # opening it says why it cannot be, on every rank
+    choice = search.newest(check)
+    if ckpt_path != "best" or choice.path is None:
+        return choice
+    return choice._replace(path=_best_beside(choice.path), record=None)
+
+
+def _for_evaluation(run: RunState, search: Search, ckpt_path: str, check: Check) -> str | None:
+    """Return what an evaluation takes its weights from; the run may be under way."""
+    best = [one.best_model_path for one in run.callbacks if one.best_model_path]
+    if ckpt_path == "best" and best:
+        return best[0]
+    path = search.newest(check, alive_too=True).path
+    return _best_beside(path) if ckpt_path == "best" and path is not None else path
+
+
+def _best_beside(path: str) -> str:
+    """Return the best checkpoint beside the newest one: that knows it by name, for another process wrote them."""
+    newest = load(path)
+    with taking(newest, "the run's state", "callbacks"):
+        states = [one["state"] for one in newest.state()["callbacks"].values()]
+    folder = path.rpartition("/")[0]
+    named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
+    return next((one for one in named if one is not None), path)
+
+
+# Settled by rank 0
+
+
+def _settled(
+    run: RunState,
+    folder: RunFolder,
+    place: _Place | None,
+    search: Search | None,
+    ckpt_path: str | None,
+    check: Check,
+) -> Beginning:
+    if run.stage != "fit":
+        path = ckpt_path
+        if search is not None and ckpt_path in CHOSEN:
+            path = _for_evaluation(run, search, ckpt_path, check)
+            _tell(run, ckpt_path, Choice(path))
+        _share_with_evaluation(run, folder)
+        return Beginning(path, folder.path, folder.id, versions=_versions(run))
+    if place is None:
+        choice = _choice(run, search, ckpt_path, check)
+    else:
+        try:
+            choice = _claimed(run, folder, place, search, ckpt_path, check)
+        except ConfigurationError as error:
+            return Beginning(problem=(error.what, error.why, error.fix))
+        except OSError as error:
+            what = f"{place.whose} cannot write to {place.path!r}: {error.strerror or error}."
+            fix = f"give {place.whose} a folder that can be written to, or Fit a default_root_dir."
+            return Beginning(problem=(what, "the run's folder would be there.", fix))
+    if ckpt_path in CHOSEN:
+        _tell(run, ckpt_path, choice)
+    versions = _versions(run)
+    return Beginning(choice.path, folder.path, folder.id, choice.record is not None, choice.parent, versions)
+
+
+def _claimed(
+    run: RunState,
+    folder: RunFolder,
+    place: _Place,
+    search: Search | None,
+    ckpt_path: str | None,
+    check: Check,
+) -> Choice:
+    """Choose a checkpoint, and claim the folder of its run, or a fresh one. One run at a time does so in a place."""
+    loggers = run.trainer.loggers
+    with alone_in(place.path):
+        while True:
+            choice = _choice(run, search, ckpt_path, check)
+            if choice.record is None:
+                folder.claim(place.path, place.fixed, place.asked)
+                break
+            if folder.go_on(choice.record):
+                break
+            assert search is not None
+            search.taken(choice.record)  # somebody was quicker
+    assert folder.path is not None
+    version = folder.path.rstrip("/").rpartition("/")[2]
+    first = next((one for one in loggers if one.writes_to is not None), None)
+    sharing = [] if first is None else _sharing(first, loggers)
+    for one in sharing:
+        one.adopt(version)
+    others = [one for one in loggers if one not in sharing]
+    known = [] if choice.record is None else choice.record.loggers
+    for one in others:
+        had = next((version for name, version in known if name == (class_path(type(one)), one.name)), None)
+        if had is not None and is_plain_name(had):
+            one.adopt(had)
+        else:
+            _claim_at_the_first_write(one, others)
+    folder.note_loggers()
+    return choice
+
+
+def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
+    """Let an evaluation log where the run of before did; else where a folder is claimed once something is written."""
+    loggers = run.trainer.loggers
+    first = next((one for one in loggers if one.writes_to is not None), None)
+    before = folder.before
+    folder.before = None
+    if first is None:
+        return
+    if before is not None and before.path is not None and _is_in(first, before.path):
+        folder.join(before)
+        return
+    place = _place_of(first, loggers)
+    version = place.fixed or place.asked or free_version(place.path)
+    folder.path = child(place.path, version)
+
+    @cache
+    def claim() -> str:
+        with alone_in(place.path):
+            folder.claim(place.path, place.fixed, version)
+        assert folder.path is not None
+        return folder.path.rstrip("/").rpartition("/")[2]
+
+    sharing = _sharing(first, loggers)
+    for one in sharing:
+        if isinstance(one, DirectoryLogger):
+            one.directory.expect(version, claim)
+    for one in loggers:
+        if one not in sharing:
+            _claim_at_the_first_write(one, loggers)
+
+
+def _claim_at_the_first_write(one: Logger, others: Sequence[Logger]) -> None:
+    """Let a logger whose files are elsewhere than the run's have a directory that its like share."""
+    if not isinstance(one, DirectoryLogger):
+        return
+    place = _place_of(one, others)
+    sharing = [each for each in _sharing(one, others) if isinstance(each, DirectoryLogger)]
+    version = place.fixed or place.asked or free_version(place.path)
+
+    @cache
+    def claim() -> str:
+        if place.fixed is not None:
+            make_directory(child(place.path, place.fixed))
+            return place.fixed
+        with alone_in(place.path):
+            return claim_version(place.path, version)
+
+    for each in sharing:
+        each.directory.expect(version, claim)
+
+
+def _is_in(one: Logger, folder: str) -> bool:
+    return isinstance(one, DirectoryLogger) and one.directory.is_claimed and one.directory.path == folder
+
+
+def _versions(run: RunState) -> tuple[str, ...]:
+    """The loggers' versions, where there is somebody to be told."""
+    return tuple(one.version for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
+
+
+def _tell(run: RunState, ckpt_path: str, choice: Choice) -> None:
+    found = choice.path is not None
+    what = f"going on from {choice.path}" if found else "a fresh start"
+    if choice.record is not None and not found:
+        what += f" in {choice.record.folder}, which this job had claimed"
+    hint = ""
+    old_place = child(run.trainer.default_root_dir, CHECKPOINTS)
+    if not found and (old := newest([old_place])) is not None:
+        hint = f" {old_place!r} has checkpoints that belong to no run's folder: name the one, ckpt_path={old.path!r}."
+    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.told(), hint)

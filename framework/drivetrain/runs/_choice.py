@@ -1,0 +1,244 @@
+"""Which of the runs that there are a new one goes on with, and from which of its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from drivetrain.checkpoint._finding import Asking, newest_of, whole_in
+from drivetrain.checkpoint._folders import child, children, resolved
+from drivetrain.checkpoint._format import Checkpoint
+from drivetrain.errors import CheckpointError
+from drivetrain.runs._directory import CHECKPOINTS
+from drivetrain.runs._identity import Identity, encoded
+from drivetrain.runs._liveness import Watch, is_alive
+from drivetrain.runs._process import Job
+from drivetrain.runs._record import FINISHED, Record, read
+
+_MOST_NAMED = 3  # of the runs that were passed over
+
+
+class Choice(NamedTuple):
+    """What a run goes on from.
+
+    Attributes:
+        path: of the checkpoint; None for a fresh start.
+        record: of the run whose folder it goes on in; None for a folder of its own.
+        parent: the id of the run that wrote the checkpoint; "" for none.
+        passed_over: the runs that it does not go on with, each with the reason.
+    """
+
+    path: str | None = None
+    record: Record | None = None
+    parent: str = ""
+    passed_over: tuple[str, ...] = ()
+
+    def told(self) -> str:
+        """Return the runs that were passed over in a sentence; "" for none."""
+        if not self.passed_over:
+            return ""
+        more = len(self.passed_over) - _MOST_NAMED
+        named = "; ".join(self.passed_over[:_MOST_NAMED])
+        return f" Passed over: {named}{f'; and {more} more' if more > 0 else ''}."
+
+
+class Search:
+    """Looks through the runs of a place, and through folders of checkpoints that were named beside it.
+
+    Args:
+        place: the folder or URL where runs have theirs.
+        version: the name of the only folder there that counts; None for all.
+        identity: of the new run.
+        jobs: those that its process belongs to.
+        asking: waits for storages that refuse.
+    """
+
+    def __init__(
+        self, place: str, version: str | None, identity: Identity, jobs: Sequence[Job], asking: Asking
+    ) -> None:
+        self._place = place
+        self._version = version
+        self._identity = identity
+        self._jobs = jobs
+        self._asking = asking
+        self._passed_over: list[str] = []
+        self._alive: dict[str, bool | None] = {}  # by folder
+        self._known: dict[str, Record] = {}  # the runs of this experiment, by their ids
+        self._beside: list[Checkpoint] = []  # in folders that the user has named
+
+    # What there is
+
+    def look_through(self, folders: Sequence[str]) -> None:
+        """Take all runs of the place, and the checkpoints in ``folders``, of which some may be these runs' own."""
+        names = [self._version] if self._version is not None else self._asking.until_answered(self._names)
+        found = [self._read(child(self._place, name)) for name in names]
+        records = sorted((one for one in found if one is not None), key=_started, reverse=True)
+        for record in records:
+            if record.is_training and self._is_ours(record):
+                self.note(record)
+        inside = {resolved(child(record.folder, CHECKPOINTS)) for record in records}
+        self.look_in([one for one in folders if resolved(one) not in inside])
+
+    def look_in(self, folders: Sequence[str]) -> None:
+        """Take the checkpoints in folders that the user has named."""
+        for one in whole_in(folders, self._asking):
+            why_not = self.why_another(one)
+            if why_not is None:
+                self._beside.append(one)
+                self.look_at(one)
+            else:
+                self._passed_over.append(f"{one.path!r} ({why_not})")
+
+    def look_at(self, checkpoint: Checkpoint) -> None:
+        """Take the run that wrote a checkpoint."""
+        record = self.run_of(checkpoint)
+        if record is not None:
+            self.note(record)
+
+    def note(self, record: Record) -> None:
+        """Take a run that is of this experiment."""
+        self._known.setdefault(record.id, record)
+
+    def _names(self) -> list[str]:
+        return children(self._place)
+
+    def _read(self, folder: str) -> Record | None:
+        return self._asking.until_answered(partial(read, folder))
+
+    def _is_ours(self, record: Record) -> bool:
+        document = record.document
+        module, name = str(document.get("module", "")), str(document.get("name", ""))
+        why_not = self._identity.why_not(module, name, document.get("hyper_parameters"))
+        if why_not is not None:
+            self._passed_over.append(f"{record.name} ({why_not})")
+        return why_not is None
+
+    def why_another(self, checkpoint: Checkpoint) -> str | None:
+        """Say how the run of a checkpoint differs from the new one; None where it does not."""
+        facts = checkpoint.manifest.facts
+        module = facts.run.get("module", "")
+        if not module:  # of a version that had no folders for runs
+            try:
+                made_of = checkpoint.state().get("made_of")
+            except CheckpointError:
+                made_of = None  # it is passed over once it comes to that
+            module = str(made_of.get("module", "")) if isinstance(made_of, dict) else ""
+        return self._identity.why_not(module, facts.run.get("name", ""), encoded(facts.hyper_parameters))
+
+    def run_of(self, checkpoint: Checkpoint) -> Record | None:
+        """Return the record of the run that wrote a checkpoint; None where there is none any more."""
+        facts = checkpoint.manifest.facts
+        parent, _, _ = checkpoint.path.rstrip("/").rpartition("/")
+        above, _, name = parent.rpartition("/")
+        places = [*([above or "/"] if name == CHECKPOINTS else []), facts.run.get("folder", "")]
+        for folder in filter(None, places):
+            record = self._read(folder)
+            if record is not None and record.id == facts.run.get("id"):
+                return record
+        return None
+
+    # Who lives
+
+    @property
+    def undecided(self) -> list[Record]:
+        """The runs that may live, on other machines."""
+        return [record for record in self._known.values() if self._lives(record) is None]
+
+    def watched(self, watch: Watch) -> None:
+        """Take what a watch over `undecided` has shown."""
+        for record in self.undecided:
+            self._alive[record.folder] = record.folder in watch.alive
+
+    def taken(self, record: Record) -> None:
+        """Note that somebody else has gone on with a run meanwhile."""
+        self._alive[record.folder] = True
+
+    def _lives(self, record: Record) -> bool | None:
+        if record.folder not in self._alive:
+            self._alive[record.folder] = is_alive(record, self._jobs)
+        return self._alive[record.folder]
+
+    # Choosing
+
+    def newest(self, check: Callable[[Checkpoint], None], alive_too: bool = False) -> Choice:
+        """Return the newest checkpoint of the same experiment, and whose folder the run goes on in.
+
+        What this job wrote when it ran before comes first.
+
+        Args:
+            check: raises `CheckpointError` of what cannot be gone on from.
+            alive_too: do not pass over runs that are under way: nothing will be written.
+        """
+        known = sorted(self._known.values(), key=_started, reverse=True)
+        dead = [one for one in known if alive_too or not self._is_alive(one)]
+        ids = {record.id for record in dead}
+        of_this_job = [one for one in dead if self._is_of_this_job(one)]
+        mine = {record.id for record in of_this_job}
+        beside = [one for one in self._beside if not self._belongs_to_another(one, ids)]
+        for records, others in (
+            (of_this_job, [one for one in beside if one.manifest.facts.run.get("id") in mine]),
+            (dead, beside),
+        ):
+            inside = [
+                one
+                for record in records
+                for one in whole_in([child(record.folder, CHECKPOINTS)], self._asking)
+                if one.manifest.facts.run.get("id", record.id) == record.id
+            ]
+            found = newest_of([*inside, *others], self._asking, check)
+            if found is not None:
+                run = self.run_of(found)
+                return self._choice(found.path, run, found)
+            unfinished = [one for one in records if records is of_this_job and one.status != FINISHED]
+            if unfinished and not alive_too:  # it was stopped before it had saved anything
+                return self._choice(None, unfinished[0], None)
+        return Choice(passed_over=tuple(self._passed_over))
+
+    def at(self, checkpoint: Checkpoint) -> Choice:
+        """Return what going on from this very checkpoint means."""
+        record = self.run_of(checkpoint)
+        whole = record is not None and self.why_another(checkpoint) is None and not checkpoint.weights_only
+        if record is None or not whole or self._is_alive(record):
+            return self._choice(checkpoint.path, None, checkpoint)
+        folder = checkpoint.path.rstrip("/").rpartition("/")[0]
+        inside = whole_in([child(record.folder, CHECKPOINTS), folder], self._asking)
+        of_its_run = [one for one in inside if one.manifest.facts.run.get("id") == record.id]
+        newest = newest_of(of_its_run, self._asking)
+        is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
+        return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
+
+    def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> Choice:
+        if record is not None:  # where its folder is elsewhere, what is written goes where it was asked for
+            here = self._is_here(record)
+            record = record._replace(folder=child(self._place, record.name)) if here else None
+        parent = "" if checkpoint is None else checkpoint.manifest.facts.run.get("id", "")
+        return Choice(path, record, parent, tuple(self._passed_over))
+
+    def _is_here(self, record: Record) -> bool:
+        if self._version is not None and record.name != self._version:
+            return False
+        above = record.folder.rstrip("/").rpartition("/")[0]
+        return resolved(above) == resolved(self._place)
+
+    def _is_alive(self, record: Record) -> bool:
+        alive = self._lives(record)
+        if alive:
+            process = record.process
+            where = "" if process is None else f", process {process.pid} on {process.host}"
+            told = f"{record.name} (it is under way{where})"
+            if told not in self._passed_over:
+                self._passed_over.insert(0, told)
+        return bool(alive)
+
+    def _is_of_this_job(self, record: Record) -> bool:
+        return any(one.is_same(other) for one in self._jobs for other in record.jobs)
+
+    def _belongs_to_another(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
+        """Whether its run is known, and none that can be gone on with."""
+        run = checkpoint.manifest.facts.run.get("id", "")
+        return run in self._known and run not in ids
+
+
+def _started(record: Record) -> str:
+    return str(record.document.get("started"))

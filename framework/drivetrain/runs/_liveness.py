@@ -1,0 +1,72 @@
+"""Whether a run is under way: its process is looked for on this machine, and its heartbeat watched elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from drivetrain.runs._process import Job, Process, must_have_ended
+from drivetrain.runs._record import RUNNING, Record, read
+
+HEARTBEAT = 30.0
+"""Seconds between two updates of a run's record."""
+
+WATCH = 90.0
+"""Seconds for which a record that says "running" is watched, where its process cannot be looked for."""
+
+under_way: set[str] = set()
+"""The ids of the runs that are under way in this process."""
+
+
+def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
+    """Whether a run is under way; None where only its heartbeat can tell.
+
+    Args:
+        record: what it says of itself.
+        jobs: those of this process. What ran as the same job before has ended.
+    """
+    if record.status != RUNNING:
+        return False
+    if any(one.is_same(other) and one.restarts > other.restarts for one in jobs for other in record.jobs):
+        return False
+    process = record.process
+    lives = None if process is None else process.lives()
+    if lives and process == Process.here():
+        return record.id in under_way
+    if lives is None and must_have_ended(list(jobs), record.jobs):
+        return False
+    return lives
+
+
+class Watch:
+    """Watches the records of runs whose processes are out of sight.
+
+    Args:
+        records: as they were read.
+        seconds: for how long.
+    """
+
+    def __init__(self, records: Sequence[Record], seconds: float = WATCH) -> None:
+        self._before = {record.folder: record for record in records}
+        self._until = time.monotonic() + seconds
+        self.alive: set[str] = set()
+        """The folders of those that were seen to live."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can be learnt."""
+        return not self._before or time.monotonic() >= self._until
+
+    def look(self, pause: float) -> None:
+        """Wait for so many seconds at most, and look once more.
+
+        Raises:
+            StorageError: the storage refuses.
+        """
+        time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
+        for folder, before in list(self._before.items()):
+            after = read(folder)
+            if after is not None and after.document != before.document:
+                del self._before[folder]
+                if after.status == RUNNING:
+                    self.alive.add(folder)

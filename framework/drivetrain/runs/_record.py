@@ -1,0 +1,206 @@
+"""``run.json``: what a run is, whether it is under way, and how it ended. docs/runs.md describes its fields."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from drivetrain.checkpoint._folders import child
+from drivetrain.checkpoint._format import StorageError
+from drivetrain.checkpoint._format.documents import parsed
+from drivetrain.checkpoint._format.folder import as_os_errors
+from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.runs._directory import RECORD
+from drivetrain.runs._process import Job, Process
+
+FORMAT = 1
+_LONGEST = 2**26  # bytes that are read
+_LONGEST_TEXT = 2000  # characters of a setting that is text
+
+RUNNING = "running"
+FINISHED = "finished"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
+
+
+class Record(NamedTuple):
+    """What ``run.json`` said in the moment in which it was read.
+
+    Attributes:
+        folder: the run's, a path or URL.
+        document: the whole of it.
+    """
+
+    folder: str
+    document: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        """What tells the run from all others."""
+        return _text(self.document.get("id"))
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, ``version_3`` for one."""
+        return self.folder.rstrip("/").rpartition("/")[2]
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it is, or was, a `fit`."""
+        return self.document.get("stage") == "fit"
+
+    @property
+    def status(self) -> str:
+        """``running`` as long as nobody has said how it ended, be it that it was killed."""
+        return _text(self.document.get("status"))
+
+    @property
+    def process(self) -> Process | None:
+        """Rank 0's."""
+        return Process.from_json(self.document.get("process"))
+
+    @property
+    def jobs(self) -> list[Job]:
+        """What its process belonged to."""
+        return Job.from_json(self.document.get("job"))
+
+    @property
+    def loggers(self) -> list[tuple[tuple[str, str], str]]:
+        """The class and the name of each of its loggers, and the version that it had."""
+        found = self.document.get("loggers")
+        described = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+        return [((_text(one.get("class")), _text(one.get("name"))), _text(one.get("version"))) for one in described]
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """From each time that it was started or gone on with, the oldest first."""
+        parts = self.document.get("parts")
+        return [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
+
+
+def read(folder: str) -> Record | None:
+    """Return the record that lies in a folder; None where there is none, or nothing that is one.
+
+    Raises:
+        StorageError: the storage refuses.
+    """
+    path = child(folder, RECORD)
+    filesystem, root = filesystem_of(path)
+    try:
+        with as_os_errors():
+            if filesystem is None:
+                with open(root, "rb") as file:
+                    content = file.read(_LONGEST + 1)
+            else:
+                filesystem.invalidate_cache()
+                content = filesystem.cat_file(root, start=0, end=min(int(filesystem.size(root)), _LONGEST + 1))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"{path!r} cannot be read: {error}.",
+            "whose run it is, and whether it is under way, is not known.",
+            "check the storage, the credentials and the network.",
+        ) from error
+    try:
+        document = parsed(content) if len(content) <= _LONGEST else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or document.get("format") != FORMAT or not _text(document.get("id")):
+        return None
+    return Record(folder, document)
+
+
+def write(folder: str, document: Mapping[str, Any]) -> None:
+    """Write a record in one step: whoever reads finds the one before, or this one.
+
+    Raises:
+        OSError: the storage refuses.
+    """
+    content = as_text(document)
+    filesystem, root = filesystem_of(child(folder, RECORD))
+    if filesystem is not None:
+        with as_os_errors():
+            filesystem.pipe_file(root, content)
+        return
+    beside = f"{root}.{secrets.token_hex(4)}.new"
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # a machine that goes down must not leave an empty one
+        os.replace(beside, root)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def remove(folder: str) -> None:
+    """Remove the record that lies in a folder; what is not there is no error."""
+    filesystem, root = filesystem_of(child(folder, RECORD))
+    with suppress(FileNotFoundError), as_os_errors():
+        os.unlink(root) if filesystem is None else filesystem.rm_file(root)
+
+
+def put_aside(folder: str) -> str:
+    """Give the record of an earlier run another name, ``run-1.json`` and so on, and return it.
+
+    Raises:
+        OSError: the storage refuses.
+    """
+    filesystem, root = filesystem_of(folder)
+    number = 1
+    if filesystem is None:
+        while os.path.lexists(os.path.join(root, name := f"run-{number}.json")):
+            number += 1
+        os.rename(os.path.join(root, RECORD), os.path.join(root, name))
+        return name
+    with as_os_errors():
+        filesystem.invalidate_cache()
+        taken = {one.rstrip("/").rpartition("/")[2] for one in filesystem.ls(root, detail=False)}
+        while (name := f"run-{number}.json") in taken:
+            number += 1
+        filesystem.copy(child(root, RECORD), child(root, name))
+    return name
+
+
+def as_text(document: Mapping[str, Any]) -> bytes:
+    """Return a record as it is written."""
+    return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+
+
+def now() -> str:
+    """Return the time, as RFC 3339 writes it, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return a setting as JSON knows it: objects by the names of their classes, numbers that JSON lacks as text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if abs(value) < 2**63 else str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, str | os.PathLike):
+        text = str(value) if isinstance(value, str) else str(os.fspath(value))
+        return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+    if isinstance(value, timedelta):
+        return str(value)
+    if depth < 8 and isinstance(value, Mapping):
+        return {str(key): plain(part, depth + 1) for key, part in value.items()}
+    if depth < 8 and isinstance(value, list | tuple | set | frozenset):
+        return [plain(part, depth + 1) for part in value]
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
