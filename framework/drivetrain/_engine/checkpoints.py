@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control import LocalControl
-from drivetrain._engine.run_beginning import CHOSEN, Beginning, begin, find_beside, where_runs_are
-from drivetrain._engine.run_loggers import write_out
+from drivetrain._engine.run_folder import CHOSEN, Beginning
 from drivetrain._engine.saved_state import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
 from drivetrain._runtime.generators import kept_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
-from drivetrain.runs._identity import class_path
 
 # What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
 if TYPE_CHECKING:
@@ -68,12 +66,18 @@ class RunCheckpoints:
         """
         session = self._session
         self._looked_in = self._folders()
-        self._beginning = begin(session, session.folder, self._path, _check_form)
+        saves = any(one.wants_run_folder for one in session.callbacks)
+        if session.trainer.loggers or saves or self._path is not None:
+            from drivetrain._engine.run_beginning import begin
+
+            self._beginning = begin(session, session.folder, self._path, _check_form)
 
     def claim_for_late(self) -> None:
         """Claim a folder for callbacks that have come in `setup`, where the run has none yet. Collective."""
         session = self._session
         if session.stage == "fit" and session.folder.path is None:
+            from drivetrain._engine.run_beginning import begin
+
             begin(session, session.folder, None, _check_form)
 
     def open(self) -> int:
@@ -86,16 +90,18 @@ class RunCheckpoints:
         seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
+            from drivetrain._engine.run_beginning import find_beside, where_runs_are
+
             # Chosen by rank 0, for all: another rank may see a file system that lags behind.
-            path = beginning.path
             since = [one for one in self._folders() if one not in self._looked_in]
+            path = beginning.path
             if path is None and since:
                 path = find_beside(session, since, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
-                    f"looked through the runs of {type(session.module).__name__} in "
-                    f"{', '.join([where_runs_are(session), *self._folders()])}.",
+                    f"looked in {', '.join([where_runs_are(session), *self._folders()])}, for what runs of "
+                    f"{type(session.module).__name__} with these hyper-parameters have saved.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
@@ -272,7 +278,7 @@ class RunCheckpoints:
                 callback.before_going_back(session.trainer, session.module)
             self._contents().load(checkpoint, back=True)
             if session.strategy.rank == 0:
-                session.folder.note("went back", f"to {path}")
+                session.folder.note("went back", f"to {path}", session.progress.global_step)
             for callback in session.callbacks:
                 callback.after_going_back(session.trainer, session.module, path)
 
@@ -380,7 +386,9 @@ class RunCheckpoints:
         contents = checkpoint.contents(weights_only)
         contents.digest = digest
         facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
-        if strategy.rank == 0:
+        if strategy.rank == 0 and session.trainer.loggers:
+            from drivetrain._engine.run_loggers import write_out
+
             write_out(session.trainer.loggers)
 
         def whole() -> None:
@@ -413,6 +421,8 @@ class RunCheckpoints:
         parent, self._parent = self._parent, identifier
         self._count += 1
         lineage = (*self._ancestors, (self._run, self._count))
+        from drivetrain.runs._identity import class_path
+
         folder, module = self._session.folder, class_path(type(self._session.module))
         run = {"id": folder.id, "name": folder.name, "folder": _lasting(folder.path), "module": module}
         return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})

@@ -239,7 +239,7 @@ def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
     session = Session(*request, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
     session.metrics.restore(outcome.metrics)
-    session.folder.take_over(outcome.folder)
+    session.folder.be(outcome.folder)
     for one, version in zip(trainer.loggers, outcome.versions, strict=False):
         one.adopt(version)
     for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drivetrain._engine.run_folder import DEFAULT_NAME, RunFolder, name_of
+from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
+from drivetrain._engine.run_folder import CHOSEN, Beginning, RunFolder
+from drivetrain._engine.run_recorder import Description, RunRecorder
 from drivetrain._engine.saved_state import taking
+from drivetrain._engine.writable import AT_THE_FIRST_ROW, AT_THE_FIRST_SAVE, why_not
 from drivetrain.checkpoint._finding import Asking, best_beside, newest
 from drivetrain.checkpoint._folders import child, is_plain_name
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 from drivetrain.loggers import Logger
-from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.runs import _liveness
 from drivetrain.runs._choice import Choice, Search
-from drivetrain.runs._directory import CHECKPOINTS, alone_in, claim_version, free_version, make_directory, place_of
-from drivetrain.runs._identity import Identity, class_path
+from drivetrain.runs._directory import (
+    CHECKPOINTS,
+    alone_in,
+    claim_version,
+    free_version,
+    make_directory,
+    missing_above,
+    place_of,
+)
+from drivetrain.runs._identity import Identity, class_path, encoded
 from drivetrain.runs._liveness import Watch
 from drivetrain.runs._process import Job
+from drivetrain.runs._record import plain
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_state import RunState
@@ -31,32 +43,10 @@ logger = logging.getLogger("drivetrain")
 
 Check = Callable[[Checkpoint], None]
 
-CHOSEN = ("last", "best", "auto")
-"""What `ckpt_path` may be besides a path."""
+DEFAULT_NAME = "drivetrain_logs"
+"""What runs without loggers are called."""
 
 _LOOK_EVERY = 5.0  # seconds between two looks at other runs' heartbeats; the other ranks hear as often that we live
-
-
-class Beginning(NamedTuple):
-    """What rank 0 tells the others.
-
-    Attributes:
-        path: of the checkpoint that the run begins with; None for a fresh start.
-        folder: the run's, or None.
-        id: the run's, or "".
-        went_on: whether it is the folder of the run that wrote the checkpoint.
-        parent: the id of the run that wrote the checkpoint, or "".
-        versions: of the loggers, in their order.
-        problem: an error's what, why and fix, in place of all this.
-    """
-
-    path: str | None = None
-    folder: str | None = None
-    id: str = ""
-    went_on: bool = False
-    parent: str = ""
-    versions: tuple[str, ...] = ()
-    problem: tuple[str, str, str] | None = None
 
 
 class _Place(NamedTuple):
@@ -67,12 +57,14 @@ class _Place(NamedTuple):
         fixed: the name that the user has given to the run's; None for any.
         asked: the name that somebody was told; None for none.
         whose: writes there, for errors.
+        for_checkpoints: whether that is no logger.
     """
 
     path: str
     fixed: str | None
     asked: str | None
     whose: str
+    for_checkpoints: bool = False
 
 
 def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
@@ -102,10 +94,10 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
     if beginning.problem is not None:
         raise ConfigurationError(*beginning.problem)
     if control.rank > 0:
-        folder.path, folder.id, folder.name = beginning.folder, beginning.id, name_of(run)
+        folder.path, folder.id = beginning.folder, beginning.id
         for one, version in zip(run.trainer.loggers, beginning.versions, strict=False):
             one.adopt(version)
-    folder.parent = beginning.parent
+    folder.name, folder.is_of_fit = name_of(run), folder.is_of_fit or run.stage == "fit"
     return beginning
 
 
@@ -131,18 +123,26 @@ def _place_of_run(run: RunState) -> _Place | None:
         return None
     first = next((one for one in trainer.loggers if one.writes_to is not None), None)
     if first is not None:
-        return _place_of(first, trainer.loggers)
+        place = _place_of(first, trainer.loggers)
+        before = run.folder.before
+        if before is not None and before.path is not None and not before.is_of_fit and _is_in(first, before.path):
+            # What this very Fit has evaluated beforehand is logged there already.
+            place = place._replace(fixed=before.path.rstrip("/").rpartition("/")[2])
+        return place
     if not any(one.wants_run_folder for one in run.callbacks):
         return None
-    return _Place(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, "Checkpoint")
+    return _Place(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, "Checkpoint", for_checkpoints=True)
 
 
 def _place_of(first: Logger, loggers: Sequence[Logger]) -> _Place:
     sharing = _sharing(first, loggers)
-    fixed = next((one.fixed_version for one in sharing if one.fixed_version is not None), None)
-    asked = next((one.directory.asked for one in sharing if isinstance(one, DirectoryLogger)), None)
+    directories = [one.directory for one in sharing]
+    # One that has no directory to claim chooses by itself.
+    fixed = [one.version if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)]
+    asked = [each.asked for each in directories if each is not None]
     assert first.writes_to is not None
-    return _Place(place_of(first.writes_to, first.name), fixed, asked, type(first).__name__)
+    path = place_of(first.writes_to, first.name)
+    return _Place(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
 
 
 def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
@@ -155,8 +155,7 @@ def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
 
 def _search(run: RunState, place: _Place | None, ckpt_path: str, folders: Sequence[str] | None = None) -> Search:
     where = place or _place_of_logs(run)
-    public, _ = run.left_out.take_out(run.module.hparams)
-    identity = Identity.of(type(run.module), name_of(run), public)
+    identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0])
     search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
     if folders is not None:
         search.look_in(folders)
@@ -254,14 +253,15 @@ def _settled(
     if place is None:
         choice = _choice(run, search, ckpt_path, check)
     else:
+        problem = why_not(place.path)
+        if problem is not None:
+            return Beginning(problem=_cannot_write(place, problem))
         try:
             choice = _claimed(run, folder, place, search, ckpt_path, check)
         except ConfigurationError as error:
             return Beginning(problem=(error.what, error.why, error.fix))
         except OSError as error:
-            what = f"{place.whose} cannot write to {place.path!r}: {error.strerror or error}."
-            fix = f"give {place.whose} a folder that can be written to, or Fit a default_root_dir."
-            return Beginning(problem=(what, "the run's folder would be there.", fix))
+            return Beginning(problem=_cannot_write(place, error.strerror or str(error)))
     if ckpt_path in CHOSEN:
         _tell(run, ckpt_path, choice)
     versions = _versions(run)
@@ -277,14 +277,17 @@ def _claimed(
     check: Check,
 ) -> Choice:
     """Choose a checkpoint, and claim the folder of its run, or a fresh one. One run at a time does so in a place."""
-    loggers = run.trainer.loggers
+    loggers, described = run.trainer.loggers, _description(run)
+    above = missing_above(place.path)
     with alone_in(place.path):
         while True:
             choice = _choice(run, search, ckpt_path, check)
             if choice.record is None:
-                folder.claim(place.path, place.fixed, place.asked)
+                _take(folder, RunRecorder.claim(place.path, place.fixed, place.asked, described, above))
                 break
-            if folder.go_on(choice.record):
+            recorder = RunRecorder.go_on(choice.record, described)
+            if recorder is not None:
+                _take(folder, recorder)
                 break
             assert search is not None
             search.taken(choice.record)  # somebody was quicker
@@ -302,8 +305,52 @@ def _claimed(
             one.adopt(had)
         else:
             _claim_at_the_first_write(one, others)
-    folder.note_loggers()
+    assert folder.recorder is not None
+    folder.recorder.note_loggers(
+        [{"class": class_path(type(one)), "name": one.name, "version": one.version} for one in loggers]
+    )
     return choice
+
+
+def _cannot_write(place: _Place, problem: str) -> tuple[str, str, str]:
+    return (
+        f"{place.whose} cannot write to {place.path!r}: {problem}.",
+        AT_THE_FIRST_SAVE if place.for_checkpoints else AT_THE_FIRST_ROW,
+        f"give {place.whose} a {'dirpath' if place.for_checkpoints else 'folder'} that can be written to, or Fit a "
+        f"default_root_dir{'' if place.for_checkpoints else '; or logger=False'}.",
+    )
+
+
+def _take(folder: RunFolder, recorder: RunRecorder) -> None:
+    folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
+
+
+def _description(run: RunState) -> Description:
+    trainer, strategy = run.trainer, run.strategy
+    settings = {name: {"value": one.value, "source": one.source} for name, one in trainer.settings.items()}
+    public, of_settings = without_secrets(settings)
+    arguments, of_arguments = arguments_without_secrets(sys.argv)
+    datamodule = run.given.datamodule
+    _, of_data = without_secrets({} if datamodule is None else datamodule.hparams)
+    hyper_parameters, of_module = without_secrets(run.module.hparams)
+    run.left_out.tell([*of_data, *of_module, *of_settings, *of_arguments])
+    return Description(
+        stage=run.stage,
+        module=class_path(type(run.module)),
+        name=name_of(run),
+        hyper_parameters=encoded(hyper_parameters),
+        settings=plain(public),
+        argv=[sys.executable, *arguments],
+        world_size=strategy.world_size,
+        strategy=strategy.name,
+        precision=strategy.precision.describe(),
+        device=str(strategy.device),
+    )
+
+
+def name_of(run: RunState) -> str:
+    """Return the name of a run: that of its first logger with files."""
+    return next((one.name for one in run.trainer.loggers if one.writes_to is not None), DEFAULT_NAME)
 
 
 def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
@@ -315,7 +362,7 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     if first is None:
         return
     if before is not None and before.path is not None and _is_in(first, before.path):
-        folder.join(before)
+        folder.be(before)
         return
     place = _place_of(first, loggers)
     version = place.fixed or place.asked or free_version(place.path)
@@ -324,13 +371,13 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     @cache
     def claim() -> str:
         with alone_in(place.path):
-            folder.claim(place.path, place.fixed, version)
+            _take(folder, RunRecorder.claim(place.path, place.fixed, version, _description(run), []))
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]
 
     sharing = _sharing(first, loggers)
     for one in sharing:
-        if isinstance(one, DirectoryLogger):
+        if one.directory is not None:
             one.directory.expect(version, claim)
     for one in loggers:
         if one not in sharing:
@@ -339,10 +386,10 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
 
 def _claim_at_the_first_write(one: Logger, others: Sequence[Logger]) -> None:
     """Let a logger whose files are elsewhere than the run's have a directory that its like share."""
-    if not isinstance(one, DirectoryLogger):
+    if one.directory is None:
         return
     place = _place_of(one, others)
-    sharing = [each for each in _sharing(one, others) if isinstance(each, DirectoryLogger)]
+    sharing = [each.directory for each in _sharing(one, others) if each.directory is not None]
     version = place.fixed or place.asked or free_version(place.path)
 
     @cache
@@ -354,11 +401,11 @@ def _claim_at_the_first_write(one: Logger, others: Sequence[Logger]) -> None:
             return claim_version(place.path, version)
 
     for each in sharing:
-        each.directory.expect(version, claim)
+        each.expect(version, claim)
 
 
 def _is_in(one: Logger, folder: str) -> bool:
-    return isinstance(one, DirectoryLogger) and one.directory.is_claimed and one.directory.path == folder
+    return one.directory is not None and one.directory.is_claimed and one.directory.path == folder
 
 
 def _versions(run: RunState) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ class RunState:
         self.given = given
         self.return_predictions = return_predictions
         self.strategy = strategy
-        self.folder = RunFolder(self)
+        self.folder = RunFolder()
         self.progress = Progress()
         self.position = Position()
         self.cursor = Cursor()
@@ -115,6 +115,16 @@ class RunState:
     def leaves_on_signals(self) -> bool:
         """Whether a signal makes the run save and leave, alike on every rank."""
         return self.trainer.preemption_signals is not None
+
+    def hyper_parameters(self, tell: bool = True) -> dict[str, Any]:
+        """What the module and the data module were built with, without its secrets.
+
+        Args:
+            tell: warn of secrets that have not been named yet; on rank 0.
+        """
+        datamodule = self.given.datamodule
+        together = {**({} if datamodule is None else datamodule.hparams), **self.module.hparams}
+        return self.left_out.take_out(together, tell)[0]
 
     def logger_call(self) -> Callable[[dict[str, float]], None] | None:
         """Return what sends numbers to the loggers, or None where there are none on this rank."""

@@ -26,7 +26,6 @@ from drivetrain._engine.handshake import facts_about, shake_hands
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.rank_log import RankLog
-from drivetrain._engine.run_loggers import log_hyper_parameters, rewind
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
@@ -239,9 +238,10 @@ class Session(RunState):
         if advice is not None:
             logger.info(advice)
         ended_before = self.checkpoints.ended_before
-        if self.strategy.rank == 0 and ended_before is None:
-            rewind(self.trainer.loggers, self.folder.rewinds_to)
-            log_hyper_parameters(self.trainer.loggers, self.module, self.given.datamodule, self.left_out)
+        if self.strategy.rank == 0 and ended_before is None and self.trainer.loggers:
+            from drivetrain._engine.run_loggers import begin_logging  # by runs that log
+
+            begin_logging(self.trainer.loggers, self.folder.rewinds_to, self.hyper_parameters())
         for hook in hooks.on_fit_start:
             hook()
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
@@ -420,7 +420,8 @@ class Session(RunState):
         if self.strategy.rank == 0:
             for one in self.trainer.loggers:
                 one.finalize(status)
-            self.folder.end({"success": "finished"}.get(status, status), self._why)
+            ended = {"success": "finished"}.get(status, status)
+            self.folder.end(ended, self._why, self.progress.global_step)
 
     def _detach(self) -> None:
         if self._trainables is not None:

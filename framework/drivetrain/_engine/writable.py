@@ -19,6 +19,9 @@ logger = logging.getLogger("drivetrain")
 _PROBE = ".drivetrain-probe"
 """An object that is put where checkpoints will be, and removed: of one name, so that there is one where none can be."""
 
+AT_THE_FIRST_SAVE = "the run would train until its first save, and fail there."
+AT_THE_FIRST_ROW = "it would fail at its first row."
+
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between tries of a store that refuses, which may be busy
 
 
@@ -50,23 +53,22 @@ def check_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Se
 
 
 def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
-    saving = "the run would train until its first save, and fail there."
     for callback in callbacks:
         for folder in callback.writes_to:
-            if (problem := _why_not(folder)) is not None:
+            if (problem := why_not(folder)) is not None:
                 name = type(callback).__name__
                 fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
-                yield f"{name} cannot write to {folder!r}: {problem}", saving, fix
+                yield f"{name} cannot write to {folder!r}: {problem}", AT_THE_FIRST_SAVE, fix
     for one in loggers:
         root = one.writes_to
-        if root is not None and "://" not in root and (problem := _why_not(root)) is not None:
+        if root is not None and "://" not in root and (problem := why_not(root)) is not None:
             name = type(one).__name__
             fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
-            yield f"{name} cannot write to {root!r}: {problem}", "it would fail at its first row.", fix
+            yield f"{name} cannot write to {root!r}: {problem}", AT_THE_FIRST_ROW, fix
 
 
-def _why_not(folder: str) -> str | None:
-    """What is in the way of writing to a folder, or of making it; None where nothing is, as far as can be seen."""
+def why_not(folder: str) -> str | None:
+    """Return what is in the way of writing to a folder, or of making it; None where nothing is to be seen."""
     from drivetrain.checkpoint._format.place import filesystem_of  # by runs that keep something
 
     try:

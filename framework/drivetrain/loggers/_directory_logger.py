@@ -40,13 +40,8 @@ class DirectoryLogger(Logger):
         return self._directory.version
 
     @property
-    def fixed_version(self) -> str | None:
-        """The directory name that it was built with, if any."""
-        return self._directory.fixed
-
-    @property
     def directory(self) -> RunDirectory:
-        """Where it writes; for the engine, which claims it."""
+        """Where it writes."""
         return self._directory
 
     def adopt(self, version: str) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from drivetrain.runs._directory import RunDirectory
 
 
 class Logger(ABC):
@@ -34,12 +37,9 @@ class Logger(ABC):
         """What tells this run from the others of the same name, ``"version_0"`` for one."""
 
     @property
-    def fixed_version(self) -> str | None:
-        """The version that a run must take: what a user has given, or what only this logger can choose; None for any.
-
-        Loggers of the same `writes_to` and `name` share the run's folder, which is called like the version.
-        """
-        return self.version
+    def directory(self) -> RunDirectory | None:
+        """What a run claims for the files of this logger, and of all that share it; None where it has none to claim."""
+        return None
 
     def adopt(self, version: str) -> None:
         """Take the version that the run has, the same on every rank. Called as a run begins, and before any write."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import string
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -182,6 +180,18 @@ def alone_in(place: str) -> Iterator[None]:
         yield
 
 
+def missing_above(path: str) -> list[str]:
+    """Return the directories that making a local one will make: itself and those above it, the innermost first."""
+    filesystem, root = filesystem_of(path)
+    missing: list[str] = []
+    if filesystem is None:
+        root = os.path.abspath(root)
+        while not os.path.lexists(root):
+            missing.append(root)
+            root = os.path.dirname(root)
+    return missing
+
+
 def make_directory(path: str) -> None:
     """Make a directory, if it is not there."""
     filesystem, root = filesystem_of(path)
@@ -209,5 +219,5 @@ def _next_number(root: str) -> int:
 
 
 def _stamp() -> str:
-    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(_LETTERS))
+    letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_LETTERS))
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -129,7 +128,7 @@ def write(folder: str, document: Mapping[str, Any]) -> None:
         with as_os_errors():
             filesystem.pipe_file(root, content)
         return
-    beside = f"{root}.{secrets.token_hex(4)}.new"
+    beside = f"{root}.{os.urandom(4).hex()}.new"
     try:
         with open(beside, "wb") as file:
             file.write(content)

@@ -19,6 +19,8 @@ from drivetrain.callbacks._checkpoint_names import checkpoint_name
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._retention import Retention
 
+RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+
 
 class Scored(TrainModule):
     """Logs the given score at each epoch's end."""
@@ -52,7 +54,7 @@ def fit(path: Path, checkpoint: Any, **options: Any) -> Fit:
 
 
 def names(path: Path) -> list[str]:
-    return sorted(one.name for one in (path / "checkpoints").iterdir() if one.is_dir())
+    return sorted(one.name for one in (path / RUN / "checkpoints").iterdir() if one.is_dir())
 
 
 class TestWhen:
@@ -60,8 +62,12 @@ class TestWhen:
         checkpoint = Checkpoint()
         fit(tmp_path, checkpoint, max_epochs=3).fit(Scored([0.0] * 3), loader())
         assert names(tmp_path) == ["epoch=2-step=18"]
-        assert (tmp_path / "checkpoints" / "latest").read_text() == "epoch=2-step=18"
-        assert checkpoint.best_model_path == checkpoint.last_model_path == str(tmp_path / "checkpoints/epoch=2-step=18")
+        assert (tmp_path / RUN / "checkpoints" / "latest").read_text() == "epoch=2-step=18"
+        assert (
+            checkpoint.best_model_path
+            == checkpoint.last_model_path
+            == str(tmp_path / RUN / "checkpoints/epoch=2-step=18")
+        )
         assert verify(checkpoint.best_model_path) == []
 
     def test_every_n_steps(self, tmp_path: Path) -> None:
@@ -73,7 +79,7 @@ class TestWhen:
         checkpoint = Checkpoint(every_n_train_steps=1, save_top_k=-1)
         fit(tmp_path, checkpoint, max_epochs=1, accumulate_grad_batches=4).fit(Scored([0.0]), loader())
         assert names(tmp_path) == ["epoch=0-step=1", "epoch=0-step=2"]
-        assert load(tmp_path / "checkpoints/epoch=0-step=1").progress["batch_idx"] == 4
+        assert load(tmp_path / RUN / "checkpoints/epoch=0-step=1").progress["batch_idx"] == 4
 
     def test_every_n_epochs(self, tmp_path: Path) -> None:
         checkpoint = Checkpoint(every_n_epochs=2, save_top_k=-1)
@@ -97,7 +103,7 @@ class TestWhen:
 
     def test_nothing_where_nothing_is_to_be_kept(self, tmp_path: Path) -> None:
         fit(tmp_path, Checkpoint(save_top_k=0), max_epochs=1).fit(Scored([0.0]), loader())
-        assert not (tmp_path / "checkpoints").exists()
+        assert not (tmp_path / RUN / "checkpoints").exists()
 
     def test_on_an_exception(self, tmp_path: Path) -> None:
         class Failing(Callback):
@@ -109,7 +115,7 @@ class TestWhen:
         with pytest.raises(RuntimeError, match="out of luck"):
             fit(tmp_path, callbacks, max_epochs=1, accumulate_grad_batches=2).fit(Scored([0.0]), loader())
         assert names(tmp_path) == ["exception-step=2"]
-        saved = load(tmp_path / "checkpoints/exception-step=2").progress
+        saved = load(tmp_path / RUN / "checkpoints/exception-step=2").progress
         assert (saved["batch_idx"], saved["samples_seen"]) == (4, 4)  # as of the last step
 
 
@@ -136,10 +142,16 @@ class TestWhatIsKept:
         folder = tmp_path / "checkpoints"
         (folder / "best").mkdir(parents=True)
         (folder / "tmp").mkdir()
-        fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader())
-        fit(tmp_path, Checkpoint(), max_epochs=2).fit(Scored([0.0] * 2), loader())
-        fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader())
-        assert names(tmp_path) == ["best", "epoch=0-step=6", "epoch=0-step=6-v1", "epoch=1-step=12", "tmp"]
+        fit(tmp_path, Checkpoint(folder), max_epochs=1).fit(Scored([0.0]), loader())
+        fit(tmp_path, Checkpoint(folder), max_epochs=2).fit(Scored([0.0] * 2), loader())
+        fit(tmp_path, Checkpoint(folder), max_epochs=1).fit(Scored([0.0]), loader())
+        assert sorted(one.name for one in folder.iterdir() if one.is_dir()) == [
+            "best",
+            "epoch=0-step=6",
+            "epoch=0-step=6-v1",
+            "epoch=1-step=12",
+            "tmp",
+        ]
 
     def test_a_resumed_run_goes_on_with_its_list(self, tmp_path: Path) -> None:
         fit(tmp_path, Checkpoint(keep_last=2, save_top_k=0), max_epochs=3).fit(Scored([0.0] * 3), loader())
@@ -156,17 +168,17 @@ class TestWhatIsKept:
     @pytest.mark.parametrize("another_run", [False, True])
     def test_what_a_killed_run_was_about_to_remove(self, another_run: bool, tmp_path: Path) -> None:
         # F-05, F-07: killed once the second was whole, and before the first was removed
-        first, aside = tmp_path / "checkpoints/epoch=0-step=6", tmp_path / "aside"
-        trainer = fit(tmp_path, Checkpoint(), max_epochs=1)
-        trainer.fit(Scored([0.0]), loader())
+        first, aside = tmp_path / RUN / "checkpoints/epoch=0-step=6", tmp_path / "aside"
+        fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader())
         shutil.copytree(first, aside)
         fit(tmp_path, Checkpoint(), max_epochs=2).fit(Scored([0.0] * 2), loader(), ckpt_path="auto")
         assert names(tmp_path) == ["epoch=1-step=12"]
         if another_run:
-            trainer.save_checkpoint(first)
+            fit(tmp_path / "other", Checkpoint(tmp_path / "theirs"), max_epochs=1).fit(Scored([0.0]), loader())
+            shutil.copytree(tmp_path / "theirs/epoch=0-step=6", first)
         else:
             shutil.copytree(aside, first)
-        start = tmp_path / "checkpoints/epoch=1-step=12"
+        start = tmp_path / RUN / "checkpoints/epoch=1-step=12"
         fit(tmp_path, Checkpoint(), max_epochs=3).fit(Scored([0.0] * 3), loader(), ckpt_path=start)
         assert names(tmp_path) == ["epoch=0-step=6"] * another_run + ["epoch=2-step=18"]
 
@@ -189,7 +201,7 @@ class TestWhatIsKept:
 
     def test_weights_only(self, tmp_path: Path) -> None:
         fit(tmp_path, Checkpoint(save_weights_only=True), max_epochs=1).fit(Scored([0.0]), loader())
-        saved = load(tmp_path / "checkpoints/epoch=0-step=6")
+        saved = load(tmp_path / RUN / "checkpoints/epoch=0-step=6")
         assert saved.weights_only
         assert set(saved.weights()) == {"layer.weight", "layer.bias"}
 
@@ -208,7 +220,7 @@ class TestGoingOn:
             module = Scored([0.0] * epochs)
             fit(tmp_path, Checkpoint(**kept), max_epochs=epochs).fit(module, loader(), ckpt_path="auto")
             assert module.started == [epochs - 1]
-        facts = [load(tmp_path / "checkpoints" / name).manifest.facts for name in names(tmp_path)]
+        facts = [load(tmp_path / RUN / "checkpoints" / name).manifest.facts for name in names(tmp_path)]
         assert [len(one.lineage) for one in facts] == [1, 2, 3, 4]
         assert [one.parent for one in facts[1:]] == [one.identifier for one in facts[:-1]]
 
@@ -219,7 +231,7 @@ class TestGoingOn:
         assert (first.started, second.started) == ([0, 1], [2, 3])
 
     def test_auto_passes_over_what_no_run_can_go_on_from(self, tmp_path: Path) -> None:
-        folder = tmp_path / "checkpoints"
+        folder = tmp_path / RUN / "checkpoints"
         fit(tmp_path, Checkpoint(keep_last=3), max_epochs=2).fit(Scored([0.0] * 2), loader())
         fit(tmp_path, Checkpoint(folder, "weights", save_weights_only=True), max_epochs=1).fit(Scored([0.0]), loader())
         (folder / "epoch=1-step=12" / "manifest.json").unlink()  # torn
@@ -245,12 +257,12 @@ class TestGoingOn:
     def test_saving_after_a_resume_does_not_collide(self, tmp_path: Path) -> None:
         # F-15
         fit(tmp_path, Checkpoint(every_n_train_steps=2, save_top_k=-1), max_epochs=1).fit(Scored([0.0]), loader())
-        before = {name: load(tmp_path / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
-        start = tmp_path / "checkpoints/epoch=0-step=2"
+        before = {name: load(tmp_path / RUN / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
+        start = tmp_path / RUN / "checkpoints/epoch=0-step=2"
         kind = type("Other", (Checkpoint,), {})  # which takes nothing over from the first
-        other = kind(tmp_path / "checkpoints", every_n_train_steps=2, save_top_k=-1)
+        other = kind(tmp_path / RUN / "checkpoints", every_n_train_steps=2, save_top_k=-1)
         fit(tmp_path, other, max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path=start)
-        after = {name: load(tmp_path / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
+        after = {name: load(tmp_path / RUN / "checkpoints" / name).manifest.identifier for name in names(tmp_path)}
         assert {name: after[name] for name in before} == before
         assert sorted(set(after) - set(before)) == ["epoch=0-step=4-v1", "epoch=0-step=6-v1"]
 

@@ -16,6 +16,9 @@ from drivetrain.callbacks import Checkpoint, LossSpikeGuard
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from worlds import on_ranks
 
+RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+
+
 STEPS, BAD = 24, 12
 
 
@@ -103,7 +106,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def _written(folder: Path) -> set[str]:
-    return {path.name for path in (folder / "checkpoints").iterdir()}
+    return {path.name for path in (folder / RUN / "checkpoints").iterdir()}
 
 
 def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
@@ -116,7 +119,9 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
     assert torch.equal(module.layer.weight, by_hand())
     assert (watching.rollbacks, watching.passed_over, fit.global_step) == (1, {BAD}, STEPS)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-    assert f"Going back from global_step=16 to 12, {tmp_path}/checkpoints/epoch=0-step=12, rollback 1 of 3" in said
+    assert (
+        f"Going back from global_step=16 to 12, {tmp_path}/{RUN}/checkpoints/epoch=0-step=12, rollback 1 of 3" in said
+    )
     assert _written(tmp_path) == {"epoch=0-step=20", "epoch=0-step=24", "latest"}
 
 
@@ -138,7 +143,7 @@ def test_what_was_saved_since_the_spike_goes_as_the_run_goes_back(tmp_path: Path
         train(tmp_path, *callbacks(), FailOnceBack())
     names = {f"epoch=0-step={step}" for step in (3, 6, 9, 12)}
     assert {name.partition("-v")[0] for name in _written(tmp_path)} == {*names, "latest"}
-    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"epoch=0-step={BAD}"
+    assert (tmp_path / RUN / "checkpoints" / "latest").read_text().strip() == f"epoch=0-step={BAD}"
     _, module = train(tmp_path, *callbacks(), ckpt_path="auto")
     assert torch.equal(module.layer.weight, by_hand())
 

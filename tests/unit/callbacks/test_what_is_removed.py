@@ -16,6 +16,8 @@ from test_checkpoint import Scored, fit, loader, names
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
 
+RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+
 
 def edited(checkpoint: Path, change: Any) -> None:
     """Change state.json as somebody with an editor and a calculator would, so that all checksums agree."""
@@ -71,8 +73,8 @@ PLANTED = [
 def test_an_edited_list_removes_nothing(key: str, planted: Any, unrelated: Path, tmp_path: Path) -> None:
     # J-01: an edited state.json emptied a home folder
     fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader())
-    (tmp_path / "checkpoints/linked").symlink_to(unrelated)
-    start = tmp_path / "checkpoints/epoch=0-step=6"
+    (tmp_path / RUN / "checkpoints/linked").symlink_to(unrelated)
+    start = tmp_path / RUN / "checkpoints/epoch=0-step=6"
 
     def change(document: Any) -> None:
         state, one = of_the_callback(document), planted(unrelated)
@@ -81,7 +83,7 @@ def test_an_edited_list_removes_nothing(key: str, planted: Any, unrelated: Path,
     edited(start, change)
     fit(tmp_path, Checkpoint(), max_epochs=3).fit(Scored([0.0] * 3), loader(), ckpt_path=start)
     assert (unrelated / "thesis.txt").read_text() == "years of work"
-    assert (tmp_path / "checkpoints/linked").is_symlink()
+    assert (tmp_path / RUN / "checkpoints/linked").is_symlink()
     assert "epoch=2-step=18" in names(tmp_path)
 
 
@@ -144,7 +146,7 @@ def test_another_checkpoint_that_has_taken_the_name_stays(tmp_path: Path) -> Non
     # J-01: known by its identifier, not by its name
     trainer = fit(tmp_path, Checkpoint(), max_epochs=1)
     trainer.fit(Scored([0.0]), loader())
-    taken = tmp_path / "checkpoints/epoch=0-step=6"
+    taken = tmp_path / RUN / "checkpoints/epoch=0-step=6"
     start = tmp_path / "start"
     taken.rename(start)
     trainer.save_checkpoint(taken)

@@ -18,6 +18,8 @@ from drivetrain import Callback, ConfigurationError
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load
 
+RUN = "drivetrain_logs/version_0"  # the folder of the first run, below the root
+
 
 class Sending(Callback):
     """Sends this process signals as a hook of some step comes, and then something else to do."""
@@ -56,7 +58,7 @@ def test_it_saves_ends_and_goes_on_as_if_nothing_had_been(
     undisturbed = Regression()
     fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
     options: dict[str, Any] = {"max_epochs": 2, "preemption_signals": setting, "enable_checkpointing": True}
-    folder = tmp_path / "checkpoints"
+    folder = tmp_path / RUN / "checkpoints"
     sending = Sending(number)
     before = signal.getsignal(number), signal.set_wakeup_fd(-1)
     run = fit(tmp_path, callbacks=[sending, Checkpoint(folder, every_n_train_steps=every)], **options)
@@ -100,7 +102,7 @@ def test_a_second_one_ends_the_run_there_and_then(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
     assert caught.value.code == 143
-    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / RUN / "checkpoints").exists()
 
 
 def test_one_that_comes_again_at_once_is_the_same(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_one_that_comes_again_at_once_is_the_same(tmp_path: Path) -> None:
     sending = Sending(signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(SystemExit):
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
-    assert names(tmp_path / "checkpoints") == ["interrupted-step=3"]
+    assert names(tmp_path / RUN / "checkpoints") == ["interrupted-step=3"]
 
 
 @pytest.mark.parametrize(("hook", "step"), [("on_train_end", 10), ("setup", 0)])
@@ -135,7 +137,7 @@ def test_none_takes_none(tmp_path: Path) -> None:
             )
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not (tmp_path / "checkpoints").exists()
+    assert not (tmp_path / RUN / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("value", ["SIGTREM", ["SIGKILL"], [9], "TERM"])
@@ -189,7 +191,7 @@ def test_slurm_queues_the_job_again(
 ) -> None:
     stub = tmp_path / "scontrol"
     stub.write_text(
-        f'#!/bin/sh\nls {tmp_path}/checkpoints >> {tmp_path}/told; echo "$@" >> {tmp_path}/told\n{answer}\n'
+        f'#!/bin/sh\nls {tmp_path}/{RUN}/checkpoints >> {tmp_path}/told; echo "$@" >> {tmp_path}/told\n{answer}\n'
     )
     stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
