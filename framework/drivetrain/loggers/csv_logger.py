@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import io
+import logging
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsFloat
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.checkpoint._format.object_file import replaced
+from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.loggers._csv_table import Row, lines_of, table_of, text_of
 from drivetrain.loggers._directory_logger import DirectoryLogger
 
-_Row = dict[str, str]
+_PAUSES = (0.5, 1.0, 2.0)  # seconds between tries where a store refuses
+_FINAL = (PermissionError, ValueError, csv.Error)  # trying again changes nothing
+
+_log = logging.getLogger("drivetrain")
 
 
 class CSVLogger(DirectoryLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
     The table's first column is ``step``; a metric that appears later becomes a new column, and what is already in the
-    file (a resumed run, given the same ``version``) is kept. A row torn by a kill is dropped.
+    file (a resumed run, given the same ``version``) is kept. A row torn by a kill is dropped. A metric that is itself
+    called ``step`` gets the column ``step.1``.
+
+    At a URL the table is put anew as a whole at each write, and it is tried for a few seconds where the store refuses.
+    Rows that could not be written, there or on a disk that is full, are held back and written with the next ones: a
+    warning says so, and the run goes on. `save`, `finalize` and `rewind` raise.
 
     Args:
         save_dir: a local path or an fsspec URL.
@@ -49,16 +61,18 @@ class CSVLogger(DirectoryLogger):
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
         self._columns: list[str] | None = None  # None until the file has been looked at
-        self._pending: list[_Row] = []
+        self._pending: list[Row] = []
         self._flushed_step: int | None = None
         # An object store cannot append: there the rows stay here and the file is written whole.
-        self._written: list[_Row] = []
+        self._written: list[Row] = []
+        self._size: int | None = None  # bytes to cut a local file to, where an append failed midway
+        self._refused = False  # the last write failed
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a row, or complete the last one where the step is the same and no value would be replaced."""
         if not metrics:
             return
-        row = {"step": str(step)} | {f"{self._prefix}{key}": _text(value) for key, value in metrics.items()}
+        row = {"step": str(step)} | {self._column(key): _text(value) for key, value in metrics.items()}
         last = self._pending[-1] if self._pending else None
         if last is not None and all(last.get(key, value) == value for key, value in row.items()):
             last.update(row)
@@ -67,88 +81,195 @@ class CSVLogger(DirectoryLogger):
         if self._flushed_step is None:
             self._flushed_step = step
         if abs(step - self._flushed_step) >= self._flush_every:
-            self.save()
             self._flushed_step = step
+            self._save_or_warn()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``params`` to ``hparams.json``, without secrets."""
         self._directory.write_json("hparams.json", self._left_out.take_out(params)[0])
 
     def save(self) -> None:
-        """Write the rows that are held back."""
-        if not self._pending:
-            return
+        """Write the rows that are held back.
+
+        Raises:
+            DrivetrainError: the disk or the store refuses. The rows stay held back.
+        """
+        if self._pending:
+            self._tried(self._write, _PAUSES)
+
+    def rewind(self, step: int) -> None:
+        """Take the rows of later steps out of the table, and the columns that are empty then.
+
+        Args:
+            step: that of the checkpoint; -1 takes out all rows.
+
+        Raises:
+            DrivetrainError: the disk or the store refuses.
+        """
+        self._pending = [row for row in self._pending if not _is_after(row, step)]
+        self._flushed_step = None
+        self._tried(lambda: self._cut(step), _PAUSES)
+
+    def _save_or_warn(self) -> None:
+        """Write, in the course of a run: a store that refuses for an hour must not end a training of days."""
+        refused_before = self._refused
+        try:
+            # Where it has refused before, each of the writes would wait.
+            self._tried(self._write, () if refused_before else _PAUSES)
+        except DrivetrainError as error:
+            if not refused_before:
+                _log.warning(
+                    "%s The run goes on: the rows are held back, and written with the next ones or at its end.",
+                    error.what,
+                )
+
+    def _tried(self, work: Callable[[], None], pauses: Sequence[float]) -> None:
+        """Do what changes nothing of this object unless it comes to its end, several times where a store refuses."""
+        for pause in (*pauses, None):
+            try:
+                work()
+                self._refused = False
+                return
+            except Exception as error:  # each store's library has errors of its own
+                self._refused = True
+                if pause is None or isinstance(error, _FINAL) or self._directory.is_local:
+                    raise DrivetrainError(
+                        f"metrics.csv below {self.save_dir!r} cannot be brought up to date: "
+                        f"{type(error).__name__}: {error}.",
+                        "the rows that are not written yet are held back.",
+                        "check the room there is, the rights, and for a URL the credentials and the network.",
+                    ) from error
+            time.sleep(pause)
+
+    def _write(self) -> None:
         self._directory.make()
         if self._columns is None:
             self._take_up_existing()
         assert self._columns is not None
-        known = set(self._columns)
-        new = [key for key in dict.fromkeys(key for row in self._pending for key in row) if key not in known]
-        self._columns += new
+        columns = list(dict.fromkeys([*self._columns, *(key for row in self._pending for key in row)]))
         if not self._directory.is_local:
-            self._written += self._pending
-            self._rewrite(self._written)
-        elif new:
-            self._rewrite([*self._read(), *self._pending])
-        else:
-            with self._directory.filesystem.open(self._path, "a", encoding="utf-8", newline="") as stream:
-                stream.write(self._rows_as_text(self._pending))
+            rows = [*self._written, *self._pending]
+            self._replace(text_of(columns, rows))
+            self._written = rows
+        elif columns != self._columns or not self._append(lines_of(columns, self._pending)):
+            there = table_of(self._read() or "")[1]
+            self._replace(text_of(columns, [*there, *self._pending]))
+        self._columns = columns
         self._pending = []
+
+    def _take_up_existing(self) -> None:
+        text = self._read() or ""
+        found, rows = table_of(text)
+        columns = list(dict.fromkeys(["step", *found]))
+        if self._directory.is_local:
+            if text and (whole := text_of(columns, rows)) != text:
+                self._replace(whole)  # a torn last line goes, and another program's way to write a table becomes ours
+        else:
+            self._written = rows
+        self._columns = columns
+
+    def _cut(self, step: int) -> None:
+        text: str | None = None
+        if self._columns is None or self._directory.is_local:
+            text = self._read()
+            if text is None:
+                return
+            found, rows = table_of(text)
+        else:
+            found, rows = self._columns, self._written
+        kept = [row for row in rows if not _is_after(row, step)]
+        filled = set().union(*kept)
+        columns = ["step", *(one for one in found if one != "step" and (one in filled or len(kept) == len(rows)))]
+        # After a write whose answer was lost, the store may have more than this object knows of.
+        if len(kept) < len(rows) or (text is None and self._refused):
+            self._replace(text_of(columns, kept))
+            self._columns = columns
+            if not self._directory.is_local:
+                self._written = kept
+
+    # The file
 
     @property
     def _path(self) -> str:
-        return self._directory.file("metrics.csv")
+        """As the file system has it, without the URL's scheme."""
+        return str(self._directory.filesystem._strip_protocol(self._directory.file("metrics.csv")))
 
-    def _take_up_existing(self) -> None:
-        self._columns = ["step"]
-        if not self._directory.filesystem.exists(self._path):
-            return
-        rows = self._read()
-        self._columns = list(dict.fromkeys(["step", *(key for row in rows for key in row)]))
-        if self._directory.is_local:
-            self._rewrite(rows)  # a torn last line goes, and an older column order becomes ours
-        else:
-            self._written = rows
+    def _read(self) -> str | None:
+        """Return the text that is there, None where no file is.
 
-    def _read(self) -> list[_Row]:
-        if not self._directory.filesystem.exists(self._path):
-            return []
-        with self._directory.filesystem.open(self._path, "r", encoding="utf-8", newline="") as stream:
-            text = stream.read()
-        whole = text[: text.rfind("\n") + 1]
-        return [
-            {key: value for key, value in row.items() if key is not None and value}
-            for row in csv.DictReader(io.StringIO(whole))
-        ]
+        fsspec's ``exists`` takes an error for no, and the rows of a store that refuses for a moment would be lost.
+        """
+        try:
+            if self._directory.is_local:
+                self._mend()
+                with open(self._path, "rb") as stream:
+                    content = stream.read()
+            else:
+                filesystem = self._directory.filesystem
+                filesystem.invalidate_cache()
+                content = filesystem.cat_file(self._path)
+        except FileNotFoundError:
+            return None
+        return content.decode("utf-8-sig", "surrogateescape")  # what is no text comes back as it was
 
-    def _rewrite(self, rows: Iterable[_Row]) -> None:
-        assert self._columns is not None
-        header = ",".join(_quoted(column) for column in self._columns) + "\n"
-        text = header + self._rows_as_text(rows)
-        filesystem = self._directory.filesystem
+    def _replace(self, text: str) -> None:
+        """Write the whole file: beside what is there, and exchanged, so that a kill or an error loses no rows."""
+        content = text.encode("utf-8", "surrogateescape")
         if not self._directory.is_local:
-            with filesystem.open(self._path, "w", encoding="utf-8", newline="") as stream:
-                stream.write(text)
+            with replaced(self._directory.filesystem, self._path) as stream:
+                stream.write(content)
             return
-        # Written beside it and exchanged, so that a kill never loses the rows that were there.
         beside = f"{self._path}.new"
-        with filesystem.open(beside, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
-        filesystem.mv(beside, self._path)
+        try:
+            with open(beside, "wb") as stream:
+                stream.write(content)
+            os.replace(beside, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            raise
+        self._size = None
 
-    def _rows_as_text(self, rows: Iterable[_Row]) -> str:
-        assert self._columns is not None
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, self._columns, restval="", lineterminator="\n")
-        writer.writerows(rows)
-        return buffer.getvalue()
+    def _append(self, text: str) -> bool:
+        """Write at the end of a local file; False where somebody has removed it."""
+        try:
+            self._mend()
+            size = os.path.getsize(self._path)
+        except FileNotFoundError:
+            return False
+        try:
+            with open(self._path, "ab") as stream:
+                stream.write(text.encode("utf-8", "surrogateescape"))
+        except BaseException:
+            self._size = size
+            with contextlib.suppress(OSError):
+                self._mend()
+            raise
+        return True
+
+    def _mend(self) -> None:
+        """Take off what an append has left that failed midway: its rows are written again."""
+        if self._size is not None:
+            if os.path.getsize(self._path) > self._size:
+                os.truncate(self._path, self._size)
+            self._size = None
+
+    def _column(self, metric: str) -> str:
+        name = f"{self._prefix}{metric}"
+        return "step.1" if name == "step" else name
 
 
-def _text(value: float) -> str:
-    return repr(int(value)) if isinstance(value, bool) else repr(value)
+def _is_after(row: Row, step: int) -> bool:
+    try:
+        return float(row.get("step", "")) > step  # a spreadsheet may have written 20 as 20.0
+    except ValueError:
+        return False  # not of our making: a note by hand, say, and nobody knows of which step
 
 
-def _quoted(column: str) -> str:
-    buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="").writerow([column])
-    return buffer.getvalue()
+def _text(value: object) -> str:
+    if type(value) is float:
+        return repr(value)
+    if isinstance(value, int):
+        return repr(int(value))
+    # A subclass or another package's number has a repr of its own, "np.float64(0.1)" for one.
+    return repr(float(value)) if isinstance(value, SupportsFloat) else repr(value)

@@ -16,8 +16,8 @@ class Logger(ABC):
     """Base class of everything that keeps metrics and hyper-parameters. Three must be written.
 
     These are `name`, `version` and `log_metrics`. What may be written does nothing by default: `log_hyperparams`,
-    `log_graph`, `save` and `finalize`; `writes_to` and `log_dir` where there are files, and `adopt` where the version
-    is not known before the run.
+    `log_graph`, `rewind`, `save` and `finalize`; `writes_to` and `log_dir` where there are files, and `adopt` where the
+    version is not known before the run.
 
     Only rank 0 calls a logger. Building one touches no disk, network or other state (a `Fit` must be free to build):
     directories, files and connections come with the first write.
@@ -70,6 +70,17 @@ class Logger(ABC):
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
         """Keep the module's graph, traced on ``example``, where the logger can show one."""
         del module, example
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after optimizer step ``step``: the run goes on from a checkpoint of that step.
+
+        It comes before the run logs anything, hyper-parameters included, where it goes on in the folder of an earlier
+        one, which may have been another process. What is logged afterwards shall show each step once.
+
+        Args:
+            step: 0 where the run begins again and what was logged before its first step stays, -1 where nothing does.
+        """
+        del step
 
     def save(self) -> None:
         """Write out whatever is still held back."""

@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
+import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
@@ -130,3 +132,77 @@ def test_a_flush_interval_below_one_is_refused(tmp_path: Path) -> None:
     # G-06
     with pytest.raises(ConfigurationError, match="flush_logs_every_n_steps=0"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
+
+
+NAMES = ["a,b", 'say "loss"', "two\nlines", "carriage\rreturn", "both\r\n", " spaces ", "Größe", "'", "step"]
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_names_and_values_come_back_as_they_went_in(tmp_path: Path, where: str) -> None:
+    root = str(tmp_path) if where == "local" else f"memory://{tmp_path.name}"
+    values = [math.inf, -math.inf, 5e-324, 1e308, -0.0, 1 / 3, 2**70, True, math.nan]
+    for step in range(2):  # the second object reads what the first has written
+        logger = CSVLogger(root, version=0)
+        logger.log_metrics(dict(zip(NAMES, values, strict=True)), step)
+        logger.save()
+    logger.log_metrics({"new": 1.0}, 2)  # and the table is written anew
+    logger.save()
+    rows = _rows(logger)
+    assert list(rows[0]) == ["step", *NAMES[:-1], "step.1", "new"]
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    for row in rows[:2]:
+        assert [float(row[name]) for name in NAMES[:-1]] == values[:-1]
+        assert (row["'"], row["step.1"], row["carriage\rreturn"]) == ("1", "nan", "1e+308")
+
+
+def test_numbers_of_other_packages_are_written_as_numbers(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"a": np.float64(0.1), "b": np.float32(0.5), "c": torch.tensor(2.0)}, 1)  # type: ignore[dict-item]
+    logger.save()
+    assert _rows(logger) == [{"step": "1", "a": "0.1", "b": "0.5", "c": "2.0"}]
+
+
+@pytest.mark.parametrize(
+    "tail", ['3,"3.', '3,"3.\n', '3,"a ""quoted"" word\nand a second', '3,"\n\n\n', "3,\xff", "\0\0\0"]
+)
+def test_a_row_torn_within_quotes_is_dropped_and_the_rest_kept(tmp_path: Path, tail: str) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    for step in range(3):
+        logger.log_metrics({"two\nlines": step + 0.5}, step=step)
+    logger.save()
+    path = Path(logger.log_dir) / "metrics.csv"
+    path.write_bytes(path.read_bytes() + tail.encode("latin-1"))
+    resumed = CSVLogger(tmp_path, version=0)
+    resumed.log_metrics({"two\nlines": 3.5}, step=3)
+    resumed.save()
+    assert _rows(resumed) == [{"step": f"{step}", "two\nlines": f"{step}.5"} for step in range(4)]
+
+
+@pytest.mark.parametrize("length", range(len('step,"two\nlines"\n')))
+def test_names_that_are_torn_are_written_anew(tmp_path: Path, length: int) -> None:
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v" / "metrics.csv").write_text('step,"two\nlines"\n'[:length])
+    logger = CSVLogger(tmp_path, name="", version="v")
+    logger.log_metrics({"two\nlines": 0.5}, step=1)
+    logger.save()
+    assert (tmp_path / "v" / "metrics.csv").read_text() == 'step,"two\nlines"\n1,0.5\n'
+
+
+def test_what_somebody_else_has_written_into_the_table_stays(tmp_path: Path) -> None:
+    (tmp_path / "v").mkdir()
+    path = tmp_path / "v" / "metrics.csv"
+    path.write_bytes(b"step,lr,empty,note\n1,,,caf\xe9\n2,0.5,,\n")
+    logger = CSVLogger(tmp_path, name="", version="v")
+    logger.log_metrics({"loss": 0.5}, step=3)
+    logger.save()
+    assert path.read_bytes() == b"step,lr,empty,note,loss\n1,,,caf\xe9,\n2,0.5,,,\n3,,,,0.5\n"
+
+
+def test_a_table_that_somebody_has_removed_begins_anew_with_its_names(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="v")
+    for step in (1, 2):
+        logger.log_metrics({"loss": 0.5}, step)
+        logger.save()
+        if step == 1:
+            (tmp_path / "v" / "metrics.csv").unlink()
+    assert (tmp_path / "v" / "metrics.csv").read_text() == "step,loss\n2,0.5\n"
