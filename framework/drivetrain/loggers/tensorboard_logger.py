@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
+import re
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +15,11 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
+
+_log = logging.getLogger("drivetrain")
+
+_EVENT_FILE = re.compile(r"\.tfevents\.(\d+)\.[^/]*$")
+_LONGEST_WAIT = 5  # seconds, for the clock to come to a name after that of the newest event file
 
 
 class TensorBoardLogger(DirectoryLogger):
@@ -23,7 +31,8 @@ class TensorBoardLogger(DirectoryLogger):
         version: a number, a directory name, or ``None`` for the first free number.
         default_hp_metric: with hyper-parameters, write ``hp_metric`` so that the HParams tab shows the run.
         prefix: put before every metric's name, with a dash.
-        **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``.
+        **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step`` is
+            for the first event file that this object writes.
 
     Raises:
         ConfigurationError: neither TensorBoard nor tensorboardX is installed.
@@ -46,7 +55,10 @@ class TensorBoardLogger(DirectoryLogger):
             )
         super().__init__(save_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
+        self._purge_step: int | None = options.pop("purge_step", None)
         self._options = options
+        self._rewound: tuple[str, int] | None = None  # a folder, and the first step that is hidden in it
+        self._has_start: str | None = None  # the folder where an earlier run's starting values stay
         self._writer: Any = None
 
     @property
@@ -56,7 +68,7 @@ class TensorBoardLogger(DirectoryLogger):
         Use it on rank 0 only: it creates the run's directory.
         """
         if self._writer is None:
-            self._writer = _summary_writer(self._directory.make(), self._options)
+            self._writer = self._open(self._directory.make())
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -78,13 +90,35 @@ class TensorBoardLogger(DirectoryLogger):
         writer = self.experiment
         for summary in _hparams_summaries(_flat(params), shown):
             writer.file_writer.add_summary(summary)
-        for key, value in shown.items():
-            writer.add_scalar(key, value, 0)
+        if self._has_start != self._directory.path:  # step 0 is shown once, and the tab shows what comes last
+            for key, value in shown.items():
+                writer.add_scalar(key, value, 0)
+        writer.flush()  # a run that goes on from here, killed or not, finds them there
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
         """Trace ``module`` on ``example`` and write its graph; without an example nothing is written."""
         if example is not None:
             self.experiment.add_graph(module, example)
+
+    def rewind(self, step: int) -> None:
+        """Hide what was logged after ``step``: the next event file begins with its ``purge_step``.
+
+        Event files only grow: TensorBoard leaves out what is hidden as it reads them, in the order of their names.
+        Starting values of metrics, ``hp_metric`` for one, are not written a second time unless ``step`` is -1.
+
+        Args:
+            step: that of the checkpoint; -1 hides everything.
+        """
+        self._close()
+        path = self._directory.path
+        names = self._names(path)
+        self._has_start = None
+        if not any(map(_EVENT_FILE.search, names)):
+            return
+        before = [self._rewound[1]] if self._rewound is not None and self._rewound[0] == path else []
+        self._rewound = (path, min([step + 1, *before]))
+        if "hparams.json" in names and min(self._purges(path)) > 0:
+            self._has_start = path
 
     def save(self) -> None:
         """Flush the event file, if there is one."""
@@ -94,13 +128,53 @@ class TensorBoardLogger(DirectoryLogger):
     def finalize(self, status: str) -> None:
         """Close the event file; a later write opens a new one beside it."""
         super().finalize(status)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process opens an event file of its own: the writer has a thread and a queue.
         return self.__dict__ | {"_writer": None}
+
+    def _open(self, path: str) -> Any:
+        purges = self._purges(path)
+        options = self._options | ({"purge_step": min(purges)} if purges else {})
+        # Names have whole seconds. tensorboardX writes over a file of the same second; and where something is hidden
+        # by a file that comes before another one in the order of names, what is hidden there comes to light.
+        if purges or not _has_tensorboard():
+            self._await_a_later_name(path)
+        writer = _summary_writer(path, options)
+        self._rewound = self._purge_step = None
+        return writer
+
+    def _purges(self, path: str) -> list[int]:
+        """The steps from which on the next event file hides what is there: of rewinding, and the user's own."""
+        rewound = self._rewound[1] if self._rewound is not None and self._rewound[0] == path else None
+        return [step for step in (rewound, self._purge_step) if step is not None]
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _names(self, path: str) -> list[str]:
+        filesystem = self._directory.filesystem
+        filesystem.invalidate_cache()
+        try:
+            return [str(entry).rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
+        except FileNotFoundError:
+            return []
+
+    def _await_a_later_name(self, path: str) -> None:
+        seconds = [int(found[1]) for found in map(_EVENT_FILE.search, self._names(path)) if found]
+        wait = max(seconds, default=0) + 1 - time.time()
+        if wait > _LONGEST_WAIT:
+            _log.warning(
+                "An event file in %r is from %.0f seconds ahead of this machine's clock. TensorBoard reads event files "
+                "in the order of their times, so that it may show some steps of this run twice, or not.",
+                path,
+                wait,
+            )
+        elif wait > 0:
+            time.sleep(wait)
 
 
 def tensorboard_is_installed() -> bool:
@@ -110,8 +184,11 @@ def tensorboard_is_installed() -> bool:
 
 def _package(of_tensorboard: str, of_tensorboardx: str) -> Any:
     """Import the module of whichever package is installed, TensorBoard first."""
-    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-    return importlib.import_module(of_tensorboard if has_tensorboard else of_tensorboardx)
+    return importlib.import_module(of_tensorboard if _has_tensorboard() else of_tensorboardx)
+
+
+def _has_tensorboard() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 def _summary_writer(path: str, options: Mapping[str, Any]) -> Any:
