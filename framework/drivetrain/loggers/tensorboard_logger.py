@@ -103,7 +103,9 @@ class TensorBoardLogger(DirectoryLogger):
     def rewind(self, step: int) -> None:
         """Hide what was logged after ``step``: the next event file begins with its ``purge_step``.
 
-        Event files only grow: TensorBoard leaves out what is hidden as it reads them, in the order of their names.
+        Event files only grow: TensorBoard leaves out what is hidden as it reads them, in the order of their names. Its
+        fast loader goes metric by metric: what is hidden of one goes as the run logs that one at the same step again,
+        or at an earlier one.
         Starting values of metrics, ``hp_metric`` for one, are not written a second time unless ``step`` is -1.
 
         Args:
@@ -142,6 +144,9 @@ class TensorBoardLogger(DirectoryLogger):
         if purges or not _has_tensorboard():
             self._await_a_later_name(path)
         writer = _summary_writer(path, options)
+        if purges:
+            # TensorBoard's server takes the first start that a folder tells of for that of the run, and hides nothing.
+            writer.file_writer.add_event(_start(min(purges)))
         self._rewound = self._purge_step = None
         return writer
 
@@ -193,6 +198,11 @@ def _has_tensorboard() -> bool:
 
 def _summary_writer(path: str, options: Mapping[str, Any]) -> Any:
     return _package("torch.utils.tensorboard", "tensorboardX").SummaryWriter(log_dir=path, **options)
+
+
+def _start(step: int) -> Any:
+    module = _package("tensorboard.compat.proto.event_pb2", "tensorboardX.proto.event_pb2")
+    return module.Event(step=step, session_log=module.SessionLog(status=module.SessionLog.START))
 
 
 def _hparams_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
