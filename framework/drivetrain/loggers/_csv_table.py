@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 
 Row = dict[str, str]
 
-_NEEDS_QUOTES = frozenset(',"\r\n')
+_QUOTE = '"'
+_NEEDS_QUOTES = re.compile(r'[,"\r\n]')
+_BREAKS = re.compile(r'["\r\n]')
 _END = "end\n"
 
 
@@ -28,14 +31,19 @@ def table_of(text: str) -> tuple[list[str], list[Row]]:
 
 def text_of(columns: Sequence[str], rows: Iterable[Row]) -> str:
     """Return the text of a whole table."""
-    # The csv module leaves a carriage return without quotes, and takes it for the end of a line.
-    return ",".join(map(_quoted, columns)) + "\n" + lines_of(columns, rows)
+    return _line(columns) + lines_of(columns, rows)
 
 
 def lines_of(columns: Sequence[str], rows: Iterable[Row]) -> str:
     """Return the lines of rows, without the names of the columns."""
-    return "".join(",".join(_quoted(row.get(column, "")) for column in columns) + "\n" for row in rows)
+    return "".join(_line([row.get(column, "") for column in columns]) for row in rows)
 
 
-def _quoted(cell: str) -> str:
-    return '"' + cell.replace('"', '""') + '"' if _NEEDS_QUOTES.intersection(cell) else cell
+def _line(cells: Sequence[str]) -> str:
+    # The csv module leaves a carriage return without quotes, and takes it for the end of a line.
+    line = ",".join(cells)
+    if line.count(",") >= len(cells) or _BREAKS.search(line):
+        line = ",".join(
+            f'"{cell.replace(_QUOTE, _QUOTE * 2)}"' if _NEEDS_QUOTES.search(cell) else cell for cell in cells
+        )
+    return line + "\n"

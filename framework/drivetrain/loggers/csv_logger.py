@@ -136,7 +136,7 @@ class CSVLogger(DirectoryLogger):
                     raise DrivetrainError(
                         f"metrics.csv below {self.save_dir!r} cannot be brought up to date: "
                         f"{type(error).__name__}: {error}.",
-                        "the rows that are not written yet are held back.",
+                        "the rows that are not in it yet are held back in memory, and are lost with this process.",
                         "check the room there is, the rights, and for a URL the credentials and the network.",
                     ) from error
             time.sleep(pause)
