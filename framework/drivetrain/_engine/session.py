@@ -417,11 +417,19 @@ class Session(RunState):
     def _finish(self, status: str) -> None:
         if self.data is not None:
             self.data.close()
-        if self.strategy.rank == 0:
-            for one in self.trainer.loggers:
+        if self.strategy.rank > 0:
+            return
+        problem: Exception | None = None
+        for one in self.trainer.loggers:
+            try:
                 one.finalize(status)
-            ended = {"success": "finished"}.get(status, status)
-            self.folder.end(ended, self._why, self.progress.global_step)
+            except Exception as error:  # the others are still to write what they hold back
+                problem = problem or error
+        if problem is not None:
+            status, self._why = "failed", _in_short(problem)
+        self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
+        if problem is not None:
+            raise problem
 
     def _detach(self) -> None:
         if self._trainables is not None:
@@ -449,7 +457,7 @@ class Session(RunState):
             calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self._why = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        self._why = _in_short(error)
         calls += [self.checkpoints.abandon, lambda: self._finish(status), self.strategy.teardown]
         for call in calls:
             try:
@@ -463,6 +471,10 @@ class Session(RunState):
         if cause is not error:
             self._log.add_cause(cause)
         return cause
+
+
+def _in_short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
 
 
 def _settings_alike(trainer: RunContext) -> dict[str, Any]:

@@ -55,10 +55,6 @@ class Logger(ABC):
         """The folder or URL below which this logger writes, tried before the first step; None where it writes none."""
         return None
 
-    def rewind(self, step: int) -> None:
-        """Drop what was logged after optimizer step ``step``: the run goes on from a checkpoint of that step."""
-        del step
-
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep ``metrics``, plain numbers by name, as of optimizer step ``step``."""

@@ -119,9 +119,8 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
     assert torch.equal(module.layer.weight, by_hand())
     assert (watching.rollbacks, watching.passed_over, fit.global_step) == (1, {BAD}, STEPS)
     (said,) = [record.message for record in caplog.records if "LossSpikeGuard" in record.message]
-    assert (
-        f"Going back from global_step=16 to 12, {tmp_path}/{RUN}/checkpoints/epoch=0-step=12, rollback 1 of 3" in said
-    )
+    path = tmp_path / RUN / "checkpoints/epoch=0-step=12"
+    assert f"Going back from global_step=16 to 12, {path}, rollback 1 of 3" in said
     assert _written(tmp_path) == {"epoch=0-step=20", "epoch=0-step=24", "latest"}
 
 

@@ -54,7 +54,7 @@ def test_the_home_folder(home: Path) -> None:
     assert list(Path().iterdir()) == []
     assert verify("~/by-hand") == []
     assert (home / "kept/epoch=0-step=4/manifest.json").exists()
-    assert (home / "root/checkpoints/epoch=0-step=4/manifest.json").exists()
+    assert (home / "root/drivetrain_logs/version_0/checkpoints/epoch=0-step=4/manifest.json").exists()
     assert len(list((home / "logs").rglob("metrics.csv"))) == 1
     assert fit(2, "~/kept/epoch=0-step=4", callbacks=Checkpoint("~/kept")).global_step == 8
 

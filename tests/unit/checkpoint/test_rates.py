@@ -74,8 +74,8 @@ def test_a_save_sums_and_writes_each_byte_once(fit: Fit, tmp_path: Path, monkeyp
     sizes = _sizes(tmp_path / "c")
     assert sum(written) == sum(sizes.values())
     assert sum(summed) == sum(sizes.values()) - sizes["manifest.json"]
-    # Every file, the folder before it gets its name, and the folder that holds the name.
-    assert len(synced) == len(sizes) + 2
+    # Every file, the folder before it gets its name, the folder that holds the name, and the run's record.
+    assert len(synced) == len(sizes) + 3
 
 
 def test_a_read_reads_and_checks_each_byte_once(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

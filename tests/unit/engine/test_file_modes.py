@@ -117,4 +117,5 @@ def test_so_does_what_ranks_make(tmp_path: Path, mask: int) -> None:  # J-11
     folder.mkdir()
     on_ranks(_on_a_rank, 2, folder, mask)
     assert others_than(mask, folder) == {}
-    assert {"logs/rank-0.log", "logs/rank-1.log"} <= set(modes(folder))
+    run = "drivetrain_logs/version_0"
+    assert {f"{run}/run.json", f"{run}/logs/rank-0.log", f"{run}/logs/rank-1.log"} <= set(modes(folder))

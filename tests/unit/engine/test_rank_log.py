@@ -5,37 +5,32 @@ from __future__ import annotations
 import pickle
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from drivetrain import Fit
 from drivetrain._engine.rank_log import LARGEST, RankLog
-from drivetrain.loggers import CSVLogger
+from drivetrain._engine.run_folder import RunFolder
 
 
-def _folder(world_size: int = 2, **settings: Any) -> str | None:
-    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-    return RankLog(Fit(**{**options, **settings}), 1, world_size).folder
+def _log(path: Path | str | None, world_size: int = 2) -> RankLog:
+    folder = RunFolder()
+    folder.path = None if path is None else str(path)
+    return RankLog(folder, 1, world_size)
 
 
-def test_a_log_is_where_the_run_keeps_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    root = tmp_path / "root"
-    assert _folder(default_root_dir=root) == str(root / "logs")
-    assert _folder(enable_checkpointing=True) == str(tmp_path / "logs")
-    named = CSVLogger(tmp_path / "own", name="tries", version=3)
-    assert _folder(logger=named, default_root_dir=root) == str(tmp_path / "own" / "tries" / "version_3" / "logs")
-    assert _folder() is None  # a run that keeps nothing
-    assert _folder(default_root_dir="memory://bucket/runs") is None
-    assert _folder(default_root_dir=root, barebones=True) is None
-    assert _folder(1, default_root_dir=root) is None
+    assert _log(tmp_path / "run").folder == str(tmp_path / "run" / "logs")
+    assert _log("run").folder == str(tmp_path / "run" / "logs")
+    assert _log(None).folder is None  # a run that keeps nothing
+    assert _log("memory://bucket/runs/a").folder is None
+    assert _log(tmp_path / "run", world_size=1).folder is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
-    log = RankLog(Fit(default_root_dir=root, logger=False, accelerator="cpu"), 1, 2)
+    log = _log(root)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     first, second = ValueError("first"), ValueError("second")
     log.add_failure(first, "the traceback")
@@ -45,7 +40,7 @@ def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.M
     path.unlink()
     path.parent.rmdir()
     path.parent.write_text("a file in the folder's place")
-    log = RankLog(log._trainer, 1, 2)
+    log = RankLog(log._run, 1, 2)
     log.add_failure(second, "the traceback")
     assert not hasattr(second, "__notes__")
     with log:
@@ -54,7 +49,7 @@ def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
-    log = RankLog(Fit(default_root_dir=tmp_path, logger=False, accelerator="cpu"), 1, 2)
+    log = _log(tmp_path)
     text = "é" * 2**19
     count = 3 * LARGEST // len(text.encode())
     for number in range(count):
@@ -70,7 +65,7 @@ def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     assert "rank 1: The run failed.\nthe traceback\n" in newest.read_text()
     assert error.__notes__ == [f"Log: {newest}"]
     # What another run wrote counts as well.
-    again = RankLog(log._trainer, 1, 2)
+    again = RankLog(log._run, 1, 2)
     with newest.open("ab") as file:
         file.truncate(LARGEST)
     again.add("a run that goes on")
@@ -80,7 +75,7 @@ def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
 
 
 def test_of_a_record_without_end_beginning_and_end_are_kept(tmp_path: Path) -> None:
-    log = RankLog(Fit(default_root_dir=tmp_path, logger=False, accelerator="cpu"), 1, 2)
+    log = _log(tmp_path)
     log.add("begin" + "x" * 2**22 + "end \ud800")
     (line, left_out, end) = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()
     assert "rank 1: beginxxx" in line

@@ -15,6 +15,7 @@ from drivetrain._engine import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain._runtime.seed import never_seeded, seed_everything
+from drivetrain.callbacks import Checkpoint
 from told import told
 
 
@@ -123,6 +124,7 @@ def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  
 def test_started_functions_know_how_their_caller_built_the_module(tmp_path: Path) -> None:  # I-18
     # They cannot tell by their own generators: those of a fork server are as nobody has seeded them.
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork", "seed": 7}
+    options["callbacks"] = Checkpoint(save_top_k=0)  # so that there is a folder for logs
     trainer = fit(tmp_path, **options)
     trainer.fit(Line(), loader(4))
     assert sum(log.read_text().count("Fit(seed=7) seeds the run") for log in tmp_path.rglob("rank-*.log")) == 1

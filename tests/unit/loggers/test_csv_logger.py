@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import fsspec
@@ -101,7 +102,7 @@ def test_a_row_torn_by_a_kill_is_dropped_and_the_rest_kept(tmp_path: Path) -> No
 
 def test_an_fsspec_url_holds_the_same_files() -> None:
     root = "memory://csv-logger-test"
-    logger = CSVLogger(root, flush_logs_every_n_steps=1)
+    logger = CSVLogger(root, version=0, flush_logs_every_n_steps=1)
     logger.log_metrics({"loss": 1.0}, step=1)
     logger.log_metrics({"loss": 2.0}, step=2)
     logger.log_metrics({"acc": 0.5}, step=3)
@@ -112,7 +113,10 @@ def test_an_fsspec_url_holds_the_same_files() -> None:
     again.finalize("success")
     assert [(row["step"], row["loss"]) for row in _rows(again)] == [("1", "1.0"), ("2", "2.0"), ("3", ""), ("4", "4.0")]
     assert json.loads(fsspec.open(f"{again.log_dir}/hparams.json").open().read()) == {"lr": 0.1}
-    assert CSVLogger(root).version == "version_1"
+    # Two runs could take one number there: the name of another is a time and random letters.
+    first, second = CSVLogger(root).version, CSVLogger(root).version
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[a-z]{6}", first)
+    assert first != second
 
 
 def test_hyper_parameters_are_json(tmp_path: Path) -> None:
