@@ -78,7 +78,7 @@ class RunCheckpoints:
         if session.stage == "fit" and session.folder.path is None:
             from drivetrain._engine.run_beginning import begin
 
-            begin(session, session.folder, None, _check_form)
+            self._beginning = begin(session, session.folder, self._path, _check_form)
 
     def open(self) -> int:
         """Open what the run starts from, and return the seed of the order of its samples. Collective.

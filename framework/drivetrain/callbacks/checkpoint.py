@@ -256,7 +256,7 @@ class Checkpoint(Callback):
         once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
         self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
         self._clock = time.monotonic()
-        if trainer.strategy.control.rank == 0:
+        if trainer.strategy.control.rank == 0 and not self._is_off:
             self._tidy(trainer, list(self._going))  # killed at the wrong moment, the earlier run did not come to it
 
     def _after_micro_batch(

@@ -67,12 +67,18 @@ class CSVLogger(DirectoryLogger):
         self._written: list[Row] = []
         self._size: int | None = None  # bytes to cut a local file to, where an append failed midway
         self._refused = False  # the last write failed
+        # After a rewind: to which step, how many rows of the table are from before, and what came at that step again.
+        self._rewound_to: int | None = None
+        self._rows_before = 0
+        self._come_again: set[str] = set()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Add a row, or complete the last one where the step is the same and no value would be replaced."""
         if not metrics:
             return
         row = {"step": str(step)} | {self._column(key): _text(value) for key, value in metrics.items()}
+        if step == self._rewound_to:
+            self._come_again.update(row)
         last = self._pending[-1] if self._pending else None
         if last is not None and all(last.get(key, value) == value for key, value in row.items()):
             last.update(row)
@@ -108,6 +114,9 @@ class CSVLogger(DirectoryLogger):
         """
         self._pending = [row for row in self._pending if not _is_after(row, step)]
         self._flushed_step = None
+        self._rewound_to = step
+        self._rows_before = 0
+        self._come_again = set()
         self._tried(lambda: self._cut(step), _PAUSES)
 
     def _save_or_warn(self) -> None:
@@ -147,15 +156,41 @@ class CSVLogger(DirectoryLogger):
             self._take_up_existing()
         assert self._columns is not None
         columns = list(dict.fromkeys([*self._columns, *(key for row in self._pending for key in row)]))
+        before = self._rows_before
         if not self._directory.is_local:
-            rows = [*self._written, *self._pending]
+            there, before = self._without_what_came_again(self._written)
+            rows = [*there, *self._pending]
             self._replace(text_of(columns, rows))
             self._written = rows
-        elif columns != self._columns or not self._append(lines_of(columns, self._pending)):
-            there = table_of(self._read() or "")[1]
+        elif self._come_again or columns != self._columns or not self._append(lines_of(columns, self._pending)):
+            there, before = self._without_what_came_again(table_of(self._read() or "")[1])
             self._replace(text_of(columns, [*there, *self._pending]))
         self._columns = columns
         self._pending = []
+        self._come_again, self._rows_before = set(), before
+
+    def _without_what_came_again(self, rows: list[Row]) -> tuple[list[Row], int]:
+        """Take values out of the rows from before the rewind that the run has logged anew since, at the same step.
+
+        The checkpoint was written in the midst of that step's values: what came after it comes again.
+
+        Returns:
+            the rows, and how many of them are from before.
+        """
+        if not self._come_again:
+            return rows, self._rows_before
+        epoch = self._column("epoch")
+        names = self._come_again - {"step", epoch}
+        kept: list[Row] = []
+        before = 0
+        for index, row in enumerate(rows):
+            if index < self._rows_before and _step_of(row) == self._rewound_to and not names.isdisjoint(row):
+                row = {name: cell for name, cell in row.items() if name not in names}
+                if row.keys() <= {"step", epoch}:
+                    continue
+            before += index < self._rows_before
+            kept.append(row)
+        return kept, before
 
     def _take_up_existing(self) -> None:
         text = self._read() or ""
@@ -178,6 +213,7 @@ class CSVLogger(DirectoryLogger):
         else:
             found, rows = self._columns, self._written
         kept = [row for row in rows if not _is_after(row, step)]
+        self._rows_before = len(kept)
         filled = set().union(*kept)
         columns = ["step", *(one for one in found if one != "step" and (one in filled or len(kept) == len(rows)))]
         # After a write whose answer was lost, the store may have more than this object knows of.
@@ -260,10 +296,15 @@ class CSVLogger(DirectoryLogger):
 
 
 def _is_after(row: Row, step: int) -> bool:
+    at = _step_of(row)
+    return at is not None and at > step
+
+
+def _step_of(row: Row) -> float | None:
     try:
-        return float(row.get("step", "")) > step  # a spreadsheet may have written 20 as 20.0
+        return float(row.get("step", ""))  # a spreadsheet may have written 20 as 20.0
     except ValueError:
-        return False  # not of our making: a note by hand, say, and nobody knows of which step
+        return None  # not of our making: a note by hand, say, and nobody knows of which step
 
 
 def _text(value: object) -> str:

@@ -1,0 +1,114 @@
+"""Small runs that have folders, and what is read of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.loggers import CSVLogger
+
+STEPS = 6  # in an epoch
+NAME = "drivetrain_logs"
+
+
+class Net(TrainModule):
+    """A line with a hyper-parameter, which says when it comes to a step."""
+
+    def __init__(self, lr: float = 0.1, at_step: Callable[[int], None] = lambda step: None) -> None:
+        super().__init__()
+        self.save_hyperparameters("lr")
+        self.at_step = at_step
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.at_step(self.global_step)
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("val", self.net(batch[0]).mean())
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("test", self.net(batch[0]).mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Another(Net):
+    """Of another class, and else the same."""
+
+
+def data(samples: int = 4 * STEPS) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(samples, 3, generator=generator)), batch_size=4)
+
+
+def fit(root: Path | str, **options: Any) -> Fit:
+    """A quiet Fit with a CSVLogger and a Checkpoint."""
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "seed": 0, "log_every_n_steps": 1}
+    settings = {"max_epochs": 1, "logger": CSVLogger(root), "callbacks": Checkpoint(), **quiet, **options}
+    return Fit(default_root_dir=root, accelerator="cpu", **settings)
+
+
+def trained(root: Path | str, ckpt_path: Any = None, module: Net | None = None, **options: Any) -> Fit:
+    """A Fit that has run."""
+    trainer = fit(root, **options)
+    trainer.fit(Net() if module is None else module, data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def folders(root: Path, name: str = NAME) -> list[str]:
+    place = root / name
+    return sorted(one.name for one in place.iterdir()) if place.exists() else []
+
+
+def record(folder: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
+    return document
+
+
+def edit(folder: Any, **values: Any) -> dict[str, Any]:
+    """Change what a record says."""
+    document = {**record(folder), **values}
+    (Path(folder) / "run.json").write_text(json.dumps(document))
+    return document
+
+
+def stopped(root: Path, step: int, **options: Any) -> Fit:
+    """A Fit whose run failed as it came to a step, as one that was killed left it."""
+
+    def fail(at: int) -> None:
+        if at == step:
+            raise RuntimeError("killed")
+
+    trainer = fit(root, **options)
+    try:
+        trainer.fit(Net(at_step=fail), data())
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError("it was to fail")
+    return trainer
+
+
+def left_running(folder: Any, **process: Any) -> None:
+    """Make a record say that its run is under way, in a process of which some facts are changed."""
+    document = record(folder)
+    edit(folder, status="running", ended=None, why=None, process={**document["process"], **process})
+
+
+def process_of(pid: int) -> dict[str, Any]:
+    """What a record says of a process of this machine."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return {"pid": pid, "began": fields[19]}

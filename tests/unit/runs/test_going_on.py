@@ -1,0 +1,355 @@
+"""Which run "auto", "last", "best" and a path go on with, and in which folder: J-13."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_case import Another, Net, data, edit, fit, folders, left_running, process_of, record, stopped, trained
+
+from drivetrain import Fit
+from drivetrain.callbacks import Checkpoint, EarlyStopping
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.runs import _liveness
+
+
+def rows(folder: Any) -> list[dict[str, str]]:
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def version(trainer: Fit) -> str:
+    return Path(str(trainer.log_dir)).name
+
+
+def every(step: int, **options: Any) -> Checkpoint:
+    return Checkpoint(every_n_train_steps=step, save_top_k=-1, **options)
+
+
+# Which run
+
+
+def test_auto_goes_on_with_the_newest_run_in_its_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-13
+    trained(tmp_path)
+    stopped(tmp_path, step=9, max_epochs=3, callbacks=every(2))
+    again = trained(tmp_path, "auto", max_epochs=3, callbacks=every(2))
+    assert version(again) == "version_1"
+    assert folders(tmp_path) == ["version_0", "version_1"]
+    assert "going on from" in caplog.text
+    assert "epoch=1-step=8" in caplog.text
+    parts = record(again.log_dir)["parts"]
+    assert [(one["from_step"], one["to_step"], one["status"]) for one in parts] == [
+        (0, 9, "failed"),
+        (8, 18, "finished"),
+    ]
+
+
+@pytest.mark.parametrize("which", ["auto", "last"])
+def test_a_run_of_another_class_is_passed_over(
+    tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
+) -> None:  # J-13: it took class M's finished run, made no step and ended as a success
+    trained(tmp_path)
+    if which == "last":
+        with pytest.raises(CheckpointError, match=r"(?s)no checkpoint that a run could go on from.*runs of Another"):
+            trained(tmp_path, which, module=Another())
+        return
+    other = trained(tmp_path, which, module=Another())
+    assert (other.global_step, version(other)) == (6, "version_1")
+    (said,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
+    assert said == (
+        "a fresh start. Passed over: version_0 (its module is run_case.Net, and this one run_case.Another)."
+    )
+
+
+def test_a_run_with_other_hyper_parameters_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-13: a sweep in one directory
+    for lr in (0.1, 0.2, 0.3):
+        trained(tmp_path, "auto", module=Net(lr))
+    assert folders(tmp_path) == ["version_0", "version_1", "version_2"]
+    caplog.clear()
+    again = trained(tmp_path, "auto", module=Net(0.2), max_epochs=2)
+    assert (version(again), again.global_step) == ("version_1", 12)
+    assert "version_2 (its hyper-parameters differ: lr=0.3, here 0.2)" in caplog.text
+
+
+def test_a_run_of_another_name_is_not_seen(tmp_path: Path) -> None:  # J-13: seeds are no hyper-parameters
+    for name in ("seed-0", "seed-1"):
+        trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name=name))
+    first = trained(tmp_path, "auto", logger=CSVLogger(tmp_path, name="seed-0"), max_epochs=2)
+    assert first.log_dir == str(tmp_path / "seed-0" / "version_0")
+
+
+def test_a_run_that_is_under_way_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+    first = trained(tmp_path)
+    left_running(first.log_dir, **process_of(1))
+    second = trained(tmp_path, "auto", max_epochs=2)
+    assert version(second) == "version_1"
+    assert "Passed over: version_0 (it is under way, process 1 on " in caplog.text
+    # Once it is dead it is taken: its number may be another process's by now.
+    left_running(first.log_dir, pid=1, began="1")
+    edit(second.log_dir, module="another")
+    assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
+
+
+def test_a_run_of_this_very_process_is_known(tmp_path: Path) -> None:  # J-13: a fit within a fit
+    class Nesting(Net):
+        inner = ""
+
+        def on_train_epoch_end(self) -> None:
+            self.trainer.save_checkpoint(Path(str(self.trainer.log_dir)) / "checkpoints" / "now")
+            Nesting.inner = version(trained(tmp_path, "auto", module=Net()))
+
+    module = Nesting()
+    outer = fit(tmp_path)
+    edited = outer.fit  # of the same class as far as records say
+    Nesting.__qualname__, Nesting.__module__ = Net.__qualname__, Net.__module__
+    edited(module, data())
+    assert (version(outer), Nesting.inner) == ("version_0", "version_1")
+
+
+def test_newest_goes_by_lineage_and_not_by_clocks(tmp_path: Path) -> None:  # J-13
+    trained(tmp_path, callbacks=every(2))
+    older = tmp_path / "drivetrain_logs/version_0/checkpoints/epoch=0-step=2"
+    fork = trained(tmp_path, older, callbacks=every(2), max_epochs=2)
+    assert version(fork) == "version_1"
+    assert record(fork.log_dir)["parent"] == record(older.parents[1])["id"]
+    # Between branches the time of the commit decides: the fork's came last.
+    assert version(trained(tmp_path, "auto", callbacks=every(2), max_epochs=3)) == "version_1"
+
+
+def test_old_places_are_named_and_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+    trained(tmp_path / "before", callbacks=Checkpoint(tmp_path / "checkpoints"))
+    fresh = trained(tmp_path, "auto")
+    assert fresh.global_step == 6
+    path = str(tmp_path / "checkpoints" / "epoch=0-step=6")
+    assert f"a fresh start. {str(tmp_path / 'checkpoints')!r} has checkpoints" in caplog.text
+    assert f"ckpt_path={path!r}" in caplog.text
+    assert caplog.text.count("has checkpoints") == 1
+
+
+# In an explicit dirpath
+
+
+def test_the_same_holds_in_an_explicit_dirpath(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+    def kept() -> Checkpoint:
+        return Checkpoint(tmp_path / "kept")
+
+    trained(tmp_path, callbacks=kept())
+    other = trained(tmp_path, "auto", callbacks=kept(), module=Another())
+    assert (other.global_step, version(other)) == (6, "version_1")
+    assert "its module is run_case.Net, and this one run_case.Another" in caplog.text
+    swept = trained(tmp_path, "auto", callbacks=kept(), module=Net(0.5))
+    assert (swept.global_step, version(swept)) == (6, "version_2")
+    again = trained(tmp_path, "auto", callbacks=kept(), max_epochs=2)
+    assert (again.global_step, version(again)) == (12, "version_0")
+    left_running(again.log_dir, **process_of(1))
+    aside = trained(tmp_path, "auto", callbacks=kept(), max_epochs=3)
+    assert (aside.global_step, version(aside)) == (18, "version_3")
+    assert "version_0 (it is under way" in caplog.text
+
+
+def test_a_dirpath_alone_is_enough_where_the_runs_folder_is_gone(tmp_path: Path) -> None:
+    trained(tmp_path, callbacks=Checkpoint(tmp_path / "kept"))
+    shutil.rmtree(tmp_path / "drivetrain_logs")
+    again = trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "kept"), max_epochs=2)
+    assert (again.global_step, version(again)) == (12, "version_0")
+    assert again.checkpoint_callback is not None
+
+
+# Where it writes
+
+
+def test_a_path_to_the_newest_goes_on_in_its_folder_and_others_begin_one(tmp_path: Path) -> None:  # J-13
+    trained(tmp_path, callbacks=every(3))
+    saved = tmp_path / "drivetrain_logs/version_0/checkpoints"
+    newest = trained(tmp_path, saved / "epoch=0-step=6", callbacks=every(3), max_epochs=2)
+    assert version(newest) == "version_0"
+    older = trained(tmp_path, saved / "epoch=0-step=3", callbacks=every(3), max_epochs=2)
+    assert version(older) == "version_1"
+    best = trained(tmp_path, "best", callbacks=every(3), max_epochs=3)
+    assert version(best) == "version_2"
+    for one in (older, best):
+        assert record(one.log_dir)["parent"] is not None
+    # What is named elsewhere is gone on from here: a folder of the user's own choice is not left.
+    elsewhere = trained(tmp_path / "new", saved / "epoch=1-step=12", callbacks=every(3), max_epochs=3)
+    assert elsewhere.log_dir == str(tmp_path / "new" / "drivetrain_logs" / "version_0")
+    assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
+
+
+def test_a_path_to_a_run_that_is_under_way_begins_a_folder(tmp_path: Path) -> None:  # J-13
+    first = trained(tmp_path)
+    left_running(first.log_dir, **process_of(1))
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert version(trained(tmp_path, path, max_epochs=2)) == "version_1"
+
+
+def test_what_differs_by_consent_begins_a_folder(tmp_path: Path) -> None:  # J-13
+    first = trained(tmp_path)
+    path = first.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    other = fit(tmp_path, max_epochs=2)
+    other.fit(Another(), data(), ckpt_path=path, allow=("module",))
+    assert (version(other), other.global_step) == ("version_1", 12)
+
+
+def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
+    kept = tmp_path / "kept"
+    trained(tmp_path, callbacks=Checkpoint(kept, filename="a-{step}"))
+    trained(tmp_path, "best", callbacks=Checkpoint(kept, filename="b-{step}"), max_epochs=2)  # a run of its own
+    assert sorted(one.name for one in kept.glob("*-*")) == ["a-step=6", "b-step=12"]
+    trained(tmp_path, "last", callbacks=Checkpoint(kept, filename="c-{step}"), max_epochs=3)  # the same run
+    assert sorted(one.name for one in kept.glob("*-*")) == ["a-step=6", "c-step=18"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 7, 11])
+@pytest.mark.parametrize("pace", [1, 2, 3])
+def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> None:  # J-13
+    def loggers(root: Path) -> list[Any]:
+        return [CSVLogger(root, flush_logs_every_n_steps=4), TensorBoardLogger(root)]
+
+    def options(root: Path) -> dict[str, Any]:
+        return {"max_epochs": 2, "logger": loggers(root), "callbacks": every(2), "log_every_n_steps": pace}
+
+    undisturbed = tmp_path / "undisturbed"
+    trainer = fit(undisturbed, **options(undisturbed))
+    trainer.fit(Net(), data(), data())
+    root = tmp_path / "killed"
+
+    def die(at: int) -> None:
+        if at == step:
+            for one in killed.loggers:
+                one.save()  # it may have written what comes after the checkpoint
+            raise RuntimeError("killed")
+
+    killed = fit(root, **options(root))
+    with pytest.raises(RuntimeError, match="killed"):
+        killed.fit(Net(at_step=die), data(), data())
+    again = fit(root, **options(root))
+    again.fit(Net(), data(), data(), ckpt_path="auto")
+    assert version(again) == ("version_0" if step > 1 else "version_1")  # before the first one there is none
+    assert rows(again.log_dir) == rows(trainer.log_dir)
+
+
+# Runs that have ended
+
+
+def test_auto_ends_a_run_that_has_ended_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-13
+    first = trained(tmp_path)
+    folder = Path(str(first.log_dir))
+    before = {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+    again = trained(tmp_path, "auto")
+    assert again.global_step == 6
+    assert "max_epochs=1 is reached" in caplog.text
+    assert "nothing was left to train" in caplog.text
+    assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
+    assert folders(tmp_path) == ["version_0"]
+    for which in ("last", "best", first.checkpoint_callback.best_model_path):  # type: ignore[union-attr]
+        with pytest.raises(ConfigurationError, match="max_epochs=1 is reached, so that nothing is left to train"):
+            trained(tmp_path, which)
+    assert {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()} == before
+    assert folders(tmp_path) == ["version_0"]
+    assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"  # the limit was raised since
+
+
+def test_auto_ends_a_run_that_was_stopped_early_until_it_may_be_more_patient(tmp_path: Path) -> None:  # J-13
+    def early(patience: int) -> dict[str, Any]:
+        stopping = EarlyStopping("loss_epoch", patience=patience, min_delta=100.0)
+        return {"callbacks": [stopping, Checkpoint()], "max_epochs": 6}
+
+    first = trained(tmp_path, **early(1))
+    ended_at = first.global_step
+    assert ended_at < 36
+    assert record(first.log_dir)["status"] == "finished"
+    assert "EarlyStopping" in record(first.log_dir)["why"]
+    assert trained(tmp_path, "auto", **early(1)).global_step == ended_at
+    more = trained(tmp_path, "auto", **early(3))
+    assert more.global_step > ended_at
+    assert version(more) == "version_0"
+
+
+# Jobs, and machines out of sight
+
+
+def test_what_this_job_left_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    job = stopped(tmp_path, step=5, callbacks=every(2), max_epochs=2)
+    left_running(job.log_dir, host="another", pid=1)
+    monkeypatch.setenv("SLURM_JOB_ID", "78")
+    newer = trained(tmp_path, callbacks=every(2))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = trained(tmp_path, "auto", callbacks=every(2), max_epochs=2)  # nothing is watched: it would take 90 s
+    assert (version(again), version(newer)) == ("version_0", "version_1")
+    assert [one["from_step"] for one in record(again.log_dir)["parts"]] == [0, 4]
+
+
+def test_a_job_that_had_saved_nothing_begins_again_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    early = stopped(tmp_path, step=1)
+    again = trained(tmp_path, "auto")
+    assert again.log_dir == early.log_dir
+    assert [row["step"] for row in rows(again.log_dir)] == ["1", "2", "3", "4", "5", "6"]
+    assert folders(tmp_path) == ["version_0"]
+
+
+def test_two_steps_of_one_slurm_job_may_run_side_by_side(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_liveness, "WATCH", 0.2)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_STEP_ID", "1")
+    beside = stopped(tmp_path, step=5, callbacks=every(2))
+    left_running(beside.log_dir, **process_of(1))
+    monkeypatch.setenv("SLURM_STEP_ID", "2")
+    assert version(trained(tmp_path, "auto", callbacks=every(2))) == "version_1"
+
+
+@pytest.mark.parametrize("beats", [False, True])
+def test_elsewhere_a_heartbeat_tells(
+    tmp_path: Path, beats: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # J-13
+    first = trained(tmp_path)
+    left_running(first.log_dir, host="another")
+    monkeypatch.setattr(_liveness, "WATCH", 0.3)
+    original = _liveness.Watch.look
+
+    def look(self: Any, pause: float) -> None:
+        if beats:
+            edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
+        original(self, pause)
+
+    monkeypatch.setattr(_liveness.Watch, "look", look)
+    again = trained(tmp_path, "auto", max_epochs=2)
+    assert "version_0' may be under way on another machine: its record is watched for 0 s" in caplog.text
+    assert version(again) == ("version_1" if beats else "version_0")
+
+
+def test_heartbeats_are_written_while_a_step_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-13, N-06
+    monkeypatch.setattr(_liveness, "HEARTBEAT", 0.02)
+    beats: set[str] = set()
+    trainer = fit(tmp_path)
+
+    def watch(step: int) -> None:
+        while len(beats) < 3 * (step + 1):
+            beats.add(record(trainer.log_dir)["heartbeat"])
+
+    trainer.fit(Net(at_step=watch), data())
+    assert len(beats) >= 18
+    ended = record(trainer.log_dir)
+    assert (ended["status"], ended["why"]) == ("finished", "max_epochs=1 is reached")
+
+
+def test_weights_of_a_run_under_way_can_be_evaluated(tmp_path: Path) -> None:
+    first = trained(tmp_path, callbacks=Checkpoint())
+    left_running(first.log_dir, **process_of(1))
+    module = Net()
+    with torch.no_grad():
+        module.net.weight.zero_()
+    fit(tmp_path).validate(module, data(), ckpt_path="last", verbose=False)
+    assert module.net.weight.abs().sum() > 0

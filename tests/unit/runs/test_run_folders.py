@@ -1,0 +1,253 @@
+"""Every fit has a folder of its own, and what is in it: J-13."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from run_case import Another, Net, data, fit, folders, left_running, process_of, record, stopped, trained
+
+from drivetrain import Callback, Fit, Logger
+from drivetrain.callbacks import Checkpoint
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+
+
+def test_a_run_has_its_files_in_one_folder(tmp_path: Path) -> None:  # J-13
+    trainer = trained(tmp_path)
+    folder = tmp_path / "drivetrain_logs" / "version_0"
+    assert trainer.log_dir == str(folder) == trainer.logger.log_dir  # type: ignore[union-attr]
+    assert sorted(one.name for one in folder.iterdir()) == ["checkpoints", "hparams.json", "metrics.csv", "run.json"]
+    assert Path(trainer.checkpoint_callback.best_model_path).parent == folder / "checkpoints"  # type: ignore[union-attr]
+    assert [one.name for one in tmp_path.iterdir()] == ["drivetrain_logs"]
+
+
+def test_each_fit_of_one_trainer_has_its_own(tmp_path: Path) -> None:  # J-13
+    trainer = fit(tmp_path)
+    seen = []
+    for _ in range(3):
+        trainer.fit(Net(), data())
+        seen.append((trainer.log_dir, trainer.run_id))
+    assert [folder for folder, _ in seen] == [str(tmp_path / "drivetrain_logs" / f"version_{n}") for n in range(3)]
+    assert len({run for _, run in seen}) == 3
+    for folder, run in seen:
+        assert record(folder)["id"] == run
+        rows = (Path(str(folder)) / "metrics.csv").read_text().splitlines()
+        assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3", "4", "5", "6"]
+        assert len(list((Path(str(folder)) / "checkpoints").glob("epoch=*"))) == 1
+
+
+def test_loggers_of_one_root_and_name_share_it_and_others_do_not(tmp_path: Path) -> None:  # J-13
+    def loggers() -> list[Logger]:
+        beside = CSVLogger(tmp_path / "beside", name="b"), TensorBoardLogger(tmp_path / "beside", name="b")
+        return [TensorBoardLogger(tmp_path, name="a"), CSVLogger(tmp_path, name="a"), *beside]
+
+    CSVLogger(tmp_path / "beside", name="b").log_hyperparams({"from": "before"})
+    ours = loggers()
+    trainer = trained(tmp_path, logger=ours)
+    assert trainer.log_dir == str(tmp_path / "a" / "version_0")
+    assert [one.version for one in ours] == ["version_0", "version_0", "version_1", "version_1"]
+    for folder in (tmp_path / "a" / "version_0", tmp_path / "beside" / "b" / "version_1"):
+        assert {"metrics.csv"} | {one.name for one in folder.glob("events.*")} <= {one.name for one in folder.iterdir()}
+        assert len(list(folder.glob("events.*"))) >= 1
+    assert folders(tmp_path / "beside", "b") == ["version_0", "version_1"]
+    # Gone on with, each goes on where it was.
+    again = loggers()
+    trained(tmp_path, "auto", logger=again, max_epochs=2)
+    assert [one.version for one in again] == ["version_0", "version_0", "version_1", "version_1"]
+
+
+def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
+    first = trained(tmp_path, logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path, version="mine")])
+    assert first.log_dir == str(tmp_path / "drivetrain_logs" / "mine")
+    assert folders(tmp_path) == ["mine"]
+    # The record of the run before it is kept, and its checkpoints are.
+    second = trained(tmp_path, logger=CSVLogger(tmp_path, version="mine"))
+    assert "has an earlier run's files; its record is kept as run-1.json" in caplog.text
+    assert second.run_id != first.run_id
+    names = sorted(one.name for one in (tmp_path / "drivetrain_logs" / "mine").iterdir())
+    assert {"run.json", "run-1.json"} <= set(names)
+    assert sorted(one.name for one in (tmp_path / "drivetrain_logs/mine/checkpoints").glob("epoch=*")) == [
+        "epoch=0-step=6",
+        "epoch=0-step=6-v1",
+    ]
+    # It is taken from no run that is under way.
+    left_running(second.log_dir, **process_of(1))
+    with pytest.raises(ConfigurationError, match=r"belongs to a run that is under way \(process 1 on "):
+        fit(tmp_path, logger=CSVLogger(tmp_path, version="mine")).fit(Net(), data())
+
+
+def test_a_number_that_somebody_was_told_stays(tmp_path: Path) -> None:  # J-13
+    logger = CSVLogger(tmp_path)
+    told = Path(logger.log_dir)
+    told.mkdir(parents=True)
+    (told / "config.yaml").write_text("theirs")  # they keep something there before the run
+    assert trained(tmp_path, logger=logger).log_dir == str(told)
+    # A run that was quicker has it.
+    late = CSVLogger(tmp_path)
+    assert late.version == "version_1"
+    trained(tmp_path)
+    assert trained(tmp_path, logger=late).log_dir == str(tmp_path / "drivetrain_logs" / "version_2")
+
+
+def test_without_a_logger_it_is_there_for_checkpoints_alone(tmp_path: Path) -> None:  # J-13
+    trainer = trained(tmp_path, logger=False)
+    assert trainer.log_dir == str(tmp_path / "drivetrain_logs" / "version_0")
+    assert sorted(one.name for one in Path(trainer.log_dir).iterdir()) == ["checkpoints", "run.json"]
+    default = Fit(default_root_dir=tmp_path, max_epochs=1, logger=False, accelerator="cpu", enable_progress_bar=False)
+    default.fit(Net(), data())
+    assert default.log_dir == str(tmp_path / "drivetrain_logs" / "version_1")
+    nothing = trained(tmp_path / "none", logger=False, callbacks=None, enable_checkpointing=False)
+    assert (nothing.log_dir, nothing.run_id) == (None, "")
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_explicit_dirpath_takes_the_checkpoints_alone(tmp_path: Path) -> None:  # J-13
+    trainer = trained(tmp_path, callbacks=Checkpoint(tmp_path / "kept"))
+    assert folders(tmp_path) == ["version_0"]
+    assert not (Path(str(trainer.log_dir)) / "checkpoints").exists()
+    assert sorted(one.name for one in (tmp_path / "kept").iterdir()) == ["epoch=0-step=6", "latest"]
+    assert record(trainer.log_dir)["checkpoints"][0]["path"] == str(tmp_path / "kept" / "epoch=0-step=6")
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"barebones": True, "log_every_n_steps": 0}], ids=str)
+def test_what_is_only_tried_writes_nothing(tmp_path: Path, options: dict[str, Any]) -> None:  # J-13
+    if "barebones" in options:  # which refuses callbacks of the user's
+        options = {**options, "callbacks": None, "logger": None}
+    trainer = trained(tmp_path, **options)
+    assert trainer.log_dir is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_has_one_only_where_a_logger_writes(tmp_path: Path) -> None:  # J-13
+    class Silent(Net):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0]
+
+    fit(tmp_path).test(Silent(), data())
+    fit(tmp_path).predict(Silent(), data())
+    assert list(tmp_path.iterdir()) == []
+    alone = fit(tmp_path, logger=[CSVLogger(tmp_path), TensorBoardLogger(tmp_path)])
+    alone.test(Net(), data(), verbose=False)
+    assert folders(tmp_path) == ["version_0"]
+    written = record(tmp_path / "drivetrain_logs" / "version_0")
+    assert (written["stage"], written["status"]) == ("test", "finished")
+    # "auto" never means it, nor do "last" and "best".
+    assert trained(tmp_path, "auto", limit_train_batches=1).log_dir == str(tmp_path / "drivetrain_logs" / "version_1")
+
+
+def test_an_evaluation_after_or_before_a_fit_logs_where_that_does(tmp_path: Path) -> None:
+    trainer = fit(tmp_path)
+    trainer.validate(Net(), data(), verbose=False)
+    trainer.fit(Net(), data())
+    trainer.test(Net(), data(), verbose=False)
+    assert folders(tmp_path) == ["version_0"]
+    folder = tmp_path / "drivetrain_logs" / "version_0"
+    table = (folder / "metrics.csv").read_text()
+    assert {"val", "loss", "test"} <= set(table.splitlines()[0].replace("_step", "").split(","))
+    assert record(folder)["stage"] == "fit"
+    trainer.fit(Net(), data())
+    assert folders(tmp_path) == ["version_0", "version_1"]
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    class Refused(Net):
+        def configure_optimizers(self) -> Any:
+            return "no optimizer"
+
+    for number in range(2):
+        with pytest.raises(ConfigurationError):
+            fit(tmp_path / "new" / "root").fit(Refused(), data())
+        assert list(tmp_path.iterdir()) == [], number
+    failed = stopped(tmp_path, step=3)  # one that has trained leaves its record
+    assert record(failed.log_dir)["status"] == "failed"
+
+
+def test_a_folder_at_a_url_is_called_by_a_time_and_letters() -> None:  # J-13
+    root = "memory://run-folders"
+    names = []
+    for _ in range(2):
+        trainer = trained(root)
+        place, _, name = str(trainer.log_dir).rpartition("/")
+        assert place == f"{root}/drivetrain_logs"
+        names.append(name)
+        bucket = fsspec.filesystem("memory")
+        found = {one["name"].rpartition("/")[2] for one in bucket.ls(f"/run-folders/drivetrain_logs/{name}")}
+        assert {"run.json", "metrics.csv", "checkpoints"} <= found
+    assert len(set(names)) == 2
+    again = trained(root, "auto", max_epochs=2)
+    assert str(again.log_dir).rpartition("/")[2] == names[-1]
+    assert len(fsspec.filesystem("memory").ls("/run-folders/drivetrain_logs")) == 2
+
+
+class Minimal(Logger):
+    """What a third party may write."""
+
+    name = "minimal"
+    version = "its own"
+
+    def __init__(self, root: Path | None = None) -> None:
+        self.rows: list[int] = []
+        self._root = root
+
+    @property
+    def writes_to(self) -> str | None:
+        return None if self._root is None else str(self._root)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append(step)
+
+
+def test_loggers_of_the_users(tmp_path: Path) -> None:  # J-13: the first with files counts
+    none = trained(tmp_path / "a", logger=[Minimal(), CSVLogger(tmp_path / "a", name="second")])
+    assert none.log_dir == str(tmp_path / "a" / "second" / "version_0")
+    own = trained(tmp_path / "b", logger=[Minimal(tmp_path / "b"), CSVLogger(tmp_path / "b")])
+    assert own.log_dir == str(tmp_path / "b" / "minimal" / "its own")
+    assert record(own.log_dir)["name"] == "minimal"
+    without_files = trained(tmp_path / "c", logger=Minimal())
+    assert without_files.log_dir == str(tmp_path / "c" / "drivetrain_logs" / "version_0")
+
+
+def test_a_checkpoint_that_comes_in_setup_has_a_folder_too(tmp_path: Path) -> None:
+    class Late(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.callbacks.append(Checkpoint())
+
+    trainer = trained(tmp_path, logger=False, enable_checkpointing=False, callbacks=Late())
+    assert sorted(one.name for one in Path(str(trainer.log_dir)).iterdir()) == ["checkpoints", "run.json"]
+    going_on = trained(tmp_path, "auto", logger=False, enable_checkpointing=False, callbacks=Late(), max_epochs=2)
+    assert going_on.global_step == 12
+    assert going_on.log_dir == trainer.log_dir
+
+
+def test_runs_of_threads_have_their_own(tmp_path: Path) -> None:  # J-13
+    found, ready = [], threading.Barrier(4)
+
+    def run() -> None:
+        trainer = fit(tmp_path, preemption_signals=None, seed=None)
+        ready.wait()
+        trainer.fit(Net(), data())
+        found.append(trainer.log_dir)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert len(set(found)) == 4
+
+
+def test_weights_only_and_other_classes_do_not_share_a_retention_list(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    trained(tmp_path, callbacks=Checkpoint(kept), module=Net())
+    trained(tmp_path, callbacks=Checkpoint(kept), module=Another())
+    assert len(list(kept.glob("epoch=*"))) == 2
+    assert torch.equal(Net().net.weight, Another().net.weight)
