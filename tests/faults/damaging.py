@@ -33,7 +33,7 @@ class Damage:
 
 def damage(run: Run, draw: random.Random) -> Damage | None:
     """Damage the newest checkpoint, if there is another to fall back to."""
-    paths = sorted((run.folder / name for name in run.checkpoints()), key=lambda path: load(path).manifest.written)
+    paths = sorted((run.saves / name for name in run.checkpoints()), key=lambda path: load(path).manifest.written)
     if len(paths) < 2:
         return None
     files = [path for path in sorted(paths[-1].rglob("*")) if path.is_file() and path.stat().st_size]

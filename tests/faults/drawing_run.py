@@ -79,14 +79,14 @@ def train(
     """Begin or go on, and return what the run comes to: all that has to be the same, whatever happened on the way.
 
     Args:
-        folder: where it saves.
+        folder: where it has its own folder, in which it saves.
         strategy: one of `STRATEGIES`.
         every: steps between two saves.
         beside: save in the background.
         tell: gets what happens as it does.
         fault: what goes wrong, if anything; nothing does in one that only counts.
     """
-    saver = Checkpoint(folder, every_n_train_steps=every, save_async=beside, keep_last=KEPT)
+    saver = Checkpoint(every_n_train_steps=every, save_async=beside, keep_last=KEPT)
     module: Any = Drawing(tell)
     data: Any = Augmented()
     more: dict[str, Any] = {}
@@ -97,7 +97,7 @@ def train(
         strategy=STRATEGIES[strategy](**more),
         accelerator="cpu",
         callbacks=[saver] if fault is None else [saver, striker.callback()],
-        default_root_dir=folder,  # else "auto" looks elsewhere too
+        default_root_dir=folder,
         max_epochs=2,
         accumulate_grad_batches=2,
         seed=3,

@@ -40,8 +40,15 @@ class Run:
     def ranks(self) -> int:
         return 1 if self.strategy == "single" else 2
 
+    @property
+    def saves(self) -> Path:
+        """Where its checkpoints are: in the one folder that it goes on in, once it has saved anything."""
+        found = [one for one in self.folder.glob("drivetrain_logs/version_*/checkpoints") if any(one.glob("epoch=*"))]
+        assert len(found) <= 1, found
+        return found[0] if found else self.folder / "nothing saved yet"
+
     def names(self) -> set[str]:
-        return set(os.listdir(self.folder)) if self.folder.exists() else set()
+        return set(os.listdir(self.saves)) if self.saves.exists() else set()
 
     def leftovers(self) -> set[str]:
         """What is there of saves that did not come to their end, and of removals."""
@@ -53,8 +60,8 @@ class Run:
     def newest_step(self) -> int:
         """The optimizer step of the newest checkpoint. What goes by a checkpoint's name is whole."""
         for name in self.checkpoints():
-            assert verify(self.folder / name) == [], f"{name} is torn"
-        return max((load(self.folder / name).progress["global_step"] for name in self.checkpoints()), default=0)
+            assert verify(self.saves / name) == [], f"{name} is torn"
+        return max((load(self.saves / name).progress["global_step"] for name in self.checkpoints()), default=0)
 
 
 @dataclass

@@ -36,7 +36,7 @@ def _leave_and_go_on(folder: Path, names: list[str]) -> dict[str, Any]:
             train(folder / name / "left", name, 100, False, tell)
         except SystemExit as error:
             left = error.code
-        found = sorted(os.listdir(folder / name / "left"))
+        found = sorted(os.listdir(folder / name / "left" / "drivetrain_logs" / "version_0" / "checkpoints"))
         resumed = train(folder / name / "left", name, 100, False, lambda *words: None)
         told[name] = left, found, resumed == undisturbed
     return told
@@ -159,7 +159,11 @@ def test_a_script_that_is_told_to_leave(
     steps = {
         line.split()[1] for line in out.splitlines() if line.startswith("interrupted") and launcher != "forkserver"
     }
-    saved = [one for one in os.listdir(tmp_path / "checkpoints") if one.startswith("interrupted")]
+    saved = [
+        one
+        for one in os.listdir(tmp_path / "drivetrain_logs" / "version_0" / "checkpoints")
+        if one.startswith("interrupted")
+    ]
     assert len(saved) == 1
     assert steps <= {saved[0].partition("=")[2]}
     assert process.returncode == code if code is not None else process.returncode != 0

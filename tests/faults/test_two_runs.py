@@ -54,4 +54,5 @@ def test_neither_touches_what_the_other_keeps(beside: bool, tmp_path: Path) -> N
             assert load(path).state()["data"]["seed"] == seed, f"{path} is the other's"
         newest = load(max(kept, key=lambda path: load(path).progress["global_step"])).weights()
         assert all(torch.equal(one, other) for one, other in zip(newest.values(), trained, strict=True))
-    assert len(os.listdir(tmp_path)) == 2 * KEPT + 1  # and "latest"
+    assert len(os.listdir(tmp_path)) == 2 * KEPT + 2  # "latest", and the place of the runs' folders
+    assert len(os.listdir(tmp_path / "drivetrain_logs")) == 2

@@ -31,10 +31,12 @@ class RankLog:
         run: the folder.
         rank: this one.
         world_size: among how many. One alone keeps nothing: what it has to say is on the terminal.
+        otherwise: where ``logs`` is to be, where the run has no folder; None for nowhere.
     """
 
-    def __init__(self, run: RunFolder, rank: int, world_size: int) -> None:
+    def __init__(self, run: RunFolder, rank: int, world_size: int, otherwise: str | None = None) -> None:
         self._run = run
+        self._otherwise = otherwise
         self._rank = rank
         self._keeps = world_size > 1
         self._handler: _Handler | None = None  # for the length of the run: a handler cannot be sent to other processes
@@ -45,7 +47,7 @@ class RankLog:
     @property
     def folder(self) -> str | None:
         """Where all ranks' logs are, on this machine; None where this run keeps none, or has no folder yet."""
-        root = self._run.path if self._keeps else None
+        root = (self._run.path or self._otherwise) if self._keeps else None
         return None if root is None or "://" in root else os.path.join(os.path.abspath(root), "logs")
 
     def __enter__(self) -> Self:

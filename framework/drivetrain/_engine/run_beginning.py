@@ -92,6 +92,7 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
         told = _settled(run, folder, place, search, ckpt_path, check)
     beginning = Beginning(*control.from_rank_0(told))
     if beginning.problem is not None:
+        control.agree("a run's folder that cannot be")  # before any rank goes, all must have come
         raise ConfigurationError(*beginning.problem)
     if control.rank > 0:
         folder.path, folder.id = beginning.folder, beginning.id

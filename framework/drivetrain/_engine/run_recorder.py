@@ -129,12 +129,14 @@ class RunRecorder:
             went_on: whether it is in the folder of that run.
         """
 
+        text = "a fresh start" if path is None else f"from {path}"
+
         def change(document: dict[str, Any]) -> None:
             if parent and not went_on:
                 document["parent"] = parent
+            _add_event(document, "went on" if went_on else "began", text, step)
 
         self._update(change, from_step=step, from_checkpoint=identifier or None)
-        self.note("went on" if went_on else "began", "a fresh start" if path is None else f"from {path}", step)
 
     def note_loggers(self, described: list[dict[str, Any]]) -> None:
         """Note the loggers, whose versions are known by now. It is written with whatever is written next."""
@@ -173,8 +175,7 @@ class RunRecorder:
 
     def note(self, kind: str, text: str, step: int) -> None:
         """Note an event."""
-        event = {"at": now(), "kind": kind, "step": step, "text": text}
-        self._update(lambda document: document.update(events=[*document["events"], event][-_MOST:]))
+        self._update(lambda document: _add_event(document, kind, text, step))
 
     def beat(self) -> None:
         """Show that the run lives."""
@@ -317,6 +318,11 @@ def _first_document(identifier: str, run: Description, before: Mapping[str, Any]
         "parts": [*parts, part][-_MOST:],
         "events": events,
     }
+
+
+def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> None:
+    event = {"at": now(), "kind": kind, "step": step, "text": text}
+    document["events"] = [*document["events"], event][-_MOST:]
 
 
 def _take_over(folder: str) -> list[str]:

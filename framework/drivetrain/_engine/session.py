@@ -97,7 +97,10 @@ class Session(RunState):
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._awaited = awaited
         self._signals = Signals(awaited, self._asked_to_leave)
-        self._log = RankLog(self.folder, strategy.rank, strategy.world_size)
+        writes = not (trainer.fast_dev_run or trainer.barebones)
+        named = writes and trainer.settings["default_root_dir"].source != "default"
+        root = trainer.default_root_dir if named else None
+        self._log = RankLog(self.folder, strategy.rank, strategy.world_size, otherwise=root)
         self._why = ""  # in words, it ended
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 
 from drivetrain.environments import Placement
 
+UNNAMED = "drivetrain"
+"""The id of runs whose processes we start, where nobody has given them another: it tells no two of them apart."""
 
-def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = "drivetrain") -> dict[str, str]:
+
+def torchrun_variables(placement: Placement, address: str, port: int, run_id: str = UNNAMED) -> dict[str, str]:
     """Return what torchrun would set for the process at ``placement``, with the store hosted at ``address:port``.
 
     ``run_id`` names the job, alike for all of its processes: one of another name is refused at the store.

@@ -23,7 +23,7 @@ from drivetrain.launchers._elastic import Processes, polls
 from drivetrain.launchers._forking import why_not_fork
 from drivetrain.launchers._lifeline import die_with_parent
 from drivetrain.launchers._passing_on import PassingOn
-from drivetrain.launchers._torchrun_variables import suggested_threads, torchrun_variables
+from drivetrain.launchers._torchrun_variables import UNNAMED, suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
 from drivetrain.launchers.world import World, current_world, job_to_start, set_current_world
 
@@ -244,7 +244,7 @@ def _restore_surroundings(job: _Job) -> None:
     error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
     os.environ.clear()
     os.environ.update(job.variables)
-    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or "drivetrain"))
+    os.environ.update(torchrun_variables(job.placement, job.address, job.port, job.job.name or UNNAMED))
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(job.folder)
     multiprocessing.set_start_method(job.workers_method, force=True)

@@ -180,15 +180,16 @@ class Search:
             (of_this_job, [one for one in beside if one.manifest.facts.run.get("id") in mine]),
             (dead, beside),
         ):
-            inside = [
-                one
+            inside = {
+                one.path: (one, record)
                 for record in records
                 for one in whole_in([child(record.folder, CHECKPOINTS)], self._asking)
                 if one.manifest.facts.run.get("id", record.id) == record.id
-            ]
-            found = newest_of([*inside, *others], self._asking, check)
+            }
+            found = newest_of([*(one for one, _ in inside.values()), *others], self._asking, check)
             if found is not None:
-                run = self.run_of(found)
+                # As it was when it was found to be dead: by now somebody may go on with it.
+                run = inside[found.path][1] if found.path in inside else self._known_run(found)
                 return self._choice(found.path, run, found)
             unfinished = [one for one in records if records is of_this_job and one.status != FINISHED]
             if unfinished and not alive_too:  # it was stopped before it had saved anything
@@ -197,7 +198,7 @@ class Search:
 
     def at(self, checkpoint: Checkpoint) -> Choice:
         """Return what going on from this very checkpoint means."""
-        record = self.run_of(checkpoint)
+        record = self._known_run(checkpoint)
         whole = record is not None and self.why_another(checkpoint) is None and not checkpoint.weights_only
         if record is None or not whole or self._is_alive(record):
             return self._choice(checkpoint.path, None, checkpoint)
@@ -207,6 +208,9 @@ class Search:
         newest = newest_of(of_its_run, self._asking)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
+
+    def _known_run(self, checkpoint: Checkpoint) -> Record | None:
+        return self._known.get(checkpoint.manifest.facts.run.get("id", ""))
 
     def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> Choice:
         if record is not None:  # where its folder is elsewhere, what is written goes where it was asked for

@@ -25,6 +25,7 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _log(None).folder is None  # a run that keeps nothing
     assert _log("memory://bucket/runs/a").folder is None
     assert _log(tmp_path / "run", world_size=1).folder is None
+    assert RankLog(RunFolder(), 1, 2, otherwise="root").folder == str(tmp_path / "root" / "logs")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,7 +15,7 @@ from run_case import Another, Net, data, edit, fit, folders, left_running, proce
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.loggers import CSVLogger
 from drivetrain.runs import _liveness
 
 
@@ -210,11 +210,13 @@ def test_retention_follows_the_run(tmp_path: Path) -> None:  # J-13
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 6, 7, 11])
 @pytest.mark.parametrize("pace", [1, 2, 3])
 def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> None:  # J-13
-    def loggers(root: Path) -> list[Any]:
-        return [CSVLogger(root, flush_logs_every_n_steps=4), TensorBoardLogger(root)]
-
     def options(root: Path) -> dict[str, Any]:
-        return {"max_epochs": 2, "logger": loggers(root), "callbacks": every(2), "log_every_n_steps": pace}
+        return {
+            "max_epochs": 2,
+            "logger": CSVLogger(root, flush_logs_every_n_steps=4),
+            "callbacks": every(2),
+            "log_every_n_steps": pace,
+        }
 
     undisturbed = tmp_path / "undisturbed"
     trainer = fit(undisturbed, **options(undisturbed))
@@ -241,6 +243,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
 
 def test_auto_ends_a_run_that_has_ended_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # J-13
+    caplog.set_level("INFO", "drivetrain")
     first = trained(tmp_path)
     folder = Path(str(first.log_dir))
     before = {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}

@@ -1,0 +1,160 @@
+"""Run folders where several ranks run, and several runs begin at once: J-13."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.errors import ConfigurationError, DistributedError
+from drivetrain.loggers import CSVLogger
+from drivetrain.testing import World
+from worlds import PRELOAD, on_ranks
+
+RACERS = 20
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Dying(Net):
+    """Kills all ranks at a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+        self.__class__.__qualname__ = Net.__qualname__  # one experiment, as far as records say
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self._step:
+            self.trainer.strategy.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fit(root: Path, **options: Any) -> Fit:
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    saver = Checkpoint(every_n_train_steps=2)
+    settings = {"strategy": "ddp", "max_epochs": 1, "logger": CSVLogger(root), "callbacks": saver, "seed": 1, **quiet}
+    return Fit(accelerator="cpu", default_root_dir=root, **{**settings, **options})
+
+
+def _data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(24, 2)), batch_size=2)
+
+
+def _run(root: Path, ckpt_path: str | None, options: dict[str, Any], module: type[Net] = Net) -> Any:
+    trainer = _fit(root, **options)
+    trainer.fit(module(), _data(), ckpt_path=ckpt_path)
+    logger = trainer.logger
+    return trainer.log_dir, trainer.run_id, None if logger is None else logger.log_dir, trainer.global_step
+
+
+def _record(folder: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((Path(folder) / "run.json").read_text())
+    return document
+
+
+def test_all_ranks_name_one_folder(tmp_path: Path) -> None:  # J-13
+    first = on_ranks(_run, 2, tmp_path, None, {})
+    assert first[0] == first[1]
+    folder = tmp_path / "drivetrain_logs" / "version_0"
+    assert first[0][0] == first[0][2] == str(folder)
+    assert _record(folder)["world_size"] == 2
+    second = on_ranks(_run, 2, tmp_path, "auto", {"max_epochs": 2})
+    assert second[0] == second[1] == (*first[0][:3], 12)
+    assert [one["to_step"] for one in _record(folder)["parts"]] == [6, 12]
+    assert os.listdir(tmp_path / "drivetrain_logs") == ["version_0"]
+    # At another world size, too.
+    assert _run(tmp_path, "auto", {"max_epochs": 3, "strategy": "auto"})[0] == str(folder)
+    assert [one["world_size"] for one in _record(folder)["parts"]] == [2, 2, 1]
+
+
+def _refused(root: Path) -> str:
+    try:
+        _run(root, None, {"max_epochs": 1})
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_on_every_rank(tmp_path: Path) -> None:  # J-13
+    (tmp_path / "file").write_text("")
+    first, second = on_ranks(_refused, 2, tmp_path / "file")
+    assert first == second
+    assert "CSVLogger cannot write to" in first
+    assert "is no folder" in first
+
+
+def test_a_run_that_was_killed_goes_on_in_its_folder(tmp_path: Path) -> None:  # J-13
+    with World(2, preload=PRELOAD) as world, pytest.raises(DistributedError):
+        world.run(_killed, tmp_path, process_group=None)
+    folder = tmp_path / "drivetrain_logs" / "version_0"
+    assert _record(folder)["status"] == "running"  # which its process tells: it is gone
+    result = on_ranks(_run, 2, tmp_path, "auto", {})
+    assert result[0][0] == str(folder)
+    ended = _record(folder)
+    assert (ended["status"], [one["from_step"] for one in ended["parts"]]) == ("finished", [0, 4])
+    rows = (folder / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]
+
+
+def _killed(root: Path) -> None:
+    _fit(root).fit(Dying(5), _data())
+
+
+def _rows(folder: Path) -> list[str]:
+    return [row.split(",")[0] for row in (folder / "metrics.csv").read_text().splitlines()[1:]]
+
+
+@pytest.mark.slow
+def test_twenty_runs_that_begin_at_once(tmp_path: Path) -> None:  # J-13
+    """On two ranks each, one of them goes on with what a killed run has left, and no two share a folder."""
+    with World(2, preload=PRELOAD) as world, pytest.raises(DistributedError):
+        world.run(_killed, tmp_path, process_group=None)
+    worlds = [World(2, preload=PRELOAD) for _ in range(RACERS)]
+    together, found = threading.Barrier(RACERS), []
+
+    def race(world: World) -> None:
+        together.wait()
+        found.append(world.run(_run, tmp_path, "auto", {}, process_group=None)[0])
+
+    threads = [threading.Thread(target=race, args=(world,)) for world in worlds]
+    try:
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(120)
+    finally:
+        for world in worlds:
+            world.close()
+    assert len(found) == RACERS
+    # Who comes late may find a run that has ended by then, in whose folder nothing is left to do.
+    records = [_record(folder) for folder in (tmp_path / "drivetrain_logs").iterdir()]
+    assert {folder for folder, *_ in found} <= {str(one) for one in (tmp_path / "drivetrain_logs").iterdir()}
+    assert all(one["status"] == "finished" for one in records)
+    parts = [part for one in records for part in one["parts"]]
+    assert sum(part["from_step"] == 4 for part in parts) == 1
+    assert {part["to_step"] for part in parts if part["status"] == "finished"} == {6}
+    assert len({part["token"] for part in parts}) == len(parts)
+    for folder in (tmp_path / "drivetrain_logs").iterdir():
+        assert _rows(folder) == ["1", "2", "3", "4", "5", "6"]
