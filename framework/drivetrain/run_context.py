@@ -177,6 +177,8 @@ class RunContext(Protocol):
     def log_dir(self) -> str | None:
         """The folder of the run that is under way, or of the last one, alike on every rank; None where it has none.
 
+        An evaluation's is there once a logger has written to it.
+
         It holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. A path or URL.
         """
 

@@ -16,7 +16,7 @@ from drivetrain._engine.run_recorder import Description, RunRecorder
 from drivetrain._engine.saved_state import taking
 from drivetrain._engine.writable import AT_THE_FIRST_ROW, AT_THE_FIRST_SAVE, why_not
 from drivetrain.checkpoint._finding import Asking, best_beside, newest
-from drivetrain.checkpoint._folders import child, is_plain_name
+from drivetrain.checkpoint._folders import child, is_plain_name, resolved
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 from drivetrain.loggers import Logger
@@ -99,6 +99,7 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
         for one, version in zip(run.trainer.loggers, beginning.versions, strict=False):
             one.adopt(version)
     folder.name, folder.is_of_fit = name_of(run), folder.is_of_fit or run.stage == "fit"
+    folder.before = None
     return beginning
 
 
@@ -108,8 +109,10 @@ def find_beside(run: RunState, folders: Sequence[str], ckpt_path: str, check: Ch
     search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
     _watch(control, search)
     path = None
-    if search is not None:
+    if search is not None and run.stage == "fit":
         path = _choice(run, search, ckpt_path, check).path
+    elif search is not None:
+        path = _for_evaluation(run, search, ckpt_path, check)
     found: str | None = control.from_rank_0(path)
     return found
 
@@ -148,7 +151,9 @@ def _place_of(first: Logger, loggers: Sequence[Logger]) -> _Place:
 
 def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
     """The loggers of the same root and name."""
-    return [one for one in loggers if (one.writes_to, one.name) == (first.writes_to, first.name)]
+    place = resolved(place_of(first.writes_to or "", first.name))
+    with_files = [one for one in loggers if one.writes_to is not None]
+    return [one for one in with_files if resolved(place_of(one.writes_to or "", one.name)) == place]
 
 
 # With what
@@ -359,11 +364,10 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     loggers = run.trainer.loggers
     first = next((one for one in loggers if one.writes_to is not None), None)
     before = folder.before
-    folder.before = None
     if first is None:
         return
     if before is not None and before.path is not None and _is_in(first, before.path):
-        folder.be(before)
+        folder.join(before)
         return
     place = _place_of(first, loggers)
     version = place.fixed or place.asked or free_version(place.path)

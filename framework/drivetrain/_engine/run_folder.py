@@ -54,10 +54,16 @@ class RunFolder:
         self.is_of_fit = False
         """Whether a run has trained there."""
         self.before: RunFolder | None = None
-        """That of the last run of the same `Fit`, which an evaluation may log to."""
+        """That of the last run of the same `Fit`, until this one has begun."""
+        self._is_anothers = False
+
+    def join(self, other: RunFolder) -> None:
+        """Be the folder of the run before, whose record this one, an evaluation, only adds to."""
+        self.be(other)
+        self._is_anothers = True
 
     def be(self, other: RunFolder) -> None:
-        """Be the folder of another run: one that took place in other processes, or one that this evaluates."""
+        """Be the folder of a run that took place in other processes."""
         self.path, self.id, self.name = other.path, other.id, other.name
         self.is_of_fit, self.recorder = other.is_of_fit, other.recorder
 
@@ -103,7 +109,11 @@ class RunFolder:
             why: in words.
             step: optimizer steps that it made.
         """
-        if self.recorder is not None:
+        if self.recorder is None:
+            return
+        if self._is_anothers:
+            self.recorder.note("evaluated", f"{status}: {why}" if why else status, step)
+        else:
             self.recorder.end(status, why, step)
 
     def __getstate__(self) -> dict[str, Any]:

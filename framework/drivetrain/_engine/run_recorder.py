@@ -128,7 +128,6 @@ class RunRecorder:
             parent: the id of the run that wrote it; "" for none.
             went_on: whether it is in the folder of that run.
         """
-
         text = "a fresh start" if path is None else f"from {path}"
 
         def change(document: dict[str, Any]) -> None:

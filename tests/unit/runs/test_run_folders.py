@@ -153,7 +153,9 @@ def test_an_evaluation_after_or_before_a_fit_logs_where_that_does(tmp_path: Path
     folder = tmp_path / "drivetrain_logs" / "version_0"
     table = (folder / "metrics.csv").read_text()
     assert {"val", "loss", "test"} <= set(table.splitlines()[0].replace("_step", "").split(","))
-    assert record(folder)["stage"] == "fit"
+    written = record(folder)
+    assert (written["stage"], written["status"], written["why"]) == ("fit", "finished", "max_epochs=1 is reached")
+    assert [event["kind"] for event in written["events"]] == ["began", "evaluated"]
     trainer.fit(Net(), data())
     assert folders(tmp_path) == ["version_0", "version_1"]
 
