@@ -105,7 +105,8 @@ class RunCheckpoints:
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
-            session.folder.begins_with(None, None, "", beginning.went_on)
+            if fitting:
+                session.folder.begins_with(None, None, "", beginning.went_on)
             return order_seed(seed, control)
 
         from drivetrain._engine.fitting import check_goes_on
