@@ -1,0 +1,113 @@
+"""How a run that lives is told from one that was killed: J-13."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.runs import _process
+from drivetrain.runs._liveness import is_alive, under_way
+from drivetrain.runs._process import Job, Process
+from drivetrain.runs._record import Record
+from drivetrain.testing import requires_linux
+
+pytestmark = requires_linux()
+
+
+def test_a_process_lives_until_it_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    seen = replace(Process.here(), pid=child.pid, began=_process._began(child.pid))
+    assert seen.lives() is True
+    assert Process.from_json(seen.as_json()) == seen
+    child.send_signal(signal.SIGKILL)
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    assert seen.lives() is False  # though its parent has yet to ask for its exit code
+    child.wait()
+    assert seen.lives() is False
+
+
+def test_another_process_of_the_same_number_is_not_it() -> None:
+    here = Process.here()
+    assert here.lives() is True
+    assert replace(here, began="1").lives() is False
+
+
+@pytest.mark.parametrize("other", [{"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}], ids=str)
+def test_what_is_out_of_sight_is_not_known(other: dict[str, str]) -> None:
+    assert replace(Process.here(), **other).lives() is None
+
+
+def test_a_process_of_somebody_elses_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    here = Process.here()
+    assert here.lives() is True
+    assert replace(here, began="1").lives() is False
+    monkeypatch.setattr(_process, "_began", lambda pid: "")  # the system hides it
+    assert here.lives() is True
+
+
+@pytest.mark.parametrize(
+    "document", [None, 3, {}, {"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1, "host": 2}, {"pid": 2**40}], ids=str
+)
+def test_what_names_no_process_is_none(document: Any) -> None:
+    assert Process.from_json(document) is None
+    assert Job.from_json(document) == []
+    assert Job.from_json([document]) == []
+
+
+def test_jobs_of_slurm_and_torchrun() -> None:
+    variables = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "2",
+        "SLURM_STEP_ID": "0",
+        "TORCHELASTIC_RUN_ID": "mine",
+        "TORCHELASTIC_RESTART_COUNT": "x",
+    }
+    jobs = Job.of(variables)
+    assert jobs == [Job("slurm", "7", 2, "0"), Job("elastic", "mine", 0)]
+    assert Job.from_json([one.as_json() for one in jobs]) == jobs
+    for unnamed in ({}, {"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "drivetrain"}):
+        assert Job.of(unnamed) == []
+
+
+def _running(process: Process, *jobs: Job, identifier: str = "a") -> Record:
+    document = {
+        "id": identifier,
+        "status": "running",
+        "process": process.as_json(),
+        "job": [one.as_json() for one in jobs],
+    }
+    return Record("runs/version_0", document)
+
+
+def test_what_a_record_says_of_a_run() -> None:
+    here, away = Process.here(), replace(Process.here(), host="another")
+    ours, requeued = Job("slurm", "7"), Job("slurm", "7", restarts=1)
+    assert is_alive(Record("f", {"status": "finished"}), []) is False
+    assert is_alive(Record("f", {"status": "running"}), []) is None  # it names no process
+    assert is_alive(_running(here), []) is False  # this process, which has no such run
+    under_way.add("a")
+    try:
+        assert is_alive(_running(here), []) is True
+    finally:
+        under_way.discard("a")
+    assert is_alive(_running(away), [ours]) is None
+    assert is_alive(_running(away, ours), [ours]) is False
+    assert is_alive(_running(away, ours), [requeued]) is False
+    assert is_alive(_running(replace(here, pid=1, began=_process._began(1)), ours), [requeued]) is False
+    assert is_alive(_running(replace(here, pid=1, began=_process._began(1)), ours), [ours]) is True
+    step = replace(ours, step="1")
+    assert is_alive(_running(away, step), [replace(ours, step="2")]) is None
+    assert is_alive(_running(away, Job("elastic", "x", 3)), [Job("elastic", "x", 3)]) is False

@@ -1,0 +1,199 @@
+"""What run.json says, when it is written, and what is read of it: J-13, N-06."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_case import Net, data, fit, folders, record, stopped, trained
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.runs import _record
+
+
+def test_a_record_says_what_the_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13, N-06
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1", "--api_token", "hush", "--db.password=hush"])
+    monkeypatch.setenv("DRIVETRAIN_LOG_EVERY_N_STEPS", "2")
+    monkeypatch.chdir(tmp_path)
+    trainer = fit(tmp_path, max_epochs=2)
+    trainer.fit(Net(0.3), data())
+    said = record(trainer.log_dir)
+    assert said["id"] == trainer.run_id
+    assert said["module"] == "run_case.Net"
+    assert said["name"] == "drivetrain_logs"
+    assert said["hyper_parameters"] == {"lr": 0.3}
+    assert said["stage"] == "fit"
+    assert said["settings"]["max_epochs"] == {"value": 2, "source": "code"}
+    assert said["settings"]["min_epochs"] == {"value": None, "source": "default"}
+    assert said["settings"]["callbacks"]["value"] == "drivetrain.callbacks.checkpoint.Checkpoint"
+    assert said["argv"][1:] == ["train.py", "--lr", "0.1", "--api_token", "...", "--db.password=..."]
+    assert "hush" not in json.dumps(said)
+    assert said["working_directory"] == str(tmp_path)
+    assert {"python", "torch", "drivetrain"} <= said["versions"].keys()
+    assert (said["strategy"], said["world_size"], said["device"]) == ("single_device", 1, "cpu")
+    assert "32-true" in said["precision"]
+    assert said["process"]["pid"] == os.getpid()
+    assert said["data"] == {"samples": 24, "order": ["in order"], "batches": 6, "batch_size": 4}
+    assert (said["status"], said["why"]) == ("finished", "max_epochs=2 is reached")
+    assert said["started"] <= said["ended"] <= said["heartbeat"]
+    assert [(one["path"], one["step"], one["epoch"]) for one in said["checkpoints"]] == [
+        ("checkpoints/epoch=1-step=12", 12, 2)
+    ]
+    (part,) = said["parts"]
+    assert (part["seed"], part["batch_size"], part["from_step"], part["to_step"]) == (0, 4, 0, 12)
+
+
+def test_it_is_there_from_the_beginning_and_says_how_it_ended(tmp_path: Path) -> None:  # J-13
+    seen: list[Any] = []
+    trainer = fit(tmp_path)
+    trainer.fit(Net(at_step=lambda step: seen.append(record(trainer.log_dir)["status"])), data())
+    assert set(seen) == {"running"}
+    failed = record(stopped(tmp_path, step=3).log_dir)
+    assert (failed["status"], failed["why"]) == ("failed", "RuntimeError: killed")
+
+    class Interrupted(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise KeyboardInterrupt
+
+    interrupted = fit(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.fit(Interrupted(), data())
+    assert record(interrupted.log_dir)["status"] == "interrupted"
+
+
+_SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+from run_case import Net, data, fit
+fit({root!r}).fit(Net(at_step=lambda step: step == 3 and input("waiting\\n")), data())
+"""
+
+
+def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:  # J-13
+    script = _SCRIPT.format(paths=[str(Path(__file__).parent), *sys.path], root=str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    from drivetrain.runs._liveness import is_alive
+
+    folder = tmp_path / "drivetrain_logs" / "version_0"
+    said = _record.read(str(folder))
+    assert said is not None
+    assert is_alive(said, []) is True
+    process.kill()
+    process.wait()
+    assert said == _record.read(str(folder))  # nobody has written how it ended
+    assert is_alive(said, []) is False
+
+
+def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
+    written: list[int] = []
+    original = _record.as_text
+    trainer = fit(tmp_path, max_epochs=1, callbacks=Checkpoint(every_n_train_steps=4, save_top_k=-1))
+    monkeypatch.setattr(
+        _record, "as_text", lambda document: (written.append(trainer.global_step), original(document))[1]
+    )
+    trainer.fit(Net(), data())
+    assert [step for step in written if 0 < step < 6] == [4]
+    assert written.count(0) == 3  # claimed, begun, training
+    assert written.count(6) == 1
+
+
+def test_a_write_that_fails_is_said_once_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, failing = os.replace, [False]
+
+    def replace(source: Any, target: Any) -> None:
+        if failing[0] and str(target).endswith("run.json"):
+            raise OSError(28, "No space left on device")
+        original(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+    def at(step: int) -> None:
+        failing[0] = 1 <= step < 5
+
+    saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
+    trainer = trained(tmp_path, module=Net(at_step=at), callbacks=saver)
+    assert caplog.text.count("cannot be written, and is tried again") == 1
+    assert len(record(trainer.log_dir)["checkpoints"]) == 6
+    assert sorted(one.name for one in Path(str(trainer.log_dir)).glob("run.json*")) == ["run.json"]
+
+
+def test_two_that_write_to_one_folder_are_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2, save_top_k=-1))
+    theirs: list[dict[str, Any]] = []
+
+    def at(step: int) -> None:
+        if step == 3:
+            said = record(trainer.log_dir)
+            said["parts"].append({"token": "theirs"})
+            (Path(str(trainer.log_dir)) / "run.json").write_text(json.dumps(said))
+            theirs.append(said)
+
+    trainer.fit(Net(at_step=at), data())
+    assert caplog.text.count("is another run's by now") == 1
+    assert record(trainer.log_dir) == theirs[0]
+
+
+HOSTILE = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b'{"format": 1}',
+    b'{"format": 1, "id": 3}',
+    b'{"format": 2, "id": "a"}',
+    b"[" * 100_000,
+    b'{"format": 1, "id": "a", "stage": "fit", "module": 1, "hyper_parameters": []}',
+    b'{"format": 1, "id": "a", "stage": ["fit"], "status": {}, "started": 7, "parts": 1, "loggers": [1], "job": {}}',
+    b'{"format": 1, "id": "a", "stage": "fit", "module": "run_case.Net", "name": "drivetrain_logs", '
+    b'"hyper_parameters": {"lr": 0.1}, "status": "running", "process": [], "parts": [[]], '
+    b'"loggers": [{"version": "../x"}], "events": 3, "checkpoints": {}, "started": null}',
+    b"\xff\xfe",
+    b"NaN",
+]
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=lambda one: repr(one[:24]))
+def test_a_record_of_any_content_is_no_obstacle(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:  # J-13
+    from drivetrain.runs import _liveness
+
+    monkeypatch.setattr(_liveness, "WATCH", 0.0)
+    trained(tmp_path)
+    neighbour = tmp_path / "drivetrain_logs" / "version_1"
+    neighbour.mkdir()
+    (neighbour / "run.json").write_bytes(content)
+    again = trained(tmp_path, "auto", max_epochs=2)
+    assert Path(str(again.log_dir)).name == "version_0"
+    assert again.global_step == 12
+    assert folders(tmp_path) == ["version_0", "version_1"]
+
+
+def test_what_json_does_not_know_is_text() -> None:
+    class Odd:
+        pass
+
+    values = {"nan": float("nan"), "big": 2**70, "path": Path("a"), "odd": Odd(), "kind": Odd, 3: (1, {2})}
+    found = _record.plain(values)
+    name = f"{__name__}.test_what_json_does_not_know_is_text.<locals>.Odd"
+    assert found == {"nan": "nan", "big": str(2**70), "path": "a", "odd": name, "kind": name, "3": [1, [2]]}
+    assert json.loads(_record.as_text(found)) == found
+
+
+def test_times_are_in_order() -> None:
+    first = _record.now()
+    time.sleep(0.001)
+    assert first < _record.now()
