@@ -60,6 +60,7 @@ class CSVLogger(DirectoryLogger):
             )
         super().__init__(save_dir, name, version, prefix)
         self._flush_every = flush_logs_every_n_steps
+        self._known: str | None = None  # the directory whose table the following is about
         self._columns: list[str] | None = None  # None until the file has been looked at
         self._pending: list[Row] = []
         self._flushed_step: int | None = None
@@ -114,6 +115,7 @@ class CSVLogger(DirectoryLogger):
         """
         self._pending = [row for row in self._pending if not _is_after(row, step)]
         self._flushed_step = None
+        self._turn_to(self._directory.path)
         self._rewound_to = step
         self._rows_before = 0
         self._come_again = set()
@@ -150,8 +152,15 @@ class CSVLogger(DirectoryLogger):
                     ) from error
             time.sleep(pause)
 
+    def _turn_to(self, path: str) -> None:
+        """Forget the table of another run's directory, should that have been the last one."""
+        if self._known not in (None, path):
+            self._columns, self._written, self._size = None, [], None
+            self._rewound_to, self._rows_before, self._come_again = None, 0, set()
+        self._known = path
+
     def _write(self) -> None:
-        self._directory.make()
+        self._turn_to(self._directory.make())
         if self._columns is None:
             self._take_up_existing()
         assert self._columns is not None

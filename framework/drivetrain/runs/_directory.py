@@ -46,6 +46,7 @@ class RunDirectory:
         """The directory's name, where the user has given it one."""
         self._version = self.fixed
         self._claim: Callable[[], str] | None = None
+        self._is_of_run = False  # a run has settled it
         self.is_claimed = False
         """Whether a run has the directory, or something was written to it."""
 
@@ -68,8 +69,8 @@ class RunDirectory:
 
     @property
     def asked(self) -> str | None:
-        """The version that somebody was told before any run had it; None where nobody asked."""
-        return None if self.is_claimed else self._version
+        """The version that somebody was told, or wrote to, before any run had it; None where nobody did."""
+        return None if self._is_of_run else self._version
 
     @property
     def version(self) -> str:
@@ -80,7 +81,7 @@ class RunDirectory:
 
     def adopt(self, version: str) -> None:
         """Settle the directory name on the one that a run has claimed."""
-        self._version, self._claim, self.is_claimed = version, None, True
+        self._version, self._claim, self.is_claimed, self._is_of_run = version, None, True, True
 
     def expect(self, version: str, claim: Callable[[], str] | None) -> None:
         """Settle the directory name on one that is not claimed yet.
@@ -90,7 +91,7 @@ class RunDirectory:
             claim: called at the first write: it claims the directory for all loggers that share it, and returns its
                 name. None where nothing is written.
         """
-        self._version, self._claim, self.is_claimed = version, claim, False
+        self._version, self._claim, self.is_claimed, self._is_of_run = version, claim, False, True
 
     @property
     def path(self) -> str:
@@ -140,19 +141,20 @@ def free_version(place: str) -> str:
     return f"version_{_next_number(root)}" if filesystem is None else _stamp()
 
 
-def claim_version(place: str, asked: str | None = None) -> str:
+def claim_version(place: str, asked: str | None = None, expected: str | None = None) -> str:
     """Make a directory that no other run has, and return its name.
 
     Args:
         place: where; it is made if need be.
-        asked: the name that is wanted, if it is free.
+        asked: the name that the user was told: if it is free, or if the user has made it.
+        expected: the name that `free_version` gave, which is taken where nothing tells whether it is still free.
 
     Raises:
         OSError: it cannot be made.
     """
     filesystem, root = filesystem_of(place)
     if filesystem is not None:  # a store has no directory whose making could fail for there being one
-        return asked or _stamp()
+        return asked or expected or _stamp()
     os.makedirs(root, exist_ok=True)
     if asked is not None:
         path = os.path.join(root, asked)

@@ -1,0 +1,74 @@
+"""What a logger that is used again, or was used before the run, has of other folders: J-13."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from run_case import Net, data, edit, fit, folders, trained
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
+
+
+def rows(folder: Any) -> list[dict[str, str]]:
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Wide(Net):
+    """Logs a value of its own first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("first", 5.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_logger_that_is_used_again_begins_a_table(tmp_path: Path) -> None:
+    # J-13: of the first run's columns, and at a URL of its rows too
+    logger = CSVLogger(tmp_path)
+    trained(tmp_path, module=Wide(), logger=logger)
+    again = trained(tmp_path, logger=logger)
+    assert list(rows(again.log_dir)[0]) == ["step", "epoch", "loss_step", "loss_epoch"]
+
+
+def test_a_logger_that_is_used_again_at_a_url_begins_a_table() -> None:  # J-13
+    url = "memory://kept-apart"
+    filesystem = fsspec.filesystem("memory")
+    logger = CSVLogger(url)
+    for _ in range(2):
+        trained(url, logger=logger)
+    tables = [len(filesystem.cat(one).splitlines()) for one in filesystem.find("/kept-apart") if one.endswith(".csv")]
+    assert len(tables) == 2
+    assert tables[0] == tables[1]
+
+
+def test_a_logger_that_goes_on_elsewhere_looks_at_the_table_there(tmp_path: Path) -> None:
+    # J-13: cells came under the names of others
+    wide = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2), max_steps=4)
+    wide.fit(Wide(), data())
+    folder = Path(str(wide.log_dir))
+    edit(folder, module="run_case.Net")
+    logger = CSVLogger(tmp_path, version="another")
+    logger.log_metrics({"loss_step": 1.0}, 1)
+    logger.save()
+    logger.adopt(folder.name)
+    logger.rewind(4)
+    logger.log_metrics({"loss_step": 9.0}, 5)
+    logger.save()
+    assert (rows(folder)[-1]["step"], rows(folder)[-1]["loss_step"], rows(folder)[-1]["first"]) == ("5", "9.0", "")
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_what_was_logged_before_the_run_is_in_its_folder(tmp_path: Path, kind: Any) -> None:
+    # J-13: it stayed in version_0 alone, and the run was in version_1
+    logger = kind(tmp_path)
+    logger.log_hyperparams({"of": "the script"})
+    assert folders(tmp_path) == ["version_0"]
+    trained(tmp_path, logger=logger)
+    assert folders(tmp_path) == ["version_0"]
+    trained(tmp_path, logger=logger)
+    assert folders(tmp_path) == ["version_0", "version_1"]
