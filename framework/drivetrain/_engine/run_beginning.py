@@ -34,7 +34,7 @@ from drivetrain.runs._directory import (
 from drivetrain.runs._identity import Identity, class_path, encoded
 from drivetrain.runs._liveness import Watch
 from drivetrain.runs._process import Job
-from drivetrain.runs._record import plain
+from drivetrain.runs._record import Record, plain
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_state import RunState
@@ -56,6 +56,7 @@ class _Place(NamedTuple):
         path: the folder of these folders.
         fixed: the name that the user has given to the run's; None for any.
         asked: the name that somebody was told; None for none.
+        evaluated: the name of the folder where this very `Fit` has evaluated: a new run shares it; None for none.
         whose: writes there, for errors.
         for_checkpoints: whether that is no logger.
     """
@@ -65,6 +66,7 @@ class _Place(NamedTuple):
     asked: str | None
     whose: str
     for_checkpoints: bool = False
+    evaluated: str | None = None
 
 
 def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
@@ -131,7 +133,7 @@ def _place_of_run(run: RunState) -> _Place | None:
         before = run.folder.before
         if before is not None and before.path is not None and not before.is_of_fit and _is_in(first, before.path):
             # What this very Fit has evaluated beforehand is logged there already.
-            place = place._replace(fixed=before.path.rstrip("/").rpartition("/")[2])
+            place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
         return place
     if not any(one.wants_run_folder for one in run.callbacks):
         return None
@@ -289,7 +291,8 @@ def _claimed(
         while True:
             choice = _choice(run, search, ckpt_path, check)
             if choice.record is None:
-                _take(folder, RunRecorder.claim(place.path, place.fixed, place.asked, described, above))
+                fixed = place.fixed or place.evaluated
+                _take(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above))
                 break
             recorder = RunRecorder.go_on(choice.record, described)
             if recorder is not None:
@@ -304,18 +307,36 @@ def _claimed(
     for one in sharing:
         one.adopt(version)
     others = [one for one in loggers if one not in sharing]
-    known = [] if choice.record is None else choice.record.loggers
+    had = _versions_before(choice.record, loggers)
+
+    def note(at_once: bool = True) -> None:
+        assert folder.recorder is not None
+        folder.recorder.note_loggers(
+            [{"class": class_path(type(one)), "name": one.name, "version": one.version} for one in loggers], at_once
+        )
+
     for one in others:
-        had = next((version for name, version in known if name == (class_path(type(one)), one.name)), None)
-        if had is not None and is_plain_name(had):
-            one.adopt(had)
+        version_before = had.get(loggers.index(one))
+        if version_before is not None and is_plain_name(version_before):
+            one.adopt(version_before)
         else:
-            _claim_at_the_first_write(one, others)
-    assert folder.recorder is not None
-    folder.recorder.note_loggers(
-        [{"class": class_path(type(one)), "name": one.name, "version": one.version} for one in loggers]
-    )
+            _claim_at_the_first_write(one, others, note)
+    note(at_once=False)
     return choice
+
+
+def _versions_before(record: Record | None, loggers: Sequence[Logger]) -> dict[int, str]:
+    """Return the versions that loggers had in the run that goes on, by their indices here.
+
+    Two of one class and name have their files at different roots: they are told apart by their order.
+    """
+    left, found = [] if record is None else record.loggers, {}
+    for index, one in enumerate(loggers):
+        like = next((each for each in left if each[0] == (class_path(type(one)), one.name)), None)
+        if like is not None:
+            left.remove(like)
+            found[index] = like[1]
+    return found
 
 
 def _cannot_write(place: _Place, problem: str) -> tuple[str, str, str]:
@@ -376,7 +397,7 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     @cache
     def claim() -> str:
         with alone_in(place.path):
-            _take(folder, RunRecorder.claim(place.path, place.fixed, version, _description(run), []))
+            _take(folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version))
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]
 
@@ -389,8 +410,14 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
             _claim_at_the_first_write(one, loggers)
 
 
-def _claim_at_the_first_write(one: Logger, others: Sequence[Logger]) -> None:
-    """Let a logger whose files are elsewhere than the run's have a directory that its like share."""
+def _claim_at_the_first_write(one: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
+    """Let a logger whose files are elsewhere than the run's have a directory that its like share.
+
+    Args:
+        one: the logger.
+        others: all those that have no directory yet.
+        note: called once it is known which one it is: another run may have been quicker.
+    """
     if one.directory is None:
         return
     place = _place_of(one, others)
@@ -403,7 +430,12 @@ def _claim_at_the_first_write(one: Logger, others: Sequence[Logger]) -> None:
             make_directory(child(place.path, place.fixed))
             return place.fixed
         with alone_in(place.path):
-            return claim_version(place.path, version)
+            claimed = claim_version(place.path, place.asked, version)
+        if claimed != version:
+            for each in sharing:
+                each.adopt(claimed)
+            note()
+        return claimed
 
     for each in sharing:
         each.expect(version, claim)

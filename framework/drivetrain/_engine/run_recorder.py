@@ -19,7 +19,19 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_above
 from drivetrain.runs._process import Job, Process
-from drivetrain.runs._record import FORMAT, RUNNING, Record, now, plain, put_aside, read, remove, write
+from drivetrain.runs._record import (
+    FINISHED,
+    FORMAT,
+    RUNNING,
+    Record,
+    clear_leftovers,
+    now,
+    plain,
+    put_aside,
+    read,
+    remove,
+    write,
+)
 
 logger = logging.getLogger("drivetrain")
 
@@ -84,7 +96,15 @@ class RunRecorder:
         self._heart.start()
 
     @classmethod
-    def claim(cls, place: str, fixed: str | None, asked: str | None, run: Description, above: Sequence[str]) -> Self:
+    def claim(
+        cls,
+        place: str,
+        fixed: str | None,
+        asked: str | None,
+        run: Description,
+        above: Sequence[str],
+        expected: str | None = None,
+    ) -> Self:
         """Make a folder that no other run has, and write the record in it.
 
         Args:
@@ -93,13 +113,14 @@ class RunRecorder:
             asked: the name that somebody was told it would have.
             run: what is known of it.
             above: the folders that were made for ``place`` to be there.
+            expected: the name that it has unless another run was quicker; None where nobody expects any.
 
         Raises:
             ConfigurationError: another run that is under way has the folder ``fixed``.
             OSError: it cannot be made, or written to.
         """
         if fixed is None:
-            folder = child(place, claim_version(place, asked))
+            folder = child(place, claim_version(place, asked, expected))
             made = [folder]
         else:
             folder = child(place, fixed)
@@ -116,6 +137,7 @@ class RunRecorder:
         again = read(record.folder)
         if again is None or again.document != record.document:
             return None
+        clear_leftovers(record.folder)
         return cls(record.folder, record.id, run, record.document, [])
 
     def begins_with(self, path: str | None, identifier: str, step: int, parent: str, went_on: bool) -> None:
@@ -137,11 +159,18 @@ class RunRecorder:
 
         self._update(change, from_step=step, from_checkpoint=identifier or None)
 
-    def note_loggers(self, described: list[dict[str, Any]]) -> None:
-        """Note the loggers, whose versions are known by now. It is written with whatever is written next."""
+    def note_loggers(self, described: list[dict[str, Any]], at_once: bool) -> None:
+        """Note the loggers, whose versions are known by now.
+
+        Args:
+            described: each of them.
+            at_once: write it; else it is written with whatever is written next.
+        """
         with self._lock:
             if self._document is not None:
                 self._document["loggers"] = plain(described)
+        if at_once:
+            self.beat()
 
     def trains(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
         """Note what there is to train on, as training begins."""
@@ -184,7 +213,7 @@ class RunRecorder:
         """Note how the run ended.
 
         A run that never trained leaves no trace: its folder goes if nothing else is in it, and a record that it went
-        on with is as before.
+        on with is as before, unless it is by this one that it has ended in order.
 
         Args:
             status: of `runs._record`.
@@ -193,7 +222,9 @@ class RunRecorder:
         """
         self._heart.stop()
         _liveness.under_way.discard(self.id)
-        if not self._trained:
+        # What was killed after its last checkpoint has made all its steps, and nobody has said so yet.
+        says_more = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
+        if not self._trained and not says_more:
             with suppress(OSError, StorageError):
                 if self._earlier is not None:
                     write(self.folder, self._earlier)
@@ -369,8 +400,8 @@ def _working_directory() -> str | None:
         return None
 
 
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list) else []
+def _list(value: Any) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _told(process: Process | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,7 @@ from drivetrain.runs._process import Job, Process
 FORMAT = 1
 _LONGEST = 2**26  # bytes that are read
 _LONGEST_TEXT = 2000  # characters of a setting that is text
+_BESIDE = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -146,6 +148,15 @@ def remove(folder: str) -> None:
     filesystem, root = filesystem_of(child(folder, RECORD))
     with suppress(FileNotFoundError), as_os_errors():
         os.unlink(root) if filesystem is None else filesystem.rm_file(root)
+
+
+def clear_leftovers(folder: str) -> None:
+    """Remove what a writer has left that was killed as it wrote the record. None may be writing it."""
+    filesystem, root = filesystem_of(folder)
+    if filesystem is None:
+        for name in filter(_BESIDE.fullmatch, os.listdir(root)):
+            with suppress(OSError):
+                os.unlink(os.path.join(root, name))
 
 
 def put_aside(folder: str) -> str:

@@ -1,0 +1,120 @@
+"""What one run leaves alone of another, and of itself: J-13."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from run_case import NAME, Net, data, edit, fit, left_running, record, stopped, trained
+
+from drivetrain import TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.loggers import CSVLogger
+from drivetrain.runs._directory import claim_version
+
+
+def rows(folder: Any) -> list[dict[str, str]]:
+    with (Path(folder) / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def two_roots(root: Path) -> list[CSVLogger]:
+    return [CSVLogger(root / "a"), CSVLogger(root / "b")]
+
+
+class Bare(Net):
+    """Without hyper-parameters, so that nothing is written before the first values are."""
+
+    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
+        TrainModule.__init__(self)
+        self.at_step = at_step
+        self.net = torch.nn.Linear(3, 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_loggers_elsewhere_go_on_where_they_were(tmp_path: Path) -> None:
+    # J-13: the second one took the first one's number, and with it the files of another run
+    for _ in range(2):
+        trained(tmp_path, logger=CSVLogger(tmp_path / "b"))
+    others = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
+    often = Checkpoint(every_n_train_steps=2)
+    stopped(tmp_path, step=5, logger=two_roots(tmp_path), callbacks=often)
+    again = trained(tmp_path, "auto", logger=two_roots(tmp_path), callbacks=Checkpoint(every_n_train_steps=2))
+    assert again.log_dir == str(tmp_path / "a" / NAME / "version_0")
+    assert [one.version for one in again.loggers] == ["version_0", "version_2"]
+    assert rows(tmp_path / "a" / NAME / "version_0") == rows(tmp_path / "b" / NAME / "version_2")
+    kept = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
+    assert kept == others
+
+
+def test_two_runs_at_once_have_their_own_folders_elsewhere(tmp_path: Path) -> None:
+    # J-13: both wrote to b/version_0, and the record of the second said so
+    inner: list[Any] = []
+
+    def other(step: int) -> None:
+        if step == 0:  # the outer one has been told a number, and has written nothing yet
+            inner.append(trained(tmp_path, module=Bare(), logger=two_roots(tmp_path)))
+
+    outer = fit(tmp_path, logger=two_roots(tmp_path))
+    outer.fit(Bare(at_step=other), data())
+    assert [one.version for one in inner[0].loggers] == ["version_1", "version_0"]
+    assert [one.version for one in outer.loggers] == ["version_0", "version_1"]
+    assert [one["version"] for one in record(outer.log_dir)["loggers"]] == ["version_0", "version_1"]
+    steps = [[one["step"] for one in rows(tmp_path / "b" / NAME / version)] for version in ("version_0", "version_1")]
+    assert steps == [list("123456")] * 2
+
+
+def test_a_name_that_was_only_expected_is_not_taken_from_another(tmp_path: Path) -> None:
+    (tmp_path / "version_0").mkdir()
+    assert claim_version(str(tmp_path), expected="version_0") == "version_1"
+
+
+def test_auto_goes_on_after_an_evaluation(tmp_path: Path) -> None:  # J-13: it began afresh, in silence
+    stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
+    trainer, module = fit(tmp_path, callbacks=Checkpoint(every_n_train_steps=2)), Net()
+    trainer.validate(module, data(), verbose=False)
+    trainer.fit(module, data(), ckpt_path="auto")
+    assert trainer.log_dir == str(tmp_path / NAME / "version_0")
+    assert [(one["from_step"], one["to_step"]) for one in record(trainer.log_dir)["parts"]] == [(0, 5), (4, 6)]
+
+
+def test_an_evaluation_says_nothing_of_how_the_training_ended(tmp_path: Path) -> None:
+    # J-13: the record of a failed run said "finished" once it had been tested
+    trainer = stopped(tmp_path, step=5)
+    before = record(trainer.log_dir)
+    assert before["status"] == "failed"
+    trainer.test(Net(), data(), verbose=False)
+    assert "test" in rows(trainer.log_dir)[-1]
+    assert record(trainer.log_dir) == before
+
+
+def test_what_was_killed_after_its_last_checkpoint_is_said_to_be_finished(tmp_path: Path) -> None:  # J-13
+    trainer = trained(tmp_path)
+    left_running(trainer.log_dir, began="1")
+    trained(tmp_path, "auto")
+    after = record(trainer.log_dir)
+    assert (after["status"], after["why"]) == ("finished", "max_epochs=1 is reached")
+    assert [(one["from_step"], one["to_step"]) for one in after["parts"]] == [(0, 6), (6, 6)]
+    trained(tmp_path, "auto")
+    assert record(trainer.log_dir) == after
+
+
+def test_what_a_kill_left_of_a_record_goes_with_the_next_run(tmp_path: Path) -> None:
+    trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
+    torn = Path(str(trainer.log_dir)) / "run.json.0a1b2c3d.new"
+    torn.write_text("{")
+    trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
+    assert not torn.exists()
+
+
+def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None:
+    trainer = stopped(tmp_path, step=5, callbacks=Checkpoint(every_n_train_steps=2))
+    edit(trainer.log_dir, checkpoints=[7, None, "x"], events=["y"], parts=[1], loggers=[3])
+    again = trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
+    assert (again.log_dir, again.global_step) == (trainer.log_dir, 6)
+    assert [one["step"] for one in record(again.log_dir)["checkpoints"]] == [6]
