@@ -430,8 +430,7 @@ class Session(RunState):
                 problem = problem or error
         if problem is not None:
             status, self._why = "failed", _in_short(problem)
-        if self.stage == "fit" or not self.folder.is_of_fit:  # how the training ended stays
-            self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
+        self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
         if problem is not None:
             raise problem
 
