@@ -25,7 +25,7 @@ class CSVLogger(DirectoryLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` to ``<save_dir>/<name>/version_<n>``.
 
     The table's first column is ``step``; a metric that appears later becomes a new column, and what is already in the
-    file (a resumed run, given the same ``version``) is kept. A row torn by a kill is dropped. A metric that is itself
+    file (a run goes on in its folder) is kept. A row torn by a kill is dropped. A metric that is itself
     called ``step`` gets the column ``step.1``.
 
     At a URL the table is put anew as a whole at each write, and it is tried for a few seconds where the store refuses.
@@ -35,7 +35,7 @@ class CSVLogger(DirectoryLogger):
     Args:
         save_dir: a local path or an fsspec URL.
         name: the sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or ``None`` for the first free number.
+        version: a number, a directory name, or ``None`` for the run's folder.
         prefix: put before every metric's name, with a dash.
         flush_logs_every_n_steps: rows are written once this many steps have passed since the last write; `save` and
             `finalize` write at once.

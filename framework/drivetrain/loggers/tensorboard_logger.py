@@ -28,7 +28,7 @@ class TensorBoardLogger(DirectoryLogger):
     Args:
         save_dir: a local path, or a URL that the installed TensorBoard writes to.
         name: the sub-directory of the experiment; empty for none.
-        version: a number, a directory name, or ``None`` for the first free number.
+        version: a number, a directory name, or ``None`` for the run's folder.
         default_hp_metric: with hyper-parameters, write ``hp_metric`` so that the HParams tab shows the run.
         prefix: put before every metric's name, with a dash.
         **options: further arguments of ``SummaryWriter``, such as ``flush_secs`` or ``max_queue``. A ``purge_step`` is
