@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +17,9 @@ from drivetrain.runs._liveness import Watch, is_alive
 from drivetrain.runs._process import Job
 from drivetrain.runs._record import FINISHED, Record, read
 
+logger = logging.getLogger("drivetrain")
+
+_PATIENCE_ELSEWHERE = 5.0  # seconds in all, for records that a run can do without
 _MOST_NAMED = 3  # of the runs that were passed over
 
 
@@ -62,6 +66,8 @@ class Search:
         self._identity = identity
         self._jobs = jobs
         self._asking = asking
+        self._asking_elsewhere = Asking(_PATIENCE_ELSEWHERE)
+        self._out_of_reach: set[str] = set()
         self._passed_over: list[str] = []
         self._alive: dict[str, bool | None] = {}  # by folder
         self._known: dict[str, Record] = {}  # the runs of this experiment, by their ids
@@ -131,11 +137,21 @@ class Search:
         facts = checkpoint.manifest.facts
         parent, _, _ = checkpoint.path.rstrip("/").rpartition("/")
         above, _, name = parent.rpartition("/")
-        places = [*([above or "/"] if name == CHECKPOINTS else []), facts.run.get("folder", "")]
-        for folder in filter(None, places):
-            record = self._read(folder)
-            if record is not None and record.id == facts.run.get("id"):
-                return record
+        record = self._read(above or "/") if name == CHECKPOINTS else None
+        if record is None or record.id != facts.run.get("id"):
+            record = self._read_elsewhere(facts.run.get("folder", ""))
+        return record if record is not None and record.id == facts.run.get("id") else None
+
+    def _read_elsewhere(self, folder: str) -> Record | None:
+        """Read the record that a checkpoint names. It may have been copied from where nobody here can look."""
+        if folder and folder not in self._out_of_reach:
+            try:
+                return self._asking_elsewhere.until_answered(partial(read, folder))
+            except CheckpointError as error:
+                self._out_of_reach.add(folder)
+                logger.warning(
+                    "Whether the run in %r is under way is not known, and it is left alone: %s", folder, error
+                )
         return None
 
     # Who lives

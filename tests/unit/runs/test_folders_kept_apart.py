@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from run_case import NAME, Net, data, edit, fit, left_running, record, stopped, trained
 
 from drivetrain import TrainModule
+from drivetrain._engine import checkpoints
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
+from drivetrain.runs import _choice
 from drivetrain.runs._directory import claim_version
 
 
@@ -120,3 +123,16 @@ def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None
     again = trained(tmp_path, "auto", callbacks=Checkpoint(every_n_train_steps=2))
     assert (again.log_dir, again.global_step) == (trainer.log_dir, 6)
     assert [one["step"] for one in record(again.log_dir)["checkpoints"]] == [6]
+
+
+@pytest.mark.parametrize("folder", ["nowhere://bucket/version_0", "version_0\0"], ids=["protocol", "null"])
+def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # J-13: it was copied from a store, say, which "auto" could not ask for the run's record
+    monkeypatch.setattr(_choice, "_PATIENCE_ELSEWHERE", 0.0)
+    monkeypatch.setattr(checkpoints, "_lasting", lambda path: folder)
+    trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
+    again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
+    assert again.global_step == 12
+    (path,) = (str(one) for one in (tmp_path / "copied").glob("epoch*"))
+    assert trained(tmp_path / "here", path, max_epochs=3).global_step == 18
