@@ -343,8 +343,9 @@ def _cannot_write(place: _Place, problem: str) -> tuple[str, str, str]:
     return (
         f"{place.whose} cannot write to {place.path!r}: {problem}.",
         AT_THE_FIRST_SAVE if place.for_checkpoints else AT_THE_FIRST_ROW,
-        f"give {place.whose} a {'dirpath' if place.for_checkpoints else 'folder'} that can be written to, or Fit a "
-        f"default_root_dir{'' if place.for_checkpoints else '; or logger=False'}.",
+        "give Fit a default_root_dir that can be written to: a dirpath takes the checkpoints, and run.json is there."
+        if place.for_checkpoints
+        else f"give {place.whose} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
     )
 
 
