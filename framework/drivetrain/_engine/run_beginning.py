@@ -15,10 +15,10 @@ from drivetrain._engine.run_folder import CHOSEN, Beginning, RunFolder
 from drivetrain._engine.run_recorder import Description, RunRecorder
 from drivetrain._engine.saved_state import taking
 from drivetrain._engine.writable import AT_THE_FIRST_ROW, AT_THE_FIRST_SAVE, why_not
-from drivetrain.checkpoint._finding import Asking, best_beside, newest
+from drivetrain.checkpoint._finding import Asking, best_beside, newest_of, whole_in
 from drivetrain.checkpoint._folders import child, is_plain_name, resolved
 from drivetrain.checkpoint._format import Checkpoint, load
-from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import Logger
 from drivetrain.runs import _liveness
 from drivetrain.runs._choice import Choice, Search
@@ -88,7 +88,7 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
     if control.rank == 0 and ckpt_path is not None:
         search = _search(run, place, ckpt_path)
     if ckpt_path is not None and run.stage == "fit":
-        _watch(control, search)
+        _watch(control, search, check)
     told = None
     if control.rank == 0:
         told = _settled(run, folder, place, search, ckpt_path, check)
@@ -109,7 +109,7 @@ def find_beside(run: RunState, folders: Sequence[str], ckpt_path: str, check: Ch
     """Return the newest checkpoint in folders that callbacks have chosen in their setup. Collective."""
     control = run.strategy.control
     search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
-    _watch(control, search)
+    _watch(control, search, check)
     path = None
     if search is not None and run.stage == "fit":
         path = _choice(run, search, ckpt_path, check).path
@@ -143,12 +143,16 @@ def _place_of_run(run: RunState) -> _Place | None:
 def _place_of(first: Logger, loggers: Sequence[Logger]) -> _Place:
     sharing = _sharing(first, loggers)
     directories = [one.directory for one in sharing]
-    # One that has no directory to claim chooses by itself.
-    fixed = [one.version if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)]
+    # One that can neither be told a version nor has a directory to claim chooses by itself.
+    fixed = [_own_version(one) if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)]
     asked = [each.asked for each in directories if each is not None]
     assert first.writes_to is not None
     path = place_of(first.writes_to, first.name)
     return _Place(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
+
+
+def _own_version(one: Logger) -> str | None:
+    return one.version if type(one).adopt is Logger.adopt else None
 
 
 def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
@@ -188,23 +192,31 @@ def _place_of_logs(run: RunState) -> _Place:
     return _Place(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
 
 
-def _watch(control: Any, search: Search | None) -> None:
-    """Watch the runs that may live on other machines. Collective: the others wait too, and hear that we live."""
-    watch = None
-    if search is not None:
-        undecided = search.undecided
-        watch = Watch(undecided, _liveness.WATCH)
-        if undecided:
+def _watch(control: Any, search: Search | None, check: Check) -> None:
+    """Watch a run that may live on another machine. Collective: the others wait too, and hear that we live."""
+    watch: Watch | None = None
+
+    def is_over() -> bool:
+        nonlocal watch
+        assert search is not None
+        if watch is not None and watch.is_over:
+            search.watched(watch)
+            watch = None
+        if watch is None:
+            undecided = search.undecided(check)
+            if undecided is None:
+                return True
+            watch = Watch(undecided, _liveness.WATCH)
             logger.warning(
                 "%s may be under way on another machine: its record is watched for %.0f s.",
-                listed([one.name for one in undecided]),
+                undecided.name,
                 _liveness.WATCH,
             )
-    while not control.from_rank_0(watch.is_over if watch is not None else None):
+        return False
+
+    while not control.from_rank_0(is_over() if control.rank == 0 else None):
         if watch is not None:
             watch.look(_LOOK_EVERY)
-    if search is not None and watch is not None:
-        search.watched(watch)
 
 
 def _choice(run: RunState, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
@@ -406,6 +418,8 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     for one in sharing:
         if one.directory is not None:
             one.directory.expect(version, claim)
+        else:
+            one.adopt(version)
     for one in loggers:
         if one not in sharing:
             _claim_at_the_first_write(one, loggers)
@@ -453,11 +467,13 @@ def _versions(run: RunState) -> tuple[str, ...]:
 
 def _tell(run: RunState, ckpt_path: str, choice: Choice) -> None:
     found = choice.path is not None
-    what = f"going on from {choice.path}" if found else "a fresh start"
+    does = "going on from" if run.stage == "fit" else "the weights of"
+    what = f"{does} {choice.path}" if found else "a fresh start"
     if choice.record is not None and not found:
         what += f" in {choice.record.folder}, which this job had claimed"
     hint = ""
     old_place = child(run.trainer.default_root_dir, CHECKPOINTS)
-    if not found and (old := newest([old_place])) is not None:
+    of_no_run = [one for one in whole_in([old_place], Asking()) if not one.manifest.facts.run] if not found else []
+    if (old := newest_of(of_no_run, Asking())) is not None:
         hint = f" {old_place!r} has checkpoints that belong to no run's folder: name the one, ckpt_path={old.path!r}."
     logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.told(), hint)

@@ -459,7 +459,7 @@ class Session(RunState):
         if self._hooks is not None:
             calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         self._why = _in_short(error)
         calls += [self.checkpoints.abandon, lambda: self._finish(status), self.strategy.teardown]
         for call in calls:

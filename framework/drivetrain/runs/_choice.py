@@ -68,6 +68,7 @@ class Search:
         self._asking = asking
         self._asking_elsewhere = Asking(_PATIENCE_ELSEWHERE)
         self._out_of_reach: set[str] = set()
+        self._searches = False  # it was given more than one checkpoint
         self._passed_over: list[str] = []
         self._alive: dict[str, bool | None] = {}  # by folder
         self._known: dict[str, Record] = {}  # the runs of this experiment, by their ids
@@ -77,6 +78,7 @@ class Search:
 
     def look_through(self, folders: Sequence[str]) -> None:
         """Take all runs of the place, and the checkpoints in ``folders``, of which some may be these runs' own."""
+        self._searches = True
         names = [self._version] if self._version is not None else self._asking.until_answered(self._names)
         found = [self._read(child(self._place, name)) for name in names]
         records = sorted((one for one in found if one is not None), key=_started, reverse=True)
@@ -88,6 +90,7 @@ class Search:
 
     def look_in(self, folders: Sequence[str]) -> None:
         """Take the checkpoints in folders that the user has named."""
+        self._searches = True
         for one in whole_in(folders, self._asking):
             why_not = self.why_another(one)
             if why_not is None:
@@ -156,15 +159,21 @@ class Search:
 
     # Who lives
 
-    @property
-    def undecided(self) -> list[Record]:
-        """The runs that may live, on other machines."""
-        return [record for record in self._known.values() if self._lives(record) is None]
+    def undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
+        """Return a run that may live, on another machine, where it would be chosen if it were dead; None for none.
+
+        Args:
+            check: as for `newest`.
+        """
+        out_of_sight = [record for record in self._known.values() if self._lives(record) is None]
+        if not out_of_sight or not self._searches:
+            return next(iter(out_of_sight), None)
+        _, record = self._newest(check)
+        return record if record in out_of_sight else None
 
     def watched(self, watch: Watch) -> None:
-        """Take what a watch over `undecided` has shown."""
-        for record in self.undecided:
-            self._alive[record.folder] = record.folder in watch.alive
+        """Take what a watch over the run that was `undecided` has shown."""
+        self._alive[watch.record.folder] = bool(watch.is_alive)
 
     def taken(self, record: Record) -> None:
         """Note that somebody else has gone on with a run meanwhile."""
@@ -186,6 +195,13 @@ class Search:
             check: raises `CheckpointError` of what cannot be gone on from.
             alive_too: do not pass over runs that are under way: nothing will be written.
         """
+        found, record = self._newest(check, alive_too)
+        return self._choice(None if found is None else found.path, record, found)
+
+    def _newest(
+        self, check: Callable[[Checkpoint], None], alive_too: bool = False
+    ) -> tuple[Checkpoint | None, Record | None]:
+        """Return the checkpoint and its run; a run alone where this job was stopped before it had saved anything."""
         known = sorted(self._known.values(), key=_started, reverse=True)
         dead = [one for one in known if alive_too or not self._is_alive(one)]
         ids = {record.id for record in dead}
@@ -205,12 +221,11 @@ class Search:
             found = newest_of([*(one for one, _ in inside.values()), *others], self._asking, check)
             if found is not None:
                 # As it was when it was found to be dead: by now somebody may go on with it.
-                run = inside[found.path][1] if found.path in inside else self._known_run(found)
-                return self._choice(found.path, run, found)
+                return found, inside[found.path][1] if found.path in inside else self._known_run(found)
             unfinished = [one for one in records if records is of_this_job and one.status != FINISHED]
-            if unfinished and not alive_too:  # it was stopped before it had saved anything
-                return self._choice(None, unfinished[0], None)
-        return Choice(passed_over=tuple(self._passed_over))
+            if unfinished and not alive_too:
+                return None, unfinished[0]
+        return None, None
 
     def at(self, checkpoint: Checkpoint) -> Choice:
         """Return what going on from this very checkpoint means."""

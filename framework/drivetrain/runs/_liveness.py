@@ -39,23 +39,23 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
 
 
 class Watch:
-    """Watches the records of runs whose processes are out of sight.
+    """Watches the record of a run whose process is out of sight.
 
     Args:
-        records: as they were read.
+        record: as it was read.
         seconds: for how long.
     """
 
-    def __init__(self, records: Sequence[Record], seconds: float = WATCH) -> None:
-        self._before = {record.folder: record for record in records}
+    def __init__(self, record: Record, seconds: float) -> None:
+        self.record = record
         self._until = time.monotonic() + seconds
-        self.alive: set[str] = set()
-        """The folders of those that were seen to live."""
+        self.is_alive: bool | None = None
+        """What has been seen; None while nothing has changed."""
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more can be learnt."""
-        return not self._before or time.monotonic() >= self._until
+        return self.is_alive is not None or time.monotonic() >= self._until
 
     def look(self, pause: float) -> None:
         """Wait for so many seconds at most, and look once more.
@@ -64,9 +64,6 @@ class Watch:
             StorageError: the storage refuses.
         """
         time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
-        for folder, before in list(self._before.items()):
-            after = read(folder)
-            if after is not None and after.document != before.document:
-                del self._before[folder]
-                if after.status == RUNNING:
-                    self.alive.add(folder)
+        after = read(self.record.folder)
+        if after is not None and after.document != self.record.document:
+            self.is_alive = after.status == RUNNING

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,15 @@ def version(trainer: Fit) -> str:
 
 def every(step: int, **options: Any) -> Checkpoint:
     return Checkpoint(every_n_train_steps=step, save_top_k=-1, **options)
+
+
+def of_an_earlier_version(checkpoint: Path) -> None:
+    """Let a manifest name no run, as those did that were written before runs had folders."""
+    manifest = checkpoint / "manifest.json"
+    document = json.loads(manifest.read_text())
+    del document["run"], document["crc32"]
+    body = json.dumps(document, indent=1).encode().removesuffix(b"\n}")
+    manifest.write_bytes(body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode())
 
 
 # Which run
@@ -126,6 +137,7 @@ def test_newest_goes_by_lineage_and_not_by_clocks(tmp_path: Path) -> None:  # J-
 
 def test_old_places_are_named_and_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
     trained(tmp_path / "before", callbacks=Checkpoint(tmp_path / "checkpoints"))
+    of_an_earlier_version(tmp_path / "checkpoints" / "epoch=0-step=6")
     fresh = trained(tmp_path, "auto")
     assert fresh.global_step == 6
     path = str(tmp_path / "checkpoints" / "epoch=0-step=6")
@@ -328,7 +340,7 @@ def test_elsewhere_a_heartbeat_tells(
 
     monkeypatch.setattr(_liveness.Watch, "look", look)
     again = trained(tmp_path, "auto", max_epochs=2)
-    assert "version_0' may be under way on another machine: its record is watched for 0 s" in caplog.text
+    assert "version_0 may be under way on another machine: its record is watched for 0 s" in caplog.text
     assert version(again) == ("version_1" if beats else "version_0")
 
 
@@ -356,3 +368,23 @@ def test_weights_of_a_run_under_way_can_be_evaluated(tmp_path: Path) -> None:
         module.net.weight.zero_()
     fit(tmp_path).validate(module, data(), ckpt_path="last", verbose=False)
     assert module.net.weight.abs().sum() > 0
+
+
+def test_only_a_run_that_would_be_taken_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    older, _ = trained(tmp_path), trained(tmp_path)
+    left_running(older.log_dir, host="another")
+    monkeypatch.setattr(_liveness, "WATCH", 1000.0)
+    newer = trained(tmp_path, "auto", max_epochs=2)
+    assert version(newer) == "version_1"
+    path = newer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    assert version(trained(tmp_path, path, max_epochs=3)) == "version_1"
+    assert "is watched" not in caplog.text
+
+
+def test_the_old_place_is_named_only_where_it_is_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path, callbacks=Checkpoint(tmp_path / "checkpoints"))
+    trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "checkpoints"), module=Net(0.7))
+    assert "a fresh start" in caplog.text
+    assert "belong to no run's folder" not in caplog.text

@@ -218,6 +218,29 @@ def test_loggers_of_the_users(tmp_path: Path) -> None:  # J-13: the first with f
     assert without_files.log_dir == str(tmp_path / "c" / "drivetrain_logs" / "version_0")
 
 
+class Told(Minimal):
+    """One that goes where the run is, as it is told."""
+
+    version = ""
+
+    def adopt(self, version: str) -> None:
+        self.version = version
+
+
+def test_a_logger_of_the_users_that_can_be_told_has_a_folder_for_each_run(tmp_path: Path) -> None:
+    logger = Told(tmp_path)
+    trainer = fit(tmp_path, logger=logger)
+    for number in range(2):
+        trainer.fit(Net(), data())
+        assert (trainer.log_dir, logger.version) == (
+            str(tmp_path / "minimal" / f"version_{number}"),
+            f"version_{number}",
+        )
+    alone = Told(tmp_path)
+    fit(tmp_path, logger=alone).test(Net(), data(), verbose=False)
+    assert alone.version == "version_2"
+
+
 def test_a_checkpoint_that_comes_in_setup_has_a_folder_too(tmp_path: Path) -> None:
     class Late(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
