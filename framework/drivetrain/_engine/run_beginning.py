@@ -34,7 +34,7 @@ from drivetrain.runs._directory import (
 from drivetrain.runs._identity import Identity, class_path, encoded
 from drivetrain.runs._liveness import Watch
 from drivetrain.runs._process import Job
-from drivetrain.runs._record import Record, plain
+from drivetrain.runs._record import Record, plain, read
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_state import RunState
@@ -85,9 +85,10 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
     control = run.strategy.control
     place = _place_of_run(run) if run.stage == "fit" else None
     search = None
-    if control.rank == 0 and ckpt_path is not None:
+    fixed = None if place is None else place.fixed
+    if control.rank == 0 and (ckpt_path is not None or fixed is not None):
         search = _search(run, place, ckpt_path)
-    if ckpt_path is not None and run.stage == "fit":
+    if run.stage == "fit" and (ckpt_path is not None or fixed is not None):
         _watch(control, search, check)
     told = None
     if control.rank == 0:
@@ -165,15 +166,17 @@ def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
 # With what
 
 
-def _search(run: RunState, place: _Place | None, ckpt_path: str, folders: Sequence[str] | None = None) -> Search:
+def _search(run: RunState, place: _Place | None, ckpt_path: str | None, folders: Sequence[str] | None = None) -> Search:
     where = place or _place_of_logs(run)
     identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0])
     search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
+    if place is not None and place.fixed is not None:
+        search.consider_occupant(place.fixed)
     if folders is not None:
         search.look_in(folders)
     elif ckpt_path in CHOSEN:
         search.look_through([folder for one in run.callbacks for folder in one.writes_to])
-    else:
+    elif ckpt_path is not None:
         with suppress(CheckpointError):  # opening it says so, on every rank
             search.look_at(load(ckpt_path))
     return search
@@ -206,7 +209,7 @@ def _watch(control: Any, search: Search | None, check: Check) -> None:
             undecided = search.undecided(check)
             if undecided is None:
                 return True
-            watch = Watch(undecided, _liveness.WATCH)
+            watch = Watch(undecided, _liveness.WATCH, search.read_again)
             logger.warning(
                 "%s may be under way on another machine: its record is watched for %.0f s.",
                 undecided.name,
@@ -304,7 +307,8 @@ def _claimed(
             choice = _choice(run, search, ckpt_path, check)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
-                _take(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above))
+                lives = None if search is None else search.was_seen_to_live
+                _take(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
                 break
             recorder = RunRecorder.go_on(choice.record, described)
             if recorder is not None:
@@ -410,6 +414,8 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     @cache
     def claim() -> str:
         with alone_in(place.path):
+            if place.fixed is not None and (there := read(folder.path or "")) is not None and there.is_training:
+                return place.fixed  # an evaluation of what that run has trained: the record is the run's
             _take(folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version))
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]

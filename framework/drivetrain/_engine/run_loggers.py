@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from drivetrain.errors import DrivetrainError
 from drivetrain.loggers import Logger
 
 logger = logging.getLogger("drivetrain")
@@ -32,6 +31,6 @@ def write_out(loggers: Sequence[Logger]) -> None:
     for one in loggers:
         try:
             one.save()
-        except (OSError, DrivetrainError) as error:
+        except Exception as error:  # each service has errors of its own, and for none may a checkpoint be missing
             name = type(one).__name__
             logger.warning("%s could not write what was logged so far, and tries again later: %s", name, error)

@@ -104,6 +104,7 @@ class RunRecorder:
         run: Description,
         above: Sequence[str],
         expected: str | None = None,
+        lives: Callable[[Record], bool] | None = None,
     ) -> Self:
         """Make a folder that no other run has, and write the record in it.
 
@@ -114,6 +115,7 @@ class RunRecorder:
             run: what is known of it.
             above: the folders that were made for ``place`` to be there.
             expected: the name that it has unless another run was quicker; None where nobody expects any.
+            lives: whether a run was seen to live on another machine; None where nobody has looked.
 
         Raises:
             ConfigurationError: another run that is under way has the folder ``fixed``.
@@ -124,7 +126,7 @@ class RunRecorder:
             made = [folder]
         else:
             folder = child(place, fixed)
-            made = _take_over(folder)
+            made = _take_over(folder, lives)
         return cls(folder, os.urandom(8).hex(), run, None, [*made, *above])
 
     @classmethod
@@ -355,14 +357,14 @@ def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> Non
     document["events"] = [*document["events"], event][-_MOST:]
 
 
-def _take_over(folder: str) -> list[str]:
+def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]:
     """Make the folder that the user has named, and return what was made. The record of another run there is kept."""
     before = read(folder)
     if before is None:
         made = missing_above(folder)
         make_directory(folder)
         return made
-    if _liveness.is_alive(before, Job.of(os.environ)):
+    if _liveness.is_alive(before, Job.of(os.environ)) or (lives is not None and lives(before)):
         raise ConfigurationError(
             f"The folder {folder!r} belongs to a run that is under way{_told(before.process)}.",
             "two runs would write to one log.",

@@ -51,7 +51,7 @@ def children(folder: str) -> list[str]:
         if filesystem is None:
             with os.scandir(root) as entries:
                 # A hidden one is being written, or was left behind.
-                return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+                return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
         with as_os_errors():
             filesystem.invalidate_cache()
             entries = filesystem.ls(root, detail=True)
@@ -64,6 +64,13 @@ def children(folder: str) -> list[str]:
             "check the storage, the credentials and the network.",
         ) from error
     return sorted(one["name"].rstrip("/").rpartition("/")[2] for one in entries if one["type"] == "directory")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads back to itself
+        return False
 
 
 def pointed_to(folder: str) -> str | None:

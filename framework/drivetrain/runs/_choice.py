@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from drivetrain.checkpoint._finding import Asking, newest_of, whole_in
 from drivetrain.checkpoint._folders import child, children, resolved
-from drivetrain.checkpoint._format import Checkpoint
+from drivetrain.checkpoint._format import Checkpoint, StorageError
 from drivetrain.errors import CheckpointError
 from drivetrain.runs._directory import CHECKPOINTS
 from drivetrain.runs._identity import Identity, encoded
@@ -72,6 +72,7 @@ class Search:
         self._passed_over: list[str] = []
         self._alive: dict[str, bool | None] = {}  # by folder
         self._known: dict[str, Record] = {}  # the runs of this experiment, by their ids
+        self._occupant: Record | None = None  # of whatever experiment, in the folder that the new run is to have
         self._beside: list[Checkpoint] = []  # in folders that the user has named
 
     # What there is
@@ -80,7 +81,7 @@ class Search:
         """Take all runs of the place, and the checkpoints in ``folders``, of which some may be these runs' own."""
         self._searches = True
         names = [self._version] if self._version is not None else self._asking.until_answered(self._names)
-        found = [self._read(child(self._place, name)) for name in names]
+        found = [self._asking.until_answered(partial(self._read_neighbour, child(self._place, name))) for name in names]
         records = sorted((one for one in found if one is not None), key=_started, reverse=True)
         for record in records:
             if record.is_training and self._is_ours(record):
@@ -109,11 +110,33 @@ class Search:
         """Take a run that is of this experiment."""
         self._known.setdefault(record.id, record)
 
+    def consider_occupant(self, version: str) -> None:
+        """Take the run that has the folder which the new one is to have by its name."""
+        self._occupant = self._read(child(self._place, version))
+
     def _names(self) -> list[str]:
         return children(self._place)
 
+    def read_again(self, folder: str) -> Record | None:
+        """Return the record that lies in a folder now.
+
+        Raises:
+            StorageError: the storage refuses, for as long as it is asked.
+        """
+        return self._read(folder)
+
     def _read(self, folder: str) -> Record | None:
         return self._asking.until_answered(partial(read, folder))
+
+    def _read_neighbour(self, folder: str) -> Record | None:
+        try:
+            return read(folder)
+        except StorageError as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            name = folder.rpartition("/")[2]
+            self._passed_over.append(f"{name} (its record may not be read)")
+            return None
 
     def _is_ours(self, record: Record) -> bool:
         document = record.document
@@ -165,6 +188,8 @@ class Search:
         Args:
             check: as for `newest`.
         """
+        if self._occupant is not None and self._lives(self._occupant) is None:
+            return self._occupant
         out_of_sight = [record for record in self._known.values() if self._lives(record) is None]
         if not out_of_sight or not self._searches:
             return next(iter(out_of_sight), None)
@@ -173,7 +198,16 @@ class Search:
 
     def watched(self, watch: Watch) -> None:
         """Take what a watch over the run that was `undecided` has shown."""
-        self._alive[watch.record.folder] = bool(watch.is_alive)
+        record = watch.record
+        self._alive[record.folder] = bool(watch.is_alive)
+        if watch.after is not None and self._known.get(record.id) is record:
+            self._known[record.id] = watch.after
+        if watch.after is not None and self._occupant is record:
+            self._occupant = watch.after
+
+    def was_seen_to_live(self, record: Record) -> bool:
+        """Whether a run is known to be under way."""
+        return bool(self._lives(record))
 
     def taken(self, record: Record) -> None:
         """Note that somebody else has gone on with a run meanwhile."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from drivetrain.runs._process import Job, Process, must_have_ended
-from drivetrain.runs._record import RUNNING, Record, read
+from drivetrain.runs._record import RUNNING, Record
 
 HEARTBEAT = 30.0
 """Seconds between two updates of a run's record."""
@@ -44,10 +44,14 @@ class Watch:
     Args:
         record: as it was read.
         seconds: for how long.
+        read: returns the record that lies in a folder now.
     """
 
-    def __init__(self, record: Record, seconds: float) -> None:
+    def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
         self.record = record
+        self._read = read
+        self.after: Record | None = None
+        """As it was read last."""
         self._until = time.monotonic() + seconds
         self.is_alive: bool | None = None
         """What has been seen; None while nothing has changed."""
@@ -64,6 +68,6 @@ class Watch:
             StorageError: the storage refuses.
         """
         time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
-        after = read(self.record.folder)
+        after = self.after = self._read(self.record.folder)
         if after is not None and after.document != self.record.document:
             self.is_alive = after.status == RUNNING

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import torch
 from run_case import NAME, Net, data, edit, fit, left_running, record, stopped, trained
 
 from drivetrain import TrainModule
-from drivetrain._engine import checkpoints
+from drivetrain._engine import checkpoints, run_beginning
 from drivetrain.callbacks import Checkpoint
+from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.runs import _choice
+from drivetrain.runs import _choice, _liveness
 from drivetrain.runs._directory import claim_version
+from drivetrain.runs._record import now
 
 
 def rows(folder: Any) -> list[dict[str, str]]:
@@ -136,3 +140,99 @@ def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
     assert again.global_step == 12
     path = str(sorted((tmp_path / "copied").glob("epoch*"))[-1])
     assert trained(tmp_path / "here", path, max_epochs=3).global_step == 18
+
+
+@pytest.mark.parametrize("which", [None, "auto"])
+@pytest.mark.parametrize("beats", [False, True])
+def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
+    tmp_path: Path, which: str | None, beats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # J-13: it was, and the other one's record was put aside
+    trainer = trained(tmp_path, logger=CSVLogger(tmp_path, version=4))
+    folder = trainer.log_dir
+    left_running(folder, host="elsewhere")
+    monkeypatch.setattr(_liveness, "WATCH", 0.6)
+    monkeypatch.setattr(run_beginning, "_LOOK_EVERY", 0.3)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            written = json.dumps({**record(folder), "heartbeat": now()})
+            (tmp_path / "beside").write_text(written)
+            (tmp_path / "beside").rename(Path(str(folder)) / "run.json")
+
+    heart = threading.Thread(target=beat)
+    if beats:
+        heart.start()
+    try:
+        if beats:
+            with pytest.raises(ConfigurationError, match=r"under way \(process \d+ on elsewhere\)"):
+                trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4))
+        else:
+            trained(tmp_path, which, logger=CSVLogger(tmp_path, version=4), max_epochs=2)
+    finally:
+        ended.set()
+        if beats:
+            heart.join()
+    assert (record(folder)["status"] == "running") is beats
+    assert [one.name for one in Path(str(folder)).glob("run-*.json")] == ([] if beats or which else ["run-1.json"])
+
+
+def test_a_logger_that_cannot_write_costs_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-13: the run failed before the checkpoint was written
+    class Offline(CSVLogger):
+        def save(self) -> None:
+            raise ValueError("no network")
+
+        def finalize(self, status: str) -> None:
+            """Nothing to let go of."""
+
+    trainer = trained(tmp_path, logger=Offline(tmp_path))
+    assert (trainer.global_step, record(trainer.log_dir)["status"]) == (6, "finished")
+    assert [one["step"] for one in record(trainer.log_dir)["checkpoints"]] == [6]
+    assert "Offline could not write what was logged so far, and tries again later: no network" in caplog.text
+
+
+def test_an_evaluation_by_name_leaves_the_record_of_the_run_that_it_is_of(tmp_path: Path) -> None:
+    def logger() -> CSVLogger:
+        return CSVLogger(tmp_path, version="mine")
+
+    trainer = trained(tmp_path, logger=logger())
+    before = record(trainer.log_dir)
+    fit(tmp_path, logger=logger()).test(Net(), data(), verbose=False)  # as in another process
+    assert record(trainer.log_dir) == before
+    assert [one.name for one in Path(str(trainer.log_dir)).glob("run*.json")] == ["run.json"]
+    assert "test" in (Path(str(trainer.log_dir)) / "metrics.csv").read_text()
+    assert trained(tmp_path, "auto", logger=logger(), max_epochs=2).run_id == trainer.run_id
+
+
+def test_links_and_records_of_others_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trained(tmp_path)
+    place = tmp_path / "drivetrain_logs"
+    (place / "loop").symlink_to(place / "loop")
+    (place / "nowhere").symlink_to(place / "gone")
+    (place / "theirs").mkdir()
+    (place / "theirs" / "run.json").write_text("{}")
+    original = open
+
+    def forbidding(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).endswith("theirs/run.json"):
+            raise PermissionError(13, "Permission denied")
+        return original(path, *args, **options)
+
+    monkeypatch.setattr("builtins.open", forbidding)
+    assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
+
+
+def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trained(tmp_path)
+    ended = record(trainer.log_dir)
+    left_running(trainer.log_dir, host="elsewhere")
+    monkeypatch.setattr(run_beginning, "_LOOK_EVERY", 0.01)
+    original = _liveness.Watch.look
+
+    def look(self: Any, pause: float) -> None:
+        (Path(str(trainer.log_dir)) / "run.json").write_text(json.dumps(ended))
+        original(self, pause)
+
+    monkeypatch.setattr(_liveness.Watch, "look", look)
+    assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir
