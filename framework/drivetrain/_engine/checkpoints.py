@@ -90,7 +90,8 @@ class RunCheckpoints:
         seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
-            from drivetrain._engine.run_beginning import find_beside, where_runs_are
+            from drivetrain._engine.run_beginning import find_beside
+            from drivetrain._engine.run_place import where_runs_are
 
             # Chosen by rank 0, for all: another rank may see a file system that lags behind.
             since = [one for one in self._folders() if one not in self._looked_in]

@@ -8,33 +8,42 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
 from drivetrain._engine.run_folder import CHOSEN, Beginning, RunFolder
+from drivetrain._engine.run_place import (
+    RunPlace,
+    cannot_write,
+    claim_at_the_first_write,
+    first_with_files,
+    is_in,
+    name_of,
+    place_of_logger,
+    place_of_logs,
+    place_of_run,
+    sharing_with,
+    versions_before,
+)
 from drivetrain._engine.run_recorder import Description, RunRecorder
 from drivetrain._engine.saved_state import taking
-from drivetrain._engine.writable import AT_THE_FIRST_ROW, AT_THE_FIRST_SAVE, why_not
+from drivetrain._engine.writable import why_not
 from drivetrain.checkpoint._finding import Asking, best_beside, newest_of, whole_in
-from drivetrain.checkpoint._folders import child, is_plain_name, resolved
+from drivetrain.checkpoint._folders import child, is_plain_name
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.loggers import Logger
 from drivetrain.runs import _liveness
 from drivetrain.runs._choice import Choice, Search
 from drivetrain.runs._directory import (
     CHECKPOINTS,
     alone_in,
-    claim_version,
     free_version,
-    make_directory,
     missing_above,
-    place_of,
 )
 from drivetrain.runs._identity import Identity, class_path, encoded
 from drivetrain.runs._liveness import Watch
 from drivetrain.runs._process import Job
-from drivetrain.runs._record import Record, plain, read
+from drivetrain.runs._record import plain, read
 
 if TYPE_CHECKING:
     from drivetrain._engine.run_state import RunState
@@ -43,30 +52,7 @@ logger = logging.getLogger("drivetrain")
 
 Check = Callable[[Checkpoint], None]
 
-DEFAULT_NAME = "drivetrain_logs"
-"""What runs without loggers are called."""
-
 _LOOK_EVERY = 5.0  # seconds between two looks at other runs' heartbeats; the other ranks hear as often that we live
-
-
-class _Place(NamedTuple):
-    """Where runs of one name have their folders.
-
-    Attributes:
-        path: the folder of these folders.
-        fixed: the name that the user has given to the run's; None for any.
-        asked: the name that somebody was told; None for none.
-        evaluated: the name of the folder where this very `Fit` has evaluated: a new run shares it; None for none.
-        whose: writes there, for errors.
-        for_checkpoints: whether that is no logger.
-    """
-
-    path: str
-    fixed: str | None
-    asked: str | None
-    whose: str
-    for_checkpoints: bool = False
-    evaluated: str | None = None
 
 
 def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
@@ -83,7 +69,7 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
         StorageError: a storage refuses to say what there is.
     """
     control = run.strategy.control
-    place = _place_of_run(run) if run.stage == "fit" else None
+    place = place_of_run(run) if run.stage == "fit" else None
     search = None
     fixed = None if place is None else place.fixed
     if control.rank == 0 and (ckpt_path is not None or fixed is not None):
@@ -120,54 +106,13 @@ def find_beside(run: RunState, folders: Sequence[str], ckpt_path: str, check: Ch
     return found
 
 
-# Where
-
-
-def _place_of_run(run: RunState) -> _Place | None:
-    """Return where the run's folder will be; None where it has none."""
-    trainer = run.trainer
-    if trainer.fast_dev_run or trainer.barebones:
-        return None
-    first = next((one for one in trainer.loggers if one.writes_to is not None), None)
-    if first is not None:
-        place = _place_of(first, trainer.loggers)
-        before = run.folder.before
-        if before is not None and before.path is not None and not before.is_of_fit and _is_in(first, before.path):
-            # What this very Fit has evaluated beforehand is logged there already.
-            place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
-        return place
-    if not any(one.wants_run_folder for one in run.callbacks):
-        return None
-    return _Place(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, "Checkpoint", for_checkpoints=True)
-
-
-def _place_of(first: Logger, loggers: Sequence[Logger]) -> _Place:
-    sharing = _sharing(first, loggers)
-    directories = [one.directory for one in sharing]
-    # One that can neither be told a version nor has a directory to claim chooses by itself.
-    fixed = [_own_version(one) if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)]
-    asked = [each.asked for each in directories if each is not None]
-    assert first.writes_to is not None
-    path = place_of(first.writes_to, first.name)
-    return _Place(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
-
-
-def _own_version(one: Logger) -> str | None:
-    return one.version if type(one).adopt is Logger.adopt else None
-
-
-def _sharing(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
-    """The loggers of the same root and name."""
-    place = resolved(place_of(first.writes_to or "", first.name))
-    with_files = [one for one in loggers if one.writes_to is not None]
-    return [one for one in with_files if resolved(place_of(one.writes_to or "", one.name)) == place]
-
-
 # With what
 
 
-def _search(run: RunState, place: _Place | None, ckpt_path: str | None, folders: Sequence[str] | None = None) -> Search:
-    where = place or _place_of_logs(run)
+def _search(
+    run: RunState, place: RunPlace | None, ckpt_path: str | None, folders: Sequence[str] | None = None
+) -> Search:
+    where = place or place_of_logs(run)
     identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0])
     search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
     if place is not None and place.fixed is not None:
@@ -180,19 +125,6 @@ def _search(run: RunState, place: _Place | None, ckpt_path: str | None, folders:
         with suppress(CheckpointError):  # opening it says so, on every rank
             search.look_at(load(ckpt_path))
     return search
-
-
-def where_runs_are(run: RunState) -> str:
-    """Return where the runs of this trainer's have their folders."""
-    return _place_of_logs(run).path
-
-
-def _place_of_logs(run: RunState) -> _Place:
-    """Where a run of this trainer's that writes something has its folder."""
-    first = next((one for one in run.trainer.loggers if one.writes_to is not None), None)
-    if first is not None:
-        return _place_of(first, run.trainer.loggers)
-    return _Place(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
 
 
 def _watch(control: Any, search: Search | None, check: Check) -> None:
@@ -261,7 +193,7 @@ def _best_beside(path: str) -> str:
 def _settled(
     run: RunState,
     folder: RunFolder,
-    place: _Place | None,
+    place: RunPlace | None,
     search: Search | None,
     ckpt_path: str | None,
     check: Check,
@@ -278,13 +210,13 @@ def _settled(
     else:
         problem = why_not(place.path)
         if problem is not None:
-            return Beginning(problem=_cannot_write(place, problem))
+            return Beginning(problem=cannot_write(place, problem))
         try:
             choice = _claimed(run, folder, place, search, ckpt_path, check)
         except ConfigurationError as error:
             return Beginning(problem=(error.what, error.why, error.fix))
         except OSError as error:
-            return Beginning(problem=_cannot_write(place, error.strerror or str(error)))
+            return Beginning(problem=cannot_write(place, error.strerror or str(error)))
     if ckpt_path in CHOSEN:
         _tell(run, ckpt_path, choice)
     versions = _versions(run)
@@ -294,7 +226,7 @@ def _settled(
 def _claimed(
     run: RunState,
     folder: RunFolder,
-    place: _Place,
+    place: RunPlace,
     search: Search | None,
     ckpt_path: str | None,
     check: Check,
@@ -318,12 +250,12 @@ def _claimed(
             search.taken(choice.record)  # somebody was quicker
     assert folder.path is not None
     version = folder.path.rstrip("/").rpartition("/")[2]
-    first = next((one for one in loggers if one.writes_to is not None), None)
-    sharing = [] if first is None else _sharing(first, loggers)
+    first = first_with_files(loggers)
+    sharing = [] if first is None else sharing_with(first, loggers)
     for one in sharing:
         one.adopt(version)
     others = [one for one in loggers if one not in sharing]
-    had = _versions_before(choice.record, loggers)
+    had = versions_before(choice.record, loggers)
 
     def note(at_once: bool = True) -> None:
         assert folder.recorder is not None
@@ -336,33 +268,9 @@ def _claimed(
         if version_before is not None and is_plain_name(version_before):
             one.adopt(version_before)
         else:
-            _claim_at_the_first_write(one, others, note)
+            claim_at_the_first_write(one, others, note)
     note(at_once=False)
     return choice
-
-
-def _versions_before(record: Record | None, loggers: Sequence[Logger]) -> dict[int, str]:
-    """Return the versions that loggers had in the run that goes on, by their indices here.
-
-    Two of one class and name have their files at different roots: they are told apart by their order.
-    """
-    left, found = [] if record is None else record.loggers, {}
-    for index, one in enumerate(loggers):
-        like = next((each for each in left if each[0] == (class_path(type(one)), one.name)), None)
-        if like is not None:
-            left.remove(like)
-            found[index] = like[1]
-    return found
-
-
-def _cannot_write(place: _Place, problem: str) -> tuple[str, str, str]:
-    return (
-        f"{place.whose} cannot write to {place.path!r}: {problem}.",
-        AT_THE_FIRST_SAVE if place.for_checkpoints else AT_THE_FIRST_ROW,
-        "give Fit a default_root_dir that can be written to: a dirpath takes the checkpoints, and run.json is there."
-        if place.for_checkpoints
-        else f"give {place.whose} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
-    )
 
 
 def _take(folder: RunFolder, recorder: RunRecorder) -> None:
@@ -392,22 +300,17 @@ def _description(run: RunState) -> Description:
     )
 
 
-def name_of(run: RunState) -> str:
-    """Return the name of a run: that of its first logger with files."""
-    return next((one.name for one in run.trainer.loggers if one.writes_to is not None), DEFAULT_NAME)
-
-
 def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
     """Let an evaluation log where the run of before did; else where a folder is claimed once something is written."""
     loggers = run.trainer.loggers
-    first = next((one for one in loggers if one.writes_to is not None), None)
+    first = first_with_files(loggers)
     before = folder.before
     if first is None:
         return
-    if before is not None and before.path is not None and _is_in(first, before.path):
+    if before is not None and before.path is not None and is_in(first, before.path):
         folder.join(before)
         return
-    place = _place_of(first, loggers)
+    place = place_of_logger(first, loggers)
     version = place.fixed or place.asked or free_version(place.path)
     folder.path = child(place.path, version)
 
@@ -420,7 +323,7 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]
 
-    sharing = _sharing(first, loggers)
+    sharing = sharing_with(first, loggers)
     for one in sharing:
         if one.directory is not None:
             one.directory.expect(version, claim)
@@ -428,42 +331,7 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
             one.adopt(version)
     for one in loggers:
         if one not in sharing:
-            _claim_at_the_first_write(one, loggers)
-
-
-def _claim_at_the_first_write(one: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
-    """Let a logger whose files are elsewhere than the run's have a directory that its like share.
-
-    Args:
-        one: the logger.
-        others: all those that have no directory yet.
-        note: called once it is known which one it is: another run may have been quicker.
-    """
-    if one.directory is None:
-        return
-    place = _place_of(one, others)
-    sharing = [each.directory for each in _sharing(one, others) if each.directory is not None]
-    version = place.fixed or place.asked or free_version(place.path)
-
-    @cache
-    def claim() -> str:
-        if place.fixed is not None:
-            make_directory(child(place.path, place.fixed))
-            return place.fixed
-        with alone_in(place.path):
-            claimed = claim_version(place.path, place.asked, version)
-        if claimed != version:
-            for each in sharing:
-                each.adopt(claimed)
-            note()
-        return claimed
-
-    for each in sharing:
-        each.expect(version, claim)
-
-
-def _is_in(one: Logger, folder: str) -> bool:
-    return one.directory is not None and one.directory.is_claimed and one.directory.path == folder
+            claim_at_the_first_write(one, loggers)
 
 
 def _versions(run: RunState) -> tuple[str, ...]:
