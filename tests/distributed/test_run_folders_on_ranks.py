@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import threading
@@ -158,3 +159,28 @@ def test_twenty_runs_that_begin_at_once(tmp_path: Path) -> None:  # J-13
     assert len({part["token"] for part in parts}) == len(parts)
     for folder in (tmp_path / "drivetrain_logs").iterdir():
         assert _rows(folder) == ["1", "2", "3", "4", "5", "6"]
+
+
+def _of_a_node(root: Path) -> Any:
+    rank = os.environ["RANK"]
+    before = dict(os.environ)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank, GROUP_WORLD_SIZE="2")
+    try:
+        trainer = _fit(root, num_nodes=2)
+
+        class Warns(Net):
+            def on_train_start(self) -> None:
+                logging.getLogger("drivetrain").warning("from node %d", self.trainer.node_rank)
+
+        trainer.fit(Warns(), _data())
+        return trainer.log_dir, trainer.run_id, trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_nodes_name_one_folder(tmp_path: Path) -> None:  # J-13
+    first, second = on_ranks(_of_a_node, 2, tmp_path, process_group=None)
+    assert first == second
+    for rank in range(2):
+        assert f"from node {rank}" in (Path(first[0]) / "logs" / f"rank-{rank}.log").read_text()

@@ -35,14 +35,14 @@ def found_in(program: Program, plant: str = "") -> list[str]:
     if program.launcher:
         return differences(program, expected, [launched(program, plant)])
     with tempfile.TemporaryDirectory(prefix="drivetrain-fuzz-") as folder:
-        path = f"{folder}/checkpoint" if program.resume is not None else ""
+        root = folder if program.resume is not None else ""
         try:
             plain = expected if program.resume is None else interpret(replace(program, resume=None))
-            outcomes = on(program.ranks, program, path, False, plant)
+            outcomes = on(program.ranks, program, root, False, plant)
             found = differences(program, plain, outcomes)
             failed = any(one.error for one in outcomes)
             if not found and program.resume is not None and expected.saved_after >= 0 and not failed:
-                outcomes = on(program.resume.ranks, program, path, True, plant)
+                outcomes = on(program.resume.ranks, program, root, True, plant)
                 if expected.saved_at_end and all("nothing is left to train" in one.text for one in outcomes):
                     return []
                 found = [f"resumed: {what}" for what in differences(program, expected, outcomes, resumed=True)]
@@ -60,6 +60,6 @@ def is_stable(program: Program, expected: Outcome) -> bool:
     return not any(weights_of(expected.weights, interpret(program, nudged=seed).weights, near) for seed in range(3))
 
 
-def on(ranks: int, program: Program, path: str, resumed: bool, plant: str) -> list[Outcome]:
+def on(ranks: int, program: Program, root: str, resumed: bool, plant: str) -> list[Outcome]:
     """Run on so many kept ranks."""
-    return on_ranks(run, ranks, program, path, resumed, plant, timeout=30)
+    return on_ranks(run, ranks, program, root, resumed, plant, timeout=30)

@@ -13,6 +13,7 @@ import torchmetrics
 from torch import Tensor
 
 from drivetrain import Callback, DrivetrainError, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from fuzz.feeding import taken, training_loader, validation_loader
@@ -329,8 +330,12 @@ def _errors_alone() -> Iterator[None]:
             one.setLevel(level)
 
 
-def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
-    """Train ``program`` on this rank, from the checkpoint at ``path`` where it is ``resumed``; what came of it."""
+def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
+    """Train ``program`` on this rank, in a run's folder below ``root`` if there is one; what came of it.
+
+    Where it is ``resumed``, it goes on in that folder, from the checkpoint that is there.
+    """
+    path = f"{root}/drivetrain_logs/version_0/checkpoints/saved" if root else ""
     outcome = Outcome()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     ranks, strategy = program.ranks, program.strategy
@@ -346,11 +351,14 @@ def run(program: Program, path: str, resumed: bool, plant: str = "") -> Outcome:
         recorder = Recorder(program, outcome, "" if resumed else path, resumed, anew)
         trainer = None
         try:
-            trainer = Fit(strategy=strategy_of(strategy, program), callbacks=recorder, **settings(program, outcome))
+            callbacks: list[Callback] = [recorder, Checkpoint(save_top_k=0)] if root else [recorder]
+            options = {**settings(program, outcome), **({"default_root_dir": root} if root else {})}
+            trainer = Fit(strategy=strategy_of(strategy, program), callbacks=callbacks, **options)
             loaders = [training_loader(program, ranks, rank)]
             if program.validation is not None:
                 loaders.append(validation_loader(program, ranks, rank))
             trainer.fit(module, *loaders, ckpt_path=path if resumed else None)
+            assert not root or trainer.log_dir == path.rpartition("/checkpoints/")[0]
         except Exception as error:
             if program.ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):
                 raise  # the others wait for this rank: the world ends them, and says what it was

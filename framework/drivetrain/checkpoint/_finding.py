@@ -114,8 +114,8 @@ def _comes_from(one: Checkpoint, other: Checkpoint) -> bool:
 class Asking:
     """Asks a storage again while it refuses, for so many seconds in all."""
 
-    def __init__(self, patience: float = PATIENCE) -> None:
-        self._left = patience
+    def __init__(self, patience: float | None = None) -> None:
+        self._left = PATIENCE if patience is None else patience
         self._pause = _FIRST_PAUSE
 
     def until_answered(self, ask: Callable[[], Found]) -> Found:

@@ -17,7 +17,7 @@ from run_case import Another, Net, data, edit, fit, folders, left_running, proce
 from drivetrain import Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.errors import CheckpointError, ConfigurationError
-from drivetrain.loggers import CSVLogger
+from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from drivetrain.runs import _liveness
 
 
@@ -388,3 +388,16 @@ def test_the_old_place_is_named_only_where_it_is_one(tmp_path: Path, caplog: pyt
     trained(tmp_path, "auto", callbacks=Checkpoint(tmp_path / "checkpoints"), module=Net(0.7))
     assert "a fresh start" in caplog.text
     assert "belong to no run's folder" not in caplog.text
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:  # J-13
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def options() -> dict[str, Any]:
+        return {"logger": TensorBoardLogger(tmp_path), "callbacks": every(2), "max_epochs": 2}
+
+    killed = stopped(tmp_path, step=5, **options())
+    again = trained(tmp_path, "auto", **options())
+    assert again.log_dir == killed.log_dir
+    found = event_accumulator.EventAccumulator(str(again.log_dir), purge_orphaned_data=True).Reload()
+    assert [one.step for one in found.Scalars("loss_step")] == list(range(1, 13))
