@@ -58,6 +58,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._purge_step: int | None = options.pop("purge_step", None)
         self._options = options
         self._rewound: tuple[str, int] | None = None  # a folder, and the first step that is hidden in it
+        self._hides_in: str | None = None  # the folder where a file of ours hides what comes before it
         self._has_start: str | None = None  # the folder where an earlier run's starting values stay
         self._writer: Any = None
 
@@ -141,10 +142,11 @@ class TensorBoardLogger(DirectoryLogger):
         options = self._options | ({"purge_step": min(purges)} if purges else {})
         # Names have whole seconds. tensorboardX writes over a file of the same second; and where something is hidden
         # by a file that comes before another one in the order of names, what is hidden there comes to light.
-        if purges or not _has_tensorboard():
+        if purges or self._hides_in == path or not _has_tensorboard():
             self._await_a_later_name(path)
         writer = _summary_writer(path, options)
         if purges:
+            self._hides_in = path
             # TensorBoard's server takes the first start that a folder tells of for that of the run, and hides nothing.
             writer.file_writer.add_event(_start(min(purges)))
         self._rewound = self._purge_step = None
