@@ -189,6 +189,14 @@ class RunContext(Protocol):
     def checkpoint_removed(self, identifier: str) -> None:
         """Note in the run's record that a checkpoint, by its manifest's identifier, is no longer kept."""
 
+    @property
+    def micro_batch_weight(self) -> float:
+        """Over how many items the loss of the current training micro-batch is a mean, on this rank.
+
+        That is what `TrainModule.batch_weight` returned for the batch as the loader gave it, else its samples; 0 where
+        this rank only joins. In manual optimization, where weights are not applied, it is the samples.
+        """
+
     # Checkpoints
 
     def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import FSDPStrategy
+from drivetrain_strategies.fsdp._whole_parameters import WholeParameters
 from worlds import on_ranks
 
 OPERATIONS = torch.ops.aten
@@ -308,3 +309,46 @@ def test_gloo_divides_though_it_has_no_premultiplied_sum(reduce_dtype: torch.dty
     for refused, found in on_ranks(_divided, 3, reduce_dtype):
         assert refused
         torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts copies from the host's values, and what is read back: both wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (OPERATIONS._local_scalar_dense, OPERATIONS.lift_fresh)
+        return func(*args, **(kwargs or {}))
+
+
+def _averaged(unused: bool) -> tuple[int, int, list[float | None]]:
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.tensor(float(number))) for number in range(3)]
+    for number, parameter in enumerate(parameters):
+        if not unused or number != 1 or rank == 1:
+            parameter.grad = torch.tensor(float(rank + number))
+    if unused:
+        parameters[2].grad = None
+    lists = 0
+    original = Tensor.tolist
+
+    def counted(self: Tensor) -> Any:
+        nonlocal lists
+        lists += 1
+        return original(self)
+
+    Tensor.tolist = counted  # type: ignore[method-assign]
+    try:
+        with _Reads() as reads:
+            WholeParameters(parameters, dist.group.WORLD).average()
+    finally:
+        Tensor.tolist = original  # type: ignore[method-assign]
+    return reads.count, lists, [None if one.grad is None else float(one.grad) for one in parameters]
+
+
+def test_single_numbers_are_averaged_without_waiting_for_the_device() -> None:  # O-04
+    assert on_ranks(_averaged, 2, False) == [(0, 0, [0.5, 1.5, 2.5])] * 2
+    # What this rank has not used is read: whether anybody has decides if it keeps no gradient.
+    assert [(lists, found) for _, lists, found in on_ranks(_averaged, 2, True)] == [(1, [0.5, 1.0, None])] * 2

@@ -215,6 +215,10 @@ class RunReads(RunContext):
         return next((callback for callback in self.callbacks if isinstance(callback, Checkpoint)), None)
 
     @property
+    def micro_batch_weight(self) -> float:
+        return 0.0 if self.session is None else self.session.position.weight
+
+    @property
     def log_dir(self) -> str | None:
         return None if self.session is None else self.session.folder.path
 

@@ -52,6 +52,8 @@ class Position:
     """"training", "evaluation" or "prediction"; None between them."""
     batch_idx: int = 0
     """The index of the micro-batch that the loop has come to."""
+    weight: float = 0.0
+    """Over how many items its loss is a mean; of training's."""
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Go through batches from the first; returns what to `leave` with: the loop that has to wait, and its batch."""

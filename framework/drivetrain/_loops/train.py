@@ -273,6 +273,7 @@ class TrainLoop:
         for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
             position.batch_idx = batch_idx
+            position.weight = micro.weight
             if micro.opens:
                 progress.window = batch_idx, progress.samples_seen
             metrics.batch = batch

@@ -32,7 +32,17 @@ def known_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """
     if device.type != "cuda":
         return None
-    return peak_of(torch.cuda.get_device_name(device), dtype, torch.get_float32_matmul_precision() != "highest")
+    return peak_of(torch.cuda.get_device_name(device), dtype, tf32_is_on())
+
+
+def tf32_is_on() -> bool:
+    """Return whether CUDA multiplies float32 matrices as TF32.
+
+    torch has two interfaces for that, and refuses to answer through the older one what was said through the newer.
+    """
+    newer = [getattr(one, "fp32_precision", "none") for one in (torch.backends.cuda.matmul, torch.backends)]
+    said = next((one for one in newer if one != "none"), None)
+    return torch.get_float32_matmul_precision() != "highest" if said is None else bool(said == "tf32")
 
 
 def peak_of(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:

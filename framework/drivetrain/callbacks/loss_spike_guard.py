@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from drivetrain.errors import ConfigurationError, LossSpikeError, nearest
@@ -29,7 +28,7 @@ class _Mark(NamedTuple):
     """Which step a micro-batch was part of, and over how many items its loss is a mean."""
 
     step: int
-    weight: float | Tensor
+    weight: float
 
 
 class LossSpikeGuard(Callback):
@@ -103,8 +102,6 @@ class LossSpikeGuard(Callback):
         self._statistic = SpikeStatistic(threshold, window, warmup)
         self._losses: Tensor | None = None
         self._marks: list[_Mark] = []
-        self._weighs = False
-        self._joined = False  # this rank had no data for the micro-batch and only kept the others company
         self._step = 0  # steps made as the current micro-batch began
         self._dropping: bool | None = None  # of the step that is about to be made; None before it is known
 
@@ -132,12 +129,11 @@ class LossSpikeGuard(Callback):
         if self.action != "warn":
             self._check(trainer, module)
         self._losses, self._marks, self._dropping = None, [], None
-        self._weighs = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
         self._step = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
-        self._joined, self._step = trainer.joining, trainer.global_step
+        self._step = trainer.global_step
         if self._losses is None:
             # Half precision's largest number would make an ordinary sum of losses infinite.
             dtype = torch.float32 if loss.device.type == "mps" else torch.float64
@@ -159,10 +155,8 @@ class LossSpikeGuard(Callback):
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Note which step that was, and look when it is time."""
-        # What weighs nothing is not read here: that could wait for the device.
-        weight = module.batch_weight(batch) if self._weighs and not self._joined else not self._joined
-        self._joined, self._dropping = False, None
-        self._marks.append(_Mark(self._step, weight))
+        self._dropping = None
+        self._marks.append(_Mark(self._step, trainer.micro_batch_weight))
         step = trainer.global_step
         made, self._step = step != self._step, step
         if (made and step % self.every_n_steps == 0) or len(self._marks) == _CAPACITY:
@@ -207,7 +201,7 @@ class LossSpikeGuard(Callback):
         sums = {mark.step: [0.0, 0.0] for mark in marks}  # the steps are alike on every rank
         if self._losses is not None:
             for mark, loss in zip(marks, self._losses[: len(marks)].tolist(), strict=True):
-                if float(mark.weight) > 0:
+                if mark.weight > 0:
                     sums[mark.step][0] += loss
                     sums[mark.step][1] += 1
             self._losses.zero_()
@@ -220,7 +214,7 @@ class LossSpikeGuard(Callback):
         if self.action == "rollback":
             return self._step in self.passed_over
         assert self._losses is not None
-        weights = [float(mark.weight) for mark in self._marks if mark.step == self._step] + [float(not self._joined)]
+        weights = [mark.weight for mark in self._marks if mark.step == self._step] + [trainer.micro_batch_weight]
         losses = self._losses[len(self._marks) + 1 - len(weights) : len(self._marks) + 1].tolist()
         mine = [loss for loss, weight in zip(losses, weights, strict=True) if weight > 0]
         told = torch.tensor([sum(mine), float(len(mine))], dtype=torch.float64)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, NonFiniteError
 from drivetrain.module.train_module import TrainModule
@@ -29,7 +28,7 @@ class _Mark(NamedTuple):
     epoch: int
     step: int
     batch_idx: int
-    weight: float | Tensor
+    weight: float
     """Over how many items its loss is a mean; the mean over none is NaN and counts for nothing."""
 
 
@@ -68,8 +67,6 @@ class NonFiniteGuard(Callback):
         self.check_parameters = check_parameters
         self._window: Tensor | None = None
         self._marks: list[_Mark] = []
-        self._weighs = False
-        self._joined = False  # this rank had no data for the micro-batch and only kept the others company
         self._step = 0  # steps made as the current micro-batch began
         self._looked_at = 0
 
@@ -93,12 +90,10 @@ class NonFiniteGuard(Callback):
             )
         self._window = None
         self._marks = []
-        self._weighs = module.automatic_optimization and is_overridden("batch_weight", module, TrainModule)
         self._step = self._looked_at = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
         """Keep the loss on its device."""
-        self._joined = trainer.joining
         # Several losses of one micro-batch share a place: NaN and infinity survive a sum.
         self._place(loss, _LOSS).add_(loss.detach())
 
@@ -116,10 +111,7 @@ class NonFiniteGuard(Callback):
         self, trainer: RunContext, module: TrainModule, outputs: dict[str, Any], batch: Any, batch_idx: int
     ) -> None:
         """Note which micro-batch that was, and look when it is time."""
-        # What weighs nothing is not read here: that could wait for the device.
-        weight = module.batch_weight(batch) if self._weighs and not self._joined else not self._joined
-        self._joined = False
-        self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx, weight))
+        self._marks.append(_Mark(trainer.current_epoch, self._step, batch_idx, trainer.micro_batch_weight))
         self._step = step = trainer.global_step
         if step - self._looked_at >= self.every_n_steps or len(self._marks) == _CAPACITY:
             self._look(trainer, module)
@@ -165,7 +157,7 @@ class NonFiniteGuard(Callback):
             self._window.zero_()
             for index, row in enumerate(values):
                 for kind in (_LOSS, _GRADIENT):
-                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or float(marks[index].weight) > 0):
+                    if not math.isfinite(row[kind]) and (kind == _GRADIENT or marks[index].weight > 0):
                         return torch.tensor([index, kind, row[kind], -1.0], dtype=torch.float64)
         if self.check_parameters:
             first = _first_bad_parameter(module)

@@ -69,6 +69,7 @@ class ThroughputMonitor(Callback):
         self._points: deque[_Point] = deque()
         self._weight: float | torch.Tensor = 0.0
         self._weighs = False
+        self._asks = False
         self._paused = 0.0
         self._paused_since = 0.0
         self._begun = 0  # micro-batches begun in this run
@@ -97,6 +98,7 @@ class ThroughputMonitor(Callback):
         self._points.clear()
         self._weight = 0.0
         self._weighs = is_overridden("batch_weight", module, TrainModule)
+        self._asks = self._weighs and not module.automatic_optimization  # where no window has weighed it
         self._paused = 0.0
         self._begun = 0
         self._last_step = trainer.global_step
@@ -109,7 +111,7 @@ class ThroughputMonitor(Callback):
         self._begun += 1
         if self._weighs and not trainer.joining:
             # A tensor that is still on its way is added where it is.
-            self._weight = self._weight + module.batch_weight(batch)
+            self._weight = self._weight + (module.batch_weight(batch) if self._asks else trainer.micro_batch_weight)
         if self._begun == 2 and self._peak is not None and self._counted is None:
             from torch.utils.flop_counter import FlopCounterMode
 

@@ -32,13 +32,17 @@ class WholeParameters:
                 by_dtype.setdefault(parameter.dtype, []).append(parameter)
         for parameters in by_dtype.values():
             parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-            used = parts[0].new_tensor([float(one.grad is not None) for one in parameters])
+            unused = [index for index, one in enumerate(parameters) if one.grad is None]
+            used = parts[0].new_ones(len(parameters))  # made where it is: a copy from the host would be waited for
+            for index in unused:
+                used[index].zero_()
             packed = torch.cat([*(part.reshape(-1) for part in parts), used])
             dist.all_reduce(packed, group=self._group)
-            used = packed[-len(parameters) :] > 0
+            # What this rank used somebody used. Of the rest the others know, and reading that waits for the device.
+            flags = [True] * len(parameters) if not unused else (packed[-len(parameters) :] > 0).tolist()
             packed /= self._ranks
             offset = 0
-            for parameter, anybody in zip(parameters, used.tolist(), strict=True):
+            for parameter, anybody in zip(parameters, flags, strict=True):
                 if anybody:
                     mean = packed[offset : offset + parameter.numel()].view_as(parameter)
                     if parameter.grad is None:

@@ -45,6 +45,7 @@ class Run:
     log_every_n_steps: int = 1
     sanity_checking: bool = False
     joining: bool = False
+    micro_batch_weight: float = 1.0
     should_stop: bool = False
     stop_reason: str = ""
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from drivetrain.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
+    LossSpikeGuard,
     NonFiniteGuard,
     ReplicaCheck,
     ThroughputMonitor,
@@ -317,3 +318,22 @@ def test_all_of_them_leave_the_numbers_alone(tmp_path: Path) -> None:
     ]
     assert len({callback.state_key for callback in everything}) == len(everything)
     assert torch.equal(weights(everything), weights([]))
+
+
+def test_what_a_batch_weighs_is_asked_once_and_of_the_loaders_batch(tmp_path: Path) -> None:  # O-04
+    # Of a batch on a device the answer would be waited for, in three callbacks.
+    given: list[bool] = []
+
+    class Weighing(Regression):
+        def batch_weight(self, batch: Any) -> Any:
+            given.append(isinstance(batch, list))
+            return len(batch[0])
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return tuple(one.clone() for one in batch)  # as one that was copied
+
+    monitors: list[Callback] = [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard(action="warn")]
+    trainer = quiet_fit(callbacks=monitors, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Weighing(), loader())
+    assert given == [True] * trainer.micro_batches
+    assert given

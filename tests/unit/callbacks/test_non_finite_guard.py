@@ -28,7 +28,7 @@ def _train(
     window: int = 1,
     net: nn.Module | None = None,
     gradients: dict[int, float] | None = None,
-    batches: list[float] | None = None,
+    weights: list[float] | None = None,
 ) -> str:
     """Make one micro-batch of each list of losses; return what was raised, with the micro-batch it was raised at."""
     trainer: Any = run
@@ -37,6 +37,7 @@ def _train(
     try:
         callback.on_train_start(trainer, module)
         for index, values in enumerate(losses):
+            run.micro_batch_weight = 1.0 if weights is None else weights[index]
             for value in values:
                 loss = (torch.ones((), requires_grad=True) * value).to(torch.float32)
                 callback.on_before_backward(trainer, module, loss)
@@ -47,7 +48,7 @@ def _train(
                     next(module.parameters()).grad.view(-1)[1] = gradients[index]
                 callback.on_before_optimizer_step(trainer, module, optimizer)
                 run.global_step += 1
-            callback.on_train_batch_end(trainer, module, {}, batches[index] if batches else None, index)
+            callback.on_train_batch_end(trainer, module, {}, None, index)
         callback.on_train_epoch_end(trainer, module)
         callback.on_train_end(trainer, module)
     except NonFiniteError as error:
@@ -100,20 +101,13 @@ def test_finite_losses_of_any_size_pass() -> None:
     assert _train(NonFiniteGuard(every_n_steps=2), Run(), [[3e38, 3e38], [-3e38], [1e-45], [0.0]]) == ""
 
 
-class _Weighed(_Net):
-    """Its batches are what they weigh."""
-
-    def batch_weight(self, batch: float) -> torch.Tensor:
-        return torch.tensor(batch)
-
-
 def test_the_mean_over_no_items_counts_for_nothing() -> None:
     # B-21: a batch that weighs nothing may have a NaN for its loss, and so may one that only keeps others company.
     losses = [[1.0], [math.nan], [1.0], [math.nan]]
-    assert _train(NonFiniteGuard(), Run(), losses, net=_Weighed(), batches=[3.0, 0.0, 3.0, 0.0]) == ""
-    found = _train(NonFiniteGuard(), Run(), losses, net=_Weighed(), batches=[3.0, 0.0, 3.0, 2.0])
+    assert _train(NonFiniteGuard(), Run(), losses, weights=[3.0, 0.0, 3.0, 0.0]) == ""
+    found = _train(NonFiniteGuard(), Run(), losses, weights=[3.0, 0.0, 3.0, 2.0])
     assert "batch index 3" in found
-    assert _train(NonFiniteGuard(), Run(joining=True), losses) == ""
+    assert _train(NonFiniteGuard(), Run(joining=True), losses, weights=[0.0] * 4) == ""
 
 
 def test_gradients_are_watched_where_asked() -> None:
