@@ -33,7 +33,7 @@ from drivetrain._engine.signals import Signals, as_asked, awaited_signals, inter
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
-from drivetrain._engine.topology import Place, check_control_plane, check_set_up
+from drivetrain._engine.topology import Place, check_control_plane, check_devices_apart, check_set_up
 from drivetrain._engine.training import build_training, estimated_steps, set_up_stopping, under_context
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.stopping import how_it_ended
@@ -154,6 +154,7 @@ class Session(RunState):
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         strategy.setup_environment()
         check_control_plane(strategy, self.place.placement)
+        check_devices_apart(strategy)
         if self.place.world is not None and strategy.world_size > 1:
             strategy.control.hearsay = self.place.world.failures
         self.draws.device = strategy.device

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 
+import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import Module
@@ -226,6 +230,46 @@ def check_control_plane(strategy: Strategy, placement: Placement) -> None:
             "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment joins the ranks (call it "
             "where you override it); a strategy for one process says single_process = True.",
         )
+
+
+def check_devices_apart(strategy: Strategy) -> None:
+    """Refuse two ranks on one GPU, which NCCL would do at its first collective, without a name. Collective.
+
+    Args:
+        strategy: after its `setup_environment`.
+
+    Raises:
+        ConfigurationError: on every rank; names the ranks.
+    """
+    if strategy.device.type == "cuda" and strategy.world_size > 1:
+        refuse_shared_devices(strategy.control.gather_objects(_identity(strategy.device)))
+
+
+def _identity(device: torch.device) -> str:
+    """What no other GPU is called."""
+    identity = getattr(torch.cuda.get_device_properties(device), "uuid", f"{socket.gethostname()} {device.index}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{identity} {visible}" if "MIG" in visible else str(identity)  # slices of one GPU are several devices
+
+
+def refuse_shared_devices(devices: Sequence[str]) -> None:
+    """Refuse what several ranks have.
+
+    Args:
+        devices: the identity of each rank's.
+
+    Raises:
+        ConfigurationError: names the ranks.
+    """
+    for identity in dict.fromkeys(devices):
+        ranks = [rank for rank, one in enumerate(devices) if one == identity]
+        if len(ranks) > 1:
+            raise ConfigurationError(
+                f"Ranks {', '.join(map(str, ranks))} are on one GPU ({identity}).",
+                "each rank needs one of its own: NCCL refuses them as duplicates, and they would share its memory.",
+                "start as many processes on a node as it has GPUs, or show each process its own by "
+                "CUDA_VISIBLE_DEVICES.",
+            )
 
 
 def check_set_up(strategy: Strategy, module: Module, run_step: object) -> None:

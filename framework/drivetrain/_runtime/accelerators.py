@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from drivetrain.errors import ConfigurationError, nearest
+
+_ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
 
@@ -93,8 +96,25 @@ def check_devices(accelerator: object, devices: object) -> None:
     _asked(devices)
 
 
+def cuda_is_available() -> bool:
+    """Return whether there is a CUDA device, without beginning to use it where the driver's NVML can be asked.
+
+    A process that is forked from one that uses CUDA cannot: in a notebook ranks are.
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html (``PYTORCH_NVML_BASED_CUDA_CHECK``).
+    """
+    before = os.environ.get(_ASK_NVML)
+    os.environ[_ASK_NVML] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if before is None:
+            del os.environ[_ASK_NVML]
+        else:
+            os.environ[_ASK_NVML] = before
+
+
 def _kind(accelerator: str) -> str:
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    cuda, mps = cuda_is_available(), torch.backends.mps.is_available()
     if accelerator == "auto":
         return "cuda" if cuda else "mps" if mps else "cpu"
     kind = "cuda" if accelerator == "gpu" else accelerator

@@ -39,8 +39,8 @@ class ProcessState:
 
     What is kept: environment variables; the default dtype; cudnn's and matmul's flags; deterministic algorithms with
     ``CUBLAS_WORKSPACE_CONFIG``; grad mode, inference aside, anomaly detection; signal handlers (in the main thread,
-    the only one that may set them); ``sys.excepthook``, ``threading.excepthook`` (each ``init_process_group`` nests
-    another one); and, where asked for, the generators.
+    the only one that may set them); which CUDA device is at hand; ``sys.excepthook``, ``threading.excepthook`` (each
+    ``init_process_group`` nests another one); and, where asked for, the generators.
 
     Args:
         generators: keep the random generators too: Python's, NumPy's where it is imported, torch's on the CPU.
@@ -73,6 +73,7 @@ class ProcessState:
             _keep_deterministic(),
             _keep_autograd(),
             _keep_exception_hooks(),
+            _keep_device(),
         ]
         if threading.current_thread() is threading.main_thread():
             self._restore.append(_keep_signal_handlers())
@@ -98,6 +99,17 @@ def _keep_environment() -> Callable[[], None]:
         for name, value in before.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
+
+    return put_back
+
+
+def _keep_device() -> Callable[[], None]:
+    # Asking where CUDA is not in use yet would begin to use it: the first device is at hand then.
+    before = torch.cuda.current_device() if _cuda_is_in_use() else 0
+
+    def put_back() -> None:
+        if _cuda_is_in_use() and torch.cuda.current_device() != before:
+            torch.cuda.set_device(before)
 
     return put_back
 
@@ -204,10 +216,14 @@ def _keep_numpy_generator() -> Callable[[], None]:
     return lambda: numpy.random.set_state(before)
 
 
+def _cuda_is_in_use() -> bool:
+    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return in_use
+
+
 def _keep_torch_generators(cuda: bool) -> Callable[[], None]:
     cpu = torch.get_rng_state()
-    in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = torch.cuda.get_rng_state_all() if cuda or in_use else []
+    devices = torch.cuda.get_rng_state_all() if cuda or _cuda_is_in_use() else []
 
     def put_back() -> None:
         torch.set_rng_state(cpu)

@@ -56,8 +56,7 @@ class DistributedStrategy(Strategy):
         self._store = store
 
     def setup_environment(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        super().setup_environment()
         self.control = self._group.open(self.placement, self.device, self._store)
 
     # Training

@@ -157,7 +157,9 @@ class Strategy(ABC):
         """
 
     def setup_environment(self) -> None:
-        """Join the other processes and take the device."""
+        """Join the other processes, and make the device the one at hand. A run puts back which one that was."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         """The context under which ``configure_model`` builds layers."""

@@ -59,10 +59,13 @@ class World:
         # Its collectives over shared memory have to be compiled; gloo's do as well (E-10).
         self._compatible = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # It reads this at every turn, and takes it from nowhere else.
-        self._sets_local_rank = "LOCAL_RANK" not in os.environ
-        if self._sets_local_rank:
-            os.environ["LOCAL_RANK"] = str(local_rank)
+        # It reads this at every turn, takes it from nowhere else, and takes the device of that index.
+        self._local_rank = os.environ.get("LOCAL_RANK")
+        index: int | None = device.index
+        if index is not None:
+            os.environ["LOCAL_RANK"] = str(index)
+        else:
+            os.environ.setdefault("LOCAL_RANK", str(local_rank))
         self._choose_accelerator(device)
         deepspeed.init_distributed()
         if self._backend is None:  # by the names that torch does not warn of
@@ -95,8 +98,10 @@ class World:
         if self._compatible is not None:
             self._ops.__compatible_ops__["deepspeed_shm_comm"] = self._compatible
         nn.functional.linear = self._linear
-        if self._sets_local_rank:
+        if self._local_rank is None:
             os.environ.pop("LOCAL_RANK", None)
+        else:
+            os.environ["LOCAL_RANK"] = self._local_rank
 
 
 class ModuleTraces:

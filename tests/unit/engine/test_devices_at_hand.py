@@ -1,0 +1,108 @@
+"""Which device a run takes and puts back, by the order of calls where there is no device: O-02, O-03."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import ConfigurationError
+from drivetrain._engine.settings import apply_switches
+from drivetrain._engine.topology import refuse_shared_devices
+from drivetrain._runtime import accelerators, process_state
+from drivetrain._runtime.process_state import ProcessState
+from drivetrain.environments import Placement
+from drivetrain.precision import resolve_precision
+from drivetrain_strategies import SingleDeviceStrategy
+from worlds import DEEPSPEED, on_ranks, preload
+
+preload(*DEEPSPEED)
+
+
+def test_a_strategy_takes_its_device(monkeypatch: pytest.MonkeyPatch) -> None:  # O-02
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for device in (torch.device("cuda", 1), torch.device("cpu")):
+        strategy = SingleDeviceStrategy()
+        strategy.bind(Placement(), device, resolve_precision("32-true", torch.device("cpu")), None)
+        strategy.setup_environment()
+    assert taken == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_run_puts_the_device_back(used_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # O-02, A-03
+    at_hand = [2 if used_before else 0]
+    in_use = [used_before]
+    monkeypatch.setattr(process_state, "_cuda_is_in_use", lambda: in_use[0])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: at_hand[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: at_hand.__setitem__(0, device))
+    with ProcessState():
+        in_use[0] = True
+        torch.cuda.set_device(1)
+    assert at_hand == [2 if used_before else 0]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nvml_is_asked_for_devices(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # O-03
+    # The driver that CUDA's own answer starts cannot be used in a process that is forked afterwards.
+    name, asked = "PYTORCH_NVML_BASED_CUDA_CHECK", []
+
+    def available() -> bool:
+        asked.append(os.environ.get(name))
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    if before is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, before)
+    assert accelerators.resolve_devices("auto", 1).type in ("cpu", "mps")
+    assert asked == ["1"]
+    assert os.environ.get(name) == before
+
+
+def test_two_ranks_on_one_device_are_refused_by_name() -> None:  # O-03
+    refuse_shared_devices(["a", "b", "c"])
+    with pytest.raises(ConfigurationError, match=r"Ranks 1, 3 are on one GPU \(b\)"):
+        refuse_shared_devices(["a", "b", "c", "b"])
+
+
+def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | None, str | None]:
+    import deepspeed
+
+    from drivetrain_strategies.deepspeed._traces import World
+
+    os.environ.pop("LOCAL_RANK", None)
+    if before is not None:
+        os.environ["LOCAL_RANK"] = before
+    world = World(deepspeed, torch.device("cpu") if index is None else torch.device("cpu", index), 0)
+    seen = os.environ.get("LOCAL_RANK")
+    world.close()
+    after = os.environ.pop("LOCAL_RANK", None)
+    return seen, after
+
+
+@pytest.mark.parametrize(
+    ("index", "before", "seen"), [(3, "1", "3"), (3, None, "3"), (None, "1", "1"), (None, None, "0")]
+)
+def test_deepspeed_takes_the_device_of_the_run(index: int | None, before: str | None, seen: str) -> None:  # O-03
+    # It takes that of LOCAL_RANK: another one with devices=[1, 3], and none where each task sees one GPU.
+    assert on_ranks(_index_for_deepspeed, 1, index, before) == [(seen, before)]
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_determinism_that_comes_too_late_is_said(
+    in_use: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", list)
+    with ProcessState():
+        apply_switches(True, None, detect_anomaly=False)
+        apply_switches("warn", None, detect_anomaly=False)  # it is set by now
+    said = "Start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8" in caplog.text
+    assert said is in_use
+    assert len(caplog.records) == in_use
