@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.testing import World
+from drivetrain.testing import (
+    Copy,
+    EmulatedCuda,
+    FreeInUse,
+    HostSync,
+    Race,
+    World,
+    emulated_cuda,
+)
 
 # What most functions of the tests import, once for all ranks: the fork server has it, and they inherit it.
 PRELOAD = (
@@ -21,7 +30,10 @@ PRELOAD = (
 # And where ZeRO 3 collects garbage, which it does once a run, none of this has to be looked at.
 DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
+DEVICES = 2  # of the emulated CUDA: autograd keeps to the number that it first saw
+
 _preload = [*PRELOAD]
+_emulating: list[World] = []
 _worlds: dict[int, World] = {}
 
 
@@ -46,7 +58,45 @@ def on_ranks(
     return world.run(fn, *args, process_group=process_group, timeout=timeout, env=env)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a function returned on emulated CUDA, and what was seen there."""
+
+    returned: Any
+    races: list[Race]
+    frees_in_use: list[FreeInUse]
+    host_syncs: list[HostSync]
+    copies: list[Copy]
+    report: str
+
+    @property
+    def blocking_copies(self) -> list[Copy]:
+        return [copy for copy in self.copies if copy.blocking]
+
+
+def on_emulated_cuda(fn: Callable[..., Any], *args: Any, timeout: float = 100.0) -> Seen:
+    """Call ``fn(gpu, *args)`` with emulated devices, in a process that has run other such functions before.
+
+    The first call of all compiles the emulation.
+    """
+    if not _emulating:
+        _emulating.append(World(1, preload=_preload))
+    return _emulating[0].run(_emulated, fn, args, process_group=None, timeout=timeout)[0]
+
+
+def _emulated(fn: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
+    with emulated_cuda(DEVICES) as gpu:
+        returned = fn(gpu, *args)
+        return seen(gpu, returned)
+
+
+def seen(gpu: EmulatedCuda, returned: Any = None) -> Seen:
+    return Seen(returned, gpu.races, gpu.frees_in_use, gpu.host_syncs, gpu.copies, gpu.report())
+
+
 def close_worlds() -> None:
     """End all ranks."""
     while _worlds:
         _worlds.popitem()[1].close()
+    while _emulating:
+        _emulating.pop().close()

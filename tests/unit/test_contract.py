@@ -46,6 +46,7 @@ PROMISED = {
     ],
     "drivetrain.testing": [
         *("World", "assert_close_states", "assert_close_traces", "assert_equal_ranks", "run_distributed"),
+        *("emulated_cuda", "EmulatedCuda", "requires_emulated_cuda"),
         *("requires_command", "requires_cuda", "requires_linux", "requires_mps", "requires_package"),
     ],
     "drivetrain_strategies": ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy"],

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from lightning_utilities.core.imports import compare_version
 
+from drivetrain.testing._emulated_cuda.building import hindrance
+
 if TYPE_CHECKING:
     import pytest
 
@@ -19,6 +21,12 @@ def requires_cuda(count: int = 1) -> pytest.MarkDecorator:
     """Skip where there are fewer than ``count`` CUDA devices."""
     found = torch.cuda.device_count()
     return _skip(found < count, f"needs {count} CUDA device(s), there are {found}")
+
+
+def requires_emulated_cuda() -> pytest.MarkDecorator:
+    """Skip where `emulated_cuda` has no C++ compiler, or torch has a CUDA of its own. Compiles nothing."""
+    reason = hindrance()
+    return _skip(reason is not None, f"the emulation of CUDA {reason}")
 
 
 def requires_mps() -> pytest.MarkDecorator:

@@ -1,0 +1,145 @@
+"""Compiles the emulation's C++ once for each source, torch and compiler, and finds what was compiled before."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from drivetrain.errors import ConfigurationError
+
+_NAME = "emulated_cuda"
+_SOURCES = ("extension.cpp", "kernels.h", "device.h", "order.h")
+_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+_SHOWN = 12  # lines of what a compiler said
+
+
+def hindrance() -> str | None:
+    """Why CUDA cannot be emulated here, in a few words; None where nothing is known to be in the way."""
+    if sys.platform != "linux":
+        return f"needs Linux, this is {sys.platform}"
+    if torch.version.cuda or torch.version.hip:
+        return f"needs a build of torch without CUDA, this is {torch.__version__}"
+    if _compiler() is None:
+        return "needs a C++ compiler: g++, c++, clang++ or what CXX names"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "needs Python's C headers, Python.h"
+    return None
+
+
+def load_extension() -> ModuleType:
+    """Return the emulation's extension, compiled where it has not been yet (about 20 seconds).
+
+    It lies in a folder of the user's, below ``$TORCH_EXTENSIONS_DIR`` or the cache folder. Processes that ask at once
+    wait for the one that compiles.
+
+    Raises:
+        ConfigurationError: nothing can be compiled here, or not for this torch.
+    """
+    reason = hindrance()
+    if reason is not None:
+        raise ConfigurationError(
+            f"CUDA cannot be emulated here: the emulation {reason}.",
+            "it is C++ that takes the place which a build of torch without CUDA leaves empty.",
+            "install what is missing, or skip the test with drivetrain.testing.requires_emulated_cuda().",
+        )
+    path = _built()
+    spec = importlib.util.spec_from_file_location(_NAME, path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        extension = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(extension)
+    except ImportError as error:
+        raise _does_not_fit(str(error)) from error
+    return extension
+
+
+def _built() -> Path:
+    compiler = _compiler()
+    assert compiler is not None
+    command = _command(compiler)
+    folder = _cache() / _digest(compiler, command)
+    path = folder / f"{_NAME}.so"
+    if path.exists():
+        return path
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(command, path)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The emulation of CUDA cannot be kept in {folder}: {error}.",
+            "it is compiled once and kept for the next process.",
+            "set TORCH_EXTENSIONS_DIR to a folder that can be written to.",
+        ) from error
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise _does_not_fit("\n".join(lines[:_SHOWN]))
+        os.replace(made, path)
+
+
+def _does_not_fit(said: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The emulation of CUDA does not fit torch {torch.__version__} with {_compiler()}:\n{said}",
+        "it is compiled against interfaces of torch that change between versions.",
+        "use a version of torch that the documentation of emulated_cuda names, or a newer drivetrain.",
+    )
+
+
+def _compiler() -> str | None:
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    return next((one for one in candidates if shutil.which(shlex.split(one)[0])), None)
+
+
+def _command(compiler: str) -> list[str]:
+    """The compiler's call but for its output. It does not optimise: the kernels are torch's own."""
+    root = Path(torch.__file__).parent
+    return [
+        *shlex.split(compiler),
+        *("-std=c++20", "-O0", "-fPIC", "-shared", "-w"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-DTORCH_EXTENSION_NAME={_NAME}",
+        *(f"-I{root / each}" for each in ("include", "include/torch/csrc/api/include")),
+        f"-I{sysconfig.get_path('include')}",
+        str(Path(__file__).parent / _SOURCES[0]),
+        f"-L{root / 'lib'}",
+        *(f"-l{each}" for each in _LIBRARIES),
+    ]
+
+
+def _cache() -> Path:
+    own = os.environ.get("TORCH_EXTENSIONS_DIR")
+    root = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
+    return root / _NAME
+
+
+def _digest(compiler: str, command: list[str]) -> str:
+    """What the result depends on; the compiler is asked for its version, which takes milliseconds."""
+    version = subprocess.run([*shlex.split(compiler), "--version"], capture_output=True, check=False).stdout
+    digest = hashlib.sha256(version)
+    for part in (sys.version, torch.__version__, str(torch.version.git_version), *command):
+        digest.update(part.encode() + b"\0")
+    for name in _SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,319 @@
+// The devices: which is the current one, their streams and events, their memory and generators, and torch's hooks for them.
+#pragma once
+
+#include "order.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+
+namespace emulated {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+
+constexpr int MOST = 64;
+inline std::atomic<int> count{0};  // of devices; none while the emulation is off
+inline std::atomic<bool> initialised{false};
+inline std::atomic<int> sync_mode{0};  // 1: warn of host syncs, 2: raise
+inline std::atomic<int64_t> capacity{0};
+inline thread_local DeviceIndex current = 0;
+inline thread_local std::array<int64_t, MOST> current_streams{};
+
+// Where the host is, as a number that Python can make sense of; -1 where nobody is to be asked.
+inline std::function<int64_t()> site = [] { return int64_t{-1}; };
+
+inline DeviceIndex index_of(Device device) { return device.index() < 0 ? current : device.index(); }
+
+inline void check_index(int64_t index) {
+  TORCH_CHECK(count > 0, "The emulation of CUDA is off: a tensor or a call came after its `with` had ended.");
+  TORCH_CHECK(index < count, "CUDA error: invalid device ordinal: ", index, ", and there are ", count.load());
+}
+
+inline int stream_number(int64_t device) { return order().number_of(static_cast<int>(device), current_streams[device]); }
+
+inline void tell_sync(const std::string& what, int device, int64_t stream, int64_t where) {
+  Finding found;
+  found.kind = "sync", found.op = what, found.device = device, found.stream = stream, found.site = where, found.waited = true;
+  order().findings.push_back(found);
+}
+
+// As torch.cuda.set_sync_debug_mode asks.
+inline void complain_of_sync() {
+  TORCH_CHECK(sync_mode < 2, "called a synchronizing CUDA operation");
+  if (sync_mode == 1) TORCH_WARN("called a synchronizing CUDA operation");
+}
+
+// Memory
+
+struct Statistics {
+  int64_t current = 0, peak = 0, blocks = 0, refused = 0;
+};
+inline std::array<Statistics, MOST> statistics;
+inline int64_t run = 0;  // how many times the emulation was switched on; under the order's lock
+
+inline void release(void* context) {
+  auto* block = static_cast<Block*>(context);
+  auto& all = order();
+  std::vector<Access> uses;
+  {
+    std::lock_guard<std::mutex> held(all.lock);
+    uses = all.unfinished(*block);
+  }
+  const int64_t where = uses.empty() ? -1 : site();
+  {
+    std::lock_guard<std::mutex> held(all.lock);
+    all.freed(*block, std::move(uses), where);
+    if (block->run == run) {
+      statistics[block->device].current -= static_cast<int64_t>(block->size);
+      statistics[block->device].blocks -= 1;
+    }
+  }
+  std::free(block->data);
+  delete block;
+}
+
+inline char* aligned(size_t size) { return static_cast<char*>(std::aligned_alloc(64, (size + 63) / 64 * 64)); }
+
+struct DeviceMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    check_index(current);
+    if (size == 0) return {nullptr, Device(DeviceType::CUDA, current)};
+    auto& all = order();
+    auto& mine = statistics[current];
+    auto block = std::make_unique<Block>();
+    {
+      std::lock_guard<std::mutex> held(all.lock);
+      if (capacity > 0 && mine.current + static_cast<int64_t>(size) > capacity) {
+        mine.refused += 1;
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes on emulated GPU ",
+                         static_cast<int>(current), ", which holds ", mine.current, " of ", capacity.load(), " bytes.");
+      }
+      mine.current += static_cast<int64_t>(size);
+      mine.blocks += 1;
+      mine.peak = std::max(mine.peak, mine.current);
+      block->run = run;
+      block->owner = stream_number(current);
+      all.allocated_on(block->owner);
+    }
+    block->data = aligned(size), block->size = size, block->device = current;
+    auto* data = block->data;
+    return {data, block.release(), &release, Device(DeviceType::CUDA, current)};
+  }
+  void copy_data(void* to, const void* from, std::size_t size) const override { std::memcpy(to, from, size); }
+};
+inline DeviceMemory device_memory;
+
+inline std::map<const char*, Block*> pinned_blocks;  // under the order's lock
+
+inline void release_pinned(void* context) {
+  auto* block = static_cast<Block*>(context);
+  {
+    std::lock_guard<std::mutex> held(order().lock);
+    order().forget_within(block->data, block->size);
+    pinned_blocks.erase(block->data);
+  }
+  std::free(block->data);
+  delete block;
+}
+
+// The block that an address of pinned memory lies in. The order's lock is held.
+inline Block* pinned_block(const void* address) {
+  auto after = pinned_blocks.upper_bound(static_cast<const char*>(address));
+  if (after == pinned_blocks.begin()) return nullptr;
+  auto* block = std::prev(after)->second;
+  return address < block->data + block->size ? block : nullptr;
+}
+
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    if (size == 0) return {nullptr, Device(DeviceType::CPU)};
+    auto* block = new Block{aligned(size), size, -1, -1, {}, {}, 0};
+    std::lock_guard<std::mutex> held(order().lock);
+    pinned_blocks[block->data] = block;
+    return {block->data, block, &release_pinned, Device(DeviceType::CPU)};
+  }
+  void copy_data(void* to, const void* from, std::size_t size) const override { std::memcpy(to, from, size); }
+};
+inline PinnedMemory pinned_memory;
+
+// The device and its streams, as torch's C++ asks for them
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  Guard() = default;
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  Device getDevice() const override { return Device(DeviceType::CUDA, current); }
+  void setDevice(Device device) const override {
+    if (device.index() < 0) return;
+    check_index(device.index());
+    current = device.index();
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.index() >= 0) current = device.index();
+  }
+  static c10::Stream stream(DeviceIndex index, int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, Device(DeviceType::CUDA, index), id);
+  }
+  c10::Stream getStream(Device device) const noexcept override { return stream(index_of(device), current_streams[index_of(device)]); }
+  c10::Stream getDefaultStream(Device device) const override { return stream(index_of(device), 0); }
+  c10::Stream getNewStream(Device device, int) const override {
+    check_index(index_of(device));
+    return stream(index_of(device), ++streams_made());
+  }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream next) const noexcept override {
+    return stream(next.device_index(), std::exchange(current_streams[next.device_index()], next.id()));
+  }
+  void* getStreamNativeHandle(const c10::Stream one) const override { return reinterpret_cast<void*>(one.id()); }
+  DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(count.load()); }
+
+  static int number(const c10::Stream& one) { return order().number_of(one.device_index(), one.id()); }
+  void record(void** event, const c10::Stream& on, const DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard<std::mutex> held(order().lock);
+    if (*event == nullptr) *event = new Event;
+    auto* made = static_cast<Event*>(*event);
+    made->clock = order().now(number(on)), made->asked = false;
+  }
+  void block(void* event, const c10::Stream& waiting) const override {
+    if (event == nullptr) return;
+    std::lock_guard<std::mutex> held(order().lock);
+    order().wait(number(waiting), static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    if (event == nullptr) return true;
+    std::lock_guard<std::mutex> held(order().lock);
+    return order().ask(*static_cast<Event*>(event));
+  }
+  bool queryStream(const c10::Stream& one) const override {
+    std::lock_guard<std::mutex> held(order().lock);
+    return order().ask(number(one));
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void synchronizeStream(const c10::Stream& one) const override {
+    complain_of_sync();
+    const int64_t where = site();
+    std::lock_guard<std::mutex> held(order().lock);
+    tell_sync("Stream.synchronize", one.device_index(), one.id(), where);
+    order().host_waits(order().now(number(one)));
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event == nullptr) return;
+    const int64_t where = site();
+    std::lock_guard<std::mutex> held(order().lock);
+    tell_sync("Event.synchronize", current, current_streams[current], where);
+    order().host_waits(static_cast<Event*>(event)->clock);
+  }
+  void synchronizeDevice(const DeviceIndex index) const override {
+    const int64_t where = site();
+    std::lock_guard<std::mutex> held(order().lock);
+    tell_sync("synchronize", index, current_streams[index], where);
+    order().host_waits_for_device(index);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
+    if (data.get_deleter() != &release) return;
+    std::lock_guard<std::mutex> held(order().lock);
+    static_cast<Block*>(data.get_context())->recorded.insert(number(on));
+  }
+  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.0; }  // there is no clock to read
+
+ private:
+  static std::atomic<int64_t>& streams_made() {
+    static std::atomic<int64_t> made{0};
+    return made;
+  }
+};
+
+// A generator with a seed and an offset, as CUDA's has, and its 16 bytes of state. Each draw takes numbers of its own.
+struct Generator final : c10::GeneratorImpl {
+  Generator(DeviceIndex index, uint64_t seed)
+      : c10::GeneratorImpl(Device(DeviceType::CUDA, index), c10::DispatchKeySet(c10::DispatchKey::CUDA)), seed_(seed) {}
+  static DeviceType device_type() { return DeviceType::CUDA; }
+  void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
+  void set_offset(uint64_t offset) override { offset_ = offset; }
+  uint64_t get_offset() const override { return offset_; }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return seed_;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
+    const auto* words = static_cast<const uint64_t*>(state.data());
+    std::memcpy(&seed_, words, 8);
+    std::memcpy(&offset_, words + 1, 8);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::detail::empty_cpu({16}, c10::ScalarType::Byte);
+    auto* bytes = static_cast<char*>(state.data_ptr());
+    std::memcpy(bytes, &seed_, 8);
+    std::memcpy(bytes + 8, &offset_, 8);
+    return state.getIntrusivePtr();
+  }
+  Generator* clone_impl() const override {
+    auto* made = new Generator(device().index(), seed_);
+    made->offset_ = offset_;
+    return made;
+  }
+  // The host's generator that the next operation draws from.
+  at::Generator next() {
+    uint64_t mixed = seed_ * 0x9E3779B97F4A7C15ULL + (offset_ += 4);
+    mixed = (mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9ULL;
+    return at::detail::createCPUGenerator(mixed ^ (mixed >> 29));
+  }
+
+ private:
+  uint64_t seed_, offset_ = 0;
+};
+
+inline at::Generator& default_generator(int64_t index) {
+  static auto* all = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (int i = 0; i < MOST; ++i) made->push_back(at::make_generator<Generator>(static_cast<DeviceIndex>(i), c10::default_rng_seed_val));
+    return made;
+  }();
+  return all->at(index < 0 ? current : index);
+}
+
+struct Hooks final : at::CUDAHooksInterface {
+  void init() const override {}
+  bool hasCUDA() const override { return count > 0; }
+  bool isBuilt() const override { return count > 0; }
+  bool isAvailable() const override { return count > 0; }
+  int getNumGPUs() const override { return count; }
+  DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(count.load()); }
+  DeviceIndex current_device() const override { return current; }
+  DeviceIndex getCurrentDevice() const override { return current; }
+  void setCurrentDevice(DeviceIndex index) const override { Guard().setDevice(Device(DeviceType::CUDA, index)); }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override {
+    const auto before = current;
+    setCurrentDevice(index);
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
+  bool hasPrimaryContext(DeviceIndex) const override { return initialised; }
+  const at::Generator& getDefaultGenerator(DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(DeviceIndex index) const override {
+    return at::make_generator<Generator>(index < 0 ? current : index, c10::default_rng_seed_val);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  bool isPinnedPtr(const void* data) const override {
+    std::lock_guard<std::mutex> held(order().lock);
+    return pinned_block(data) != nullptr;
+  }
+  void deviceSynchronize(DeviceIndex index) const override { Guard().synchronizeDevice(index); }
+};
+
+}  // namespace emulated

@@ -1,0 +1,257 @@
+"""The names that a build of torch without CUDA lacks, for as long as CUDA is emulated."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_KEPT = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """As `torch.cuda.get_device_properties` returns them."""
+
+    name: str
+    total_memory: int
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    warp_size: int = 32
+    max_threads_per_multi_processor: int = 2048
+    regs_per_multiprocessor: int = 65536
+    shared_memory_per_block: int = 49152
+    L2_cache_size: int = 50 << 20
+    is_integrated: int = 0
+    is_multi_gpu_board: int = 0
+    gcnArchName: str = ""
+    uuid: str = ""
+
+
+class Stream(torch.Stream):
+    """`torch.cuda.Stream` of an emulated device."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Any:
+        """Make a stream, or name one by ``stream_id``, ``device_index`` and ``device_type``."""
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if "stream_id" in kwargs:
+            return super().__new__(cls, **kwargs)
+        index = torch.cuda._utils._get_device_index(device, optional=True)
+        return super().__new__(cls, torch.device("cuda", index), priority=max(-3, min(priority, 0)))
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle that a CUDA library would be given; the default stream's is 0."""
+        return self.stream_id
+
+    @property
+    def priority(self) -> int:
+        """All streams are alike."""
+        return 0
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Let what comes on this stream wait for the event."""
+        event.wait(self)
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        """Record an event, a new one where none is given, and return it."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Any:
+        """Make it the current stream."""
+        self._contexts.append(torch.cuda.stream(self))  # type: ignore[arg-type]
+        self._contexts[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Make the one before the current stream again."""
+        self._contexts.pop().__exit__(*error)
+
+    @property
+    def _contexts(self) -> list[Any]:
+        contexts: list[Any] = self.__dict__.setdefault("contexts", [])
+        return contexts
+
+    def __repr__(self) -> str:
+        """Return the device and the handle."""
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+
+class Event(torch.Event):
+    """`torch.cuda.Event` of an emulated device."""
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> Any:
+        """Make an event that was not recorded yet."""
+        return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        """Record the event on a stream, by default on the current one."""
+        super().record(torch.cuda.current_stream() if stream is None else stream)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Let what comes on a stream, by default on the current one, wait for the event."""
+        super().wait(torch.cuda.current_stream() if stream is None else stream)
+
+
+@contextlib.contextmanager
+def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
+    """Give torch its names for CUDA; what they were before is put back after."""
+    cuda = torch.cuda
+    process = os.getpid()
+
+    def initialise() -> None:
+        extension.initialise()
+        cuda.default_generators = tuple(extension.default_generator(index) for index in range(devices))
+
+    def exchange(index: int) -> int:
+        before = int(extension.current_device())
+        if index >= 0:
+            extension.set_device(index)
+        return before
+
+    def index_of(device: Any) -> int:
+        return int(cuda._utils._get_device_index(device, optional=True))
+
+    def stream_of(index: int) -> tuple[int, int, int]:
+        return extension.current_stream(index), index, _CUDA
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        extension.set_device(device_index)
+        extension.set_stream(device_index, stream_id)
+
+    def get_device_properties(device: Any = None) -> DeviceProperties:
+        cuda.init()  # type: ignore[no-untyped-call]
+        index = index_of(device)
+        if not 0 <= index < devices:
+            raise AssertionError("Invalid device id")
+        return properties
+
+    def memory_stats(index: int) -> dict[str, Any]:
+        now = extension.memory_of(index)
+        held = _pools(now["current"], now["peak"])
+        return {
+            "allocated_bytes": held,
+            "active_bytes": held,
+            "reserved_bytes": held,
+            "requested_bytes": held,
+            "allocation": _pools(now["blocks"], now["blocks"]),
+            "num_ooms": now["refused"],
+            "num_alloc_retries": 0,
+        }
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        cuda.init()  # type: ignore[no-untyped-call]
+        return properties.total_memory - extension.memory_of(index_of(device))["current"], properties.total_memory
+
+    plain: Any = torch.UntypedStorage
+    resize, clone, move = plain.resize_, plain.clone, plain.to
+
+    def resize_storage(storage: torch.UntypedStorage, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize(storage, size)
+        extension.resize_storage(storage, size)
+        return storage
+
+    def clone_storage(storage: torch.UntypedStorage) -> Any:
+        return clone(storage) if storage.device.type != "cuda" else _bytes_of(storage).clone().untyped_storage()
+
+    def move_storage(storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type != "cuda" or storage.device == torch.device(device):
+            return move(storage, device=device, non_blocking=non_blocking)
+        return _bytes_of(storage).to(device, non_blocking=non_blocking).untyped_storage()
+
+    names: dict[str, Callable[..., Any]] = {
+        "_cuda_getDeviceCount": lambda: devices,
+        "_cuda_init": initialise,
+        "_cuda_isInBadFork": lambda: os.getpid() != process,
+        "_cuda_getDevice": extension.current_device,
+        "_cuda_setDevice": extension.set_device,
+        "_cuda_exchangeDevice": exchange,
+        "_cuda_maybeExchangeDevice": exchange,
+        "_cuda_getCurrentStream": stream_of,
+        "_cuda_getDefaultStream": lambda index: (0, index, _CUDA),
+        "_cuda_getCurrentRawStream": extension.current_stream,
+        "_cuda_setStream": set_stream,
+        "_cuda_synchronize": lambda: extension.synchronize(extension.current_device()),
+        "_cuda_memoryStats": memory_stats,
+        "_cuda_resetPeakMemoryStats": extension.forget_peak,
+        "_cuda_resetAccumulatedMemoryStats": lambda index: None,
+        "_cuda_emptyCache": lambda: None,
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_getArchFlags": lambda: None,
+        "_cuda_canDeviceAccessPeer": lambda one, other: True,
+        "_cuda_get_sync_debug_mode": extension.sync_mode,
+        "_cuda_set_sync_debug_mode": extension.set_sync_mode,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+    }
+    with contextlib.ExitStack() as stack:
+        put = _Putting(stack)
+        for name, function in names.items():
+            put(torch._C, name, function)
+        put(torch._C, "_has_cuda", True)
+        for name in _KEPT:
+            put(cuda, name, getattr(cuda, name))
+        put(cuda, "_queued_calls", list(cuda._queued_calls))
+        put(cuda, "_is_in_bad_fork", names["_cuda_isInBadFork"])
+        put(cuda, "_cudart", object())  # there, and of no use
+        put(cuda, "_exchange_device", exchange)
+        put(cuda, "_maybe_exchange_device", exchange)
+        put(cuda, "_device_count_nvml", lambda: devices)
+        put(cuda, "is_current_stream_capturing", lambda: False)
+        for module in (cuda, cuda.graphs):
+            if hasattr(module, "is_current_stream_capturing"):
+                put(module, "is_current_stream_capturing", lambda: False)
+        put(cuda, "get_device_properties", get_device_properties)
+        for module in (cuda, cuda.memory):
+            put(module, "mem_get_info", mem_get_info)
+        for module in (cuda, cuda.streams):
+            put(module, "Stream", Stream)
+            put(module, "Event", Event)
+        put(plain, "resize_", resize_storage)
+        put(plain, "clone", clone_storage)
+        put(plain, "to", move_storage)
+        loading = os.environ.get("CUDA_MODULE_LOADING")
+        try:
+            yield
+        finally:
+            if loading is None:
+                os.environ.pop("CUDA_MODULE_LOADING", None)
+
+
+_CUDA = 1  # the number of the device type
+
+
+class _Putting:
+    """Sets attributes until the stack is left."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+
+    def __call__(self, owner: Any, name: str, value: Any) -> None:
+        before = owner.__dict__.get(name, _MISSING)
+        setattr(owner, name, value)
+        if before is _MISSING:
+            self._stack.callback(delattr, owner, name)
+        else:
+            self._stack.callback(setattr, owner, name, before)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _pools(current: int, peak: int) -> dict[str, dict[str, int]]:
+    one = {"current": current, "peak": peak, "allocated": peak, "freed": peak - current}
+    return {"all": one, "large_pool": one, "small_pool": dict.fromkeys(one, 0)}
