@@ -185,7 +185,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::mutex> held(order().lock);
     if (*event == nullptr) *event = new Event;
     auto* made = static_cast<Event*>(*event);
-    made->clock = order().now(number(on)), made->asked = false;
+    made->stream = number(on), made->clock = order().now(made->stream), made->asked = false;
   }
   void block(void* event, const c10::Stream& waiting) const override {
     if (event == nullptr) return;
@@ -213,8 +213,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return;
     const int64_t where = site();
     std::lock_guard<std::mutex> held(order().lock);
-    tell_sync("Event.synchronize", current, current_streams[current], where);
-    order().host_waits(static_cast<Event*>(event)->clock);
+    const auto* waited = static_cast<Event*>(event);
+    const auto [device, stream] = order().name_of(waited->stream);
+    tell_sync("Event.synchronize", device, stream, where);
+    order().host_waits(waited->clock);
   }
   void synchronizeDevice(const DeviceIndex index) const override {
     const int64_t where = site();

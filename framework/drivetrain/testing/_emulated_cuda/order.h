@@ -72,6 +72,7 @@ struct Finding {
 
 struct Event {
   Clock clock;
+  int stream = 0;
   bool asked = false;
 };
 

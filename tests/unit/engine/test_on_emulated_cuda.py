@@ -1,0 +1,426 @@
+"""O-01: the engine on emulated devices. What is expected to fail is mended with the rest of section O."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import (
+    Checkpoint,
+    LearningRateMonitor,
+    LossSpikeGuard,
+    NonFiniteGuard,
+    ProgressBar,
+    ThroughputMonitor,
+)
+from drivetrain.callbacks._peak_flops import known_peak_flops
+from drivetrain.checkpoint import load
+from drivetrain.precision import MixedPrecision
+from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
+from worlds import Seen, on_emulated_cuda
+
+pytestmark = requires_emulated_cuda()
+
+
+class Net(TrainModule):
+    def __init__(self, optimizer: str = "adamw") -> None:
+        super().__init__()
+        # What autocast treats alike on the CPU and on CUDA; a layer norm, say, it does not.
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.optimizer = optimizer
+        self.devices: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        assert x.device == self.net[0].weight.device
+        loss = nn.functional.mse_loss(self.net(x).float(), y.float())
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), 1e-2)
+        return torch.optim.AdamW(self.parameters(), 1e-2, fused=self.optimizer == "fused")
+
+    def on_train_start(self) -> None:
+        if torch.cuda.is_initialized():
+            self.devices.append(torch.cuda.current_device())
+
+
+class Augmented(Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] * 1.1, batch[1]]
+
+
+class Pinning(Net):
+    """What the engine will do by itself: copies that nobody waits for."""
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return [value.pin_memory().to(device, non_blocking=True) for value in batch]
+
+
+class Weighted(Net):
+    def batch_weight(self, batch: Any) -> float:
+        return float((batch[1] > -9).sum())
+
+
+class LoggingFromBoth(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("auxiliary", loss.detach() if batch_idx % 2 else torch.tensor(0.0), on_epoch=True)
+        return loss
+
+
+def rows(batches: int = 8, device: str = "cpu", **settings: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8 * batches, width, generator=generator).to(device) for width in (8, 1))
+    return DataLoader(TensorDataset(x, y), batch_size=8, **settings)
+
+
+def trained(module: Net, loader: DataLoader[Any], validation: DataLoader[Any] | None = None, **settings: Any) -> Fit:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    fit = Fit(**{"accelerator": "cuda", "devices": 1, "enable_checkpointing": False, **quiet, **settings})
+    fit.fit(module, loader, validation)
+    return fit
+
+
+# Numbers, races, frees
+
+
+def _weights(accelerator: str, precision: str, optimizer: str, devices: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Net(optimizer)
+    settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2, "log_every_n_steps": 1}
+    trained(module, rows(), rows(3), accelerator=accelerator, devices=devices, precision=precision, **settings)
+    return [value.detach().cpu() for value in module.state_dict().values()]
+
+
+def _equal(gpu: EmulatedCuda, precision: str, optimizer: str, devices: Any) -> bool:
+    there = _weights("cuda", precision, optimizer, devices)
+    here = _weights("cpu", precision, optimizer, 1)
+    return all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "devices"),
+    [
+        ("32-true", "adamw", 1),
+        ("32-true", "fused", [1]),
+        ("32-true", "sgd", "0,"),
+        ("bf16-mixed", "adamw", 1),
+        ("bf16-true", "sgd", 1),
+        ("16-mixed", "adamw", [1]),
+    ],
+)
+def test_a_run_gives_the_cpus_weights_without_a_race(precision: str, optimizer: str, devices: Any) -> None:
+    # O-01
+    seen = on_emulated_cuda(_equal, precision, optimizer, devices)
+    assert seen.returned
+    assert not seen.races, seen.report
+    assert not seen.frees_in_use, seen.report
+
+
+@contextmanager
+def _without(owner: Any, name: str) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, lambda *arguments: None)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _prefetched(gpu: EmulatedCuda, missing: str) -> None:
+    module = Pinning()
+    if missing == "nothing":
+        trained(module, rows())
+    elif missing == "record_stream":
+        with _without(Tensor, "record_stream"):
+            trained(module, rows())
+    else:
+        with _without(torch.cuda.Stream, "wait_event"):
+            trained(module, rows())
+
+
+def test_batches_that_are_copied_ahead_are_waited_for_and_held() -> None:
+    # O-01
+    seen = on_emulated_cuda(_prefetched, "nothing")
+    assert not seen.races
+    assert not seen.frees_in_use
+    ahead = [copy for copy in seen.copies if not copy.blocking]
+    assert len(ahead) == 16
+    assert {copy.stream for copy in ahead}.isdisjoint({"cuda:0/default"})
+
+
+def test_a_record_stream_that_is_missing_is_seen() -> None:
+    # O-01
+    frees = on_emulated_cuda(_prefetched, "record_stream").frees_in_use
+    assert len(frees) > 5
+    assert {free.use.stream for free in frees} == {"cuda:0/default"}
+
+
+def test_a_wait_event_that_is_missing_is_seen() -> None:
+    # O-01
+    races = on_emulated_cuda(_prefetched, "wait_event").races
+    assert len(races) > 15
+    assert {race.earlier.name for race in races} == {"copy_"}
+
+
+# What the host waits for
+
+
+def _steps(gpu: EmulatedCuda, kind: type[Net], what: str) -> dict[int, list[str]]:
+    """By the number of batches, the host syncs and the blocking copies to the host, of a run."""
+    found = {}
+    for batches in (8, 24):
+        with tempfile.TemporaryDirectory() as folder:
+            callbacks: dict[str, list[Any]] = {
+                "guards": [ThroughputMonitor(), NonFiniteGuard()],
+                "a guard of losses": [LossSpikeGuard()],
+                "all guards": [ThroughputMonitor(), NonFiniteGuard(), LossSpikeGuard()],
+                "progress": [ProgressBar()],
+                "a logger": [LearningRateMonitor(logging_interval="step")],
+            }
+            settings: dict[str, Any] = {"callbacks": callbacks.get(what, []), "default_root_dir": folder}
+            if what == "a logger":
+                settings |= {"logger": "csv", "log_every_n_steps": 1}
+            if what == "clipping":
+                settings |= {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+            gpu.forget()
+            trained(kind(), rows(batches, pin_memory=True), **settings)
+            found[batches] = [str(sync) for sync in gpu.host_syncs]
+            found[batches] += [str(copy) for copy in gpu.blocking_copies if copy.direction == "to the host"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "nothing",
+        "clipping",
+        "guards",
+        "progress",
+        pytest.param(
+            "a guard of losses",
+            marks=pytest.mark.xfail(
+                reason="O-04: every ten steps it waits for a copy, callbacks/loss_spike_guard.py _means", strict=True
+            ),
+        ),
+        pytest.param(
+            "a logger",
+            marks=pytest.mark.xfail(
+                reason="O-04: each flush of a logger waits for its packed copy, _metrics/packing.py to_host",
+                strict=True,
+            ),
+        ),
+    ],
+)
+def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
+    # O-01
+    found = on_emulated_cuda(_steps, Net, what).returned
+    assert len(found[24]) == len(found[8]), "\n".join(found[24])
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.8: batch_weight gets the device's batch, callbacks/throughput_monitor.py, "
+    "non_finite_guard.py and loss_spike_guard.py",
+    strict=True,
+)
+def test_the_weight_of_a_batch_is_read_off_the_hosts_batch() -> None:
+    # O-01
+    found = on_emulated_cuda(_steps, Weighted, "all guards").returned
+    assert not [text for text in found[8] if "batch_weight" in text]
+
+
+def _pinned(gpu: EmulatedCuda, stage: str) -> None:
+    if stage == "training":
+        trained(Net(), rows(pin_memory=True), max_epochs=3)
+    else:
+        module = Net()
+        fit = trained(module, rows(1))
+        gpu.forget()
+        {"validation": fit.validate, "prediction": fit.predict}[stage](module, rows(pin_memory=True))
+
+
+def _to_the_device(seen: Seen) -> list[Any]:
+    """Copies of batches; those of weights come from pageable memory."""
+    return [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.7: Strategy.to_device calls move_to with non_blocking=False, and _engine/batches.py gives "
+    "Prefetcher a transfer of its own, which leaves Prefetcher._copy unused",
+    strict=True,
+)
+def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on() -> None:
+    # O-01, O-02
+    copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
+    assert len(copies) == 48
+    assert not [copy for copy in copies if copy.blocking]
+
+
+@pytest.mark.parametrize("stage", ["validation", "prediction"])
+@pytest.mark.xfail(reason="issue 21, 2.7: evaluation and prediction copy on the compute stream, and wait", strict=True)
+def test_evaluation_does_not_wait_for_copies_of_batches(stage: str) -> None:
+    # O-01, O-02
+    copies = _to_the_device(on_emulated_cuda(_pinned, stage))
+    assert len(copies) == 16
+    assert not [copy for copy in copies if copy.blocking]
+
+
+@pytest.mark.xfail(reason="issue 21, 2.7: _engine/batches.py makes a Prefetcher, and a stream, each epoch", strict=True)
+def test_a_run_has_one_stream_for_copies() -> None:
+    # O-01, O-02
+    copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
+    assert len({copy.stream for copy in copies}) == 1
+
+
+# Batches that are on the device already
+
+
+def _resident(gpu: EmulatedCuda, kind: type[Net], precision: str) -> None:
+    trained(kind("sgd"), rows(device="cuda"), precision=precision)
+
+
+def test_batches_on_the_device_are_taken_as_they_are() -> None:
+    # O-01
+    seen = on_emulated_cuda(_resident, Net, "32-true")
+    assert not seen.races
+    assert not seen.frees_in_use
+
+
+@pytest.mark.parametrize(("kind", "precision"), [(Net, "bf16-true"), (Augmented, "32-true")])
+@pytest.mark.xfail(
+    reason="issue 21, 2.2: casts and hooks run on the prefetching stream, which does not wait for the stream that made "
+    "the batch, data/_prefetch.py send",
+    strict=True,
+)
+def test_what_is_done_to_batches_on_the_device_waits_for_them(kind: type[Net], precision: str) -> None:
+    # O-01, O-02
+    seen = on_emulated_cuda(_resident, kind, precision)
+    assert not seen.races
+    assert not seen.frees_in_use
+
+
+# The device at hand, and what is saved from it
+
+
+def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
+    module = Net()
+    trained(module, rows(), devices=[1])
+    return [*module.devices, torch.cuda.current_device()]
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.1: SingleDeviceStrategy.bind never sets the device, which DistributedStrategy does", strict=True
+)
+def test_the_runs_device_is_the_current_one_and_is_put_back() -> None:
+    # O-01, O-02
+    assert on_emulated_cuda(_on_device_1).returned == [1, 0]
+
+
+def _saved(gpu: EmulatedCuda, device: int) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        module = Net("sgd")
+        checkpoint = Checkpoint(folder, save_async=True, every_n_train_steps=8)
+        trained(module, rows(), devices=[device], callbacks=[checkpoint], enable_checkpointing=True)
+        (path,) = [path for path in Path(folder).iterdir() if path.is_dir()]
+        weights = load(path).weights()
+        return all(torch.equal(weights[name], value.cpu()) for name, value in module.state_dict().items())
+
+
+def test_what_an_asynchronous_save_writes_is_what_was_trained() -> None:
+    # O-01, O-02
+    assert on_emulated_cuda(_saved, 0).returned
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        0,
+        pytest.param(
+            1,
+            marks=pytest.mark.xfail(
+                reason="issue 21, 2.1: checkpoint/_format/staging.py _copy waits for the current device, not the "
+                "one that it copies from",
+                strict=True,
+            ),
+        ),
+    ],
+)
+def test_an_asynchronous_save_waits_for_the_device_that_it_copies_from(device: int) -> None:
+    # O-01, O-02
+    seen = on_emulated_cuda(_saved, device)
+    saving = "checkpoint/_format/"
+    copied = {copy.device for copy in seen.copies if not copy.blocking and any(saving in line for line in copy.where)}
+    waited = {sync.device for sync in seen.host_syncs if any(saving in line for line in sync.where)}
+    assert copied == {device}
+    assert waited == copied
+
+
+# Odds and ends
+
+
+def _offloaded(gpu: EmulatedCuda) -> Tensor | None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    precision = MixedPrecision("16-mixed", "cuda")
+    precision.backward((weight.cuda() * 2).sum())
+    precision.unscale(optimizer)
+    return weight.grad
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.5: the scale comes to the host without a wait, GradScaler.unscale_ as "
+    "precision/_loss_scaler.py unscale calls it",
+    strict=True,
+)
+def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
+    # O-01
+    assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
+
+
+def _logged_from_both(gpu: EmulatedCuda) -> float:
+    return float(trained(LoggingFromBoth(), rows()).callback_metrics["auxiliary"])
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.8: one key logged from the CPU and from the device, _metrics/entry.py _fold", strict=True
+)
+def test_a_key_can_be_logged_from_the_host_and_from_the_device() -> None:
+    # O-01
+    assert on_emulated_cuda(_logged_from_both).returned > 0
+
+
+def _peak(gpu: EmulatedCuda) -> None:
+    kept = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        known_peak_flops(torch.device("cuda"), torch.bfloat16)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = kept
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.8: known_peak_flops asks torch.get_float32_matmul_precision, which raises where they were "
+    "set by the newer names",
+    strict=True,
+)
+def test_a_devices_peak_is_known_whichever_way_tf32_was_asked_for() -> None:
+    # O-01
+    on_emulated_cuda(_peak)
