@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from drivetrain._engine.batches import Move
+from drivetrain._engine.batches import Move, safely
 from drivetrain._engine.run_state import RunState
 from drivetrain._loops.early_exit import EarlyExit
 from drivetrain._loops.evaluate import EvaluateLoop
@@ -48,7 +48,7 @@ def build_evaluation(
         sources=run.data.sources[stage],
         limits=run.data.limits[stage] if limits is None else limits,
         lengths=run.lengths,
-        move=move,
+        move=_safe(run, stage, move),
         give_out_buffers=give_out_buffers,
         inference_mode=_inference_mode(run),
         log=None if limits is not None else run.logger_call(),
@@ -77,6 +77,13 @@ def build_validation(run: RunState, runner: StepRunner, move: Move | None) -> Ca
     return validate
 
 
+def _safe(run: RunState, stage: str, move: Move | None) -> Move | None:
+    assert run.data is not None
+    if move is None or run.strategy.device.type != "cuda":
+        return move
+    return safely(move, all(source.lasting for source in run.data.sources[stage]))
+
+
 def build_prediction(run: RunState, runner: StepRunner, move: Move | None) -> Callable[[], list[Any] | None]:
     """Return what predicts with the run's module."""
     assert run.data is not None
@@ -90,7 +97,7 @@ def build_prediction(run: RunState, runner: StepRunner, move: Move | None) -> Ca
         sources=run.data.sources["predict"],
         limits=run.data.limits["predict"],
         lengths=run.lengths,
-        move=move,
+        move=_safe(run, "predict", move),
         inference_mode=_inference_mode(run),
         keeps=run.return_predictions,
     ).run

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.failure import Failure
 from drivetrain._engine.advice import left_on_the_table
-from drivetrain._engine.batches import Move, batch_mover
+from drivetrain._engine.batches import BatchMover, batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiling import CompiledSteps
 from drivetrain._engine.console import heard
@@ -216,13 +216,13 @@ class Session(RunState):
         saves = self.stage == "fit" and any(callback.writes_to for callback in self.callbacks)
         return saves or bool(self.trainer.loggers)
 
-    def _stage_result(self, runner: StepRunner, move: Move | None) -> Any:
+    def _stage_result(self, runner: StepRunner, move: BatchMover | None) -> Any:
         if self.stage != "fit":
             return self._evaluate(runner, move)
         self._fit(runner, move)
         return None
 
-    def _fit(self, runner: StepRunner, move: Move | None) -> None:
+    def _fit(self, runner: StepRunner, move: BatchMover | None) -> None:
         hooks = self.hooks
         set_up_optimizers(self, self.checkpoints.regroup)
         set_up_stopping(self)
@@ -296,7 +296,7 @@ class Session(RunState):
         for hook in self.hooks.on_exception:
             hook(self._left_with)
 
-    def _evaluate(self, runner: StepRunner, move: Move | None) -> Any:
+    def _evaluate(self, runner: StepRunner, move: BatchMover | None) -> Any:
         self.strategy.setup_optimizers([])
         if self.strategy.world_size > 1:
             self.strategy.broadcast_module(self.module)

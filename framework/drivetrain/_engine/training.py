@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import duration
-from drivetrain._engine.batches import Move, moved
+from drivetrain._engine.batches import BatchMover, moved
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.window_opening import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
@@ -47,7 +47,7 @@ logger = logging.getLogger("drivetrain")
 def build_training(
     run: RunState,
     runner: StepRunner,
-    move: Move | None,
+    move: BatchMover | None,
     *,
     settle: Callable[[], None],
     save: Callable[[], None],
@@ -273,7 +273,7 @@ class _Ended:
 
 
 def _micro_batches(
-    run: RunState, move: Move | None, tally: Tally, ended: _Ended
+    run: RunState, move: BatchMover | None, tally: Tally, ended: _Ended
 ) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
     data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
@@ -333,6 +333,6 @@ def _micro_batches(
             micro_batches = weighed_windows(pairs, size, weigh)
         else:
             micro_batches = dealt_windows(pairs, size, ranks, shares)
-        return moved(micro_batches, move, strategy.device, ahead=not source.stateful, lasting=lasting)
+        return moved(micro_batches, move, ahead=not source.stateful, lasting=lasting)
 
     return begin

@@ -152,13 +152,16 @@ class Entry:
         return self.total
 
     def _fold(self) -> None:
-        values = [_wide(value) for value in self.waiting]
-        if self.operation == "mean":
-            # Python scalars, not a tensor of weights, whose copy to the device would wait for it.
-            values = list(torch._foreach_mul(values, self.weights))
-        stacked = torch.stack(values)
-        folded = {"max": stacked.amax, "min": stacked.amin}.get(self.operation, stacked.sum)()
-        self.total = self._combine(self.total, folded)
+        # One key may be logged from the host and from the device.
+        for device in dict.fromkeys(value.device for value in self.waiting):
+            here = [index for index, value in enumerate(self.waiting) if value.device == device]
+            values = [_wide(self.waiting[index]) for index in here]
+            if self.operation == "mean":
+                # Python scalars, not a tensor of weights, whose copy to the device would wait for it.
+                values = list(torch._foreach_mul(values, [self.weights[index] for index in here]))
+            stacked = torch.stack(values)
+            folded = {"max": stacked.amax, "min": stacked.amin}.get(self.operation, stacked.sum)()
+            self.total = self._combine(self.total, folded)
         self.waiting = []
         self.weights = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from drivetrain.errors import ConfigurationError, nearest
+
+logger = logging.getLogger("drivetrain")
 
 _ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -116,6 +119,8 @@ def cuda_is_available() -> bool:
 def _kind(accelerator: str) -> str:
     cuda, mps = cuda_is_available(), torch.backends.mps.is_available()
     if accelerator == "auto":
+        if not cuda and not mps and torch.xpu.is_available():
+            logger.warning("torch sees an XPU here, which drivetrain does not drive: the run computes on the CPU.")
         return "cuda" if cuda else "mps" if mps else "cpu"
     kind = "cuda" if accelerator == "gpu" else accelerator
     if accelerator == "gpu" and not cuda and mps:

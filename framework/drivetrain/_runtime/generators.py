@@ -13,7 +13,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return where Python's, NumPy's (where it is imported), torch's and, on CUDA, ``device``'s generators stand.
+    """Return where Python's, NumPy's (where it is imported), torch's and, on CUDA and MPS, ``device``'s generators stand.
 
     Numbers, strings and tensors only: all that is needed to draw the same again, and no object to unpickle.
     """
@@ -27,11 +27,17 @@ def noted_generators(device: torch.device) -> Callable[[], dict[str, Any]]:
     """
     python, host, numpy = random.getstate(), torch.get_rng_state(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return lambda: _as_values(python, host, arrays, own)
+    own = _state_of(device)
+    return lambda: _as_values(python, host, arrays, own, device.type)
 
 
-def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor | None) -> dict[str, Any]:
+def _state_of(device: torch.device) -> torch.Tensor | None:
+    if device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.mps.get_rng_state() if device.type == "mps" else None
+
+
+def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor | None, kind: str) -> dict[str, Any]:
     version, words, gauss = python
     states: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
@@ -47,7 +53,7 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
             "gauss": float(cached),
         }
     if own is not None:
-        states["cuda"] = own
+        states[kind] = own
     return states
 
 
@@ -65,6 +71,8 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
         numpy.random.set_state((saved["kind"], words, saved["position"], saved["has_gauss"], saved["gauss"]))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+    if "mps" in states and device.type == "mps":
+        torch.mps.set_rng_state(states["mps"])
 
 
 @contextmanager

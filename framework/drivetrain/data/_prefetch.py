@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +22,15 @@ class Prefetcher:
 
     `send` the next batch, compute on the current one, then `receive` the next: the host waits for neither.
 
+    Tensors are pinned and copied; nothing else is done on that stream, which waits for nobody.
+
     Args:
         device: the CUDA device.
-        transfer: how a batch gets there; by default its tensors are pinned and copied.
     """
 
-    def __init__(self, device: torch.device, transfer: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._transfer = self._copy if transfer is None else transfer
         self._opaque = False
 
     def send(self, batch: Any) -> InFlight:
@@ -40,7 +39,7 @@ class Prefetcher:
             # The memory of objects we cannot look into comes back for this copy while an earlier step may read it.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            moved = self._transfer(batch)
+            moved = self._copy(batch)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(self._stream)
         return InFlight(moved, arrived)

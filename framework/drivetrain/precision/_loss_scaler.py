@@ -79,12 +79,25 @@ class LossScaler:
         if sharded:
             parts = [_Parameters(parameters) for parameters in (plain, *sharded.values()) if parameters]
         for part in parts:
-            scaler.unscale_(part)
+            if scaler._scale.device.type != "cpu" and any(one.device.type == "cpu" for one in _gradients((part,))):
+                self._unscale_on_host(part)
+            else:
+                scaler.unscale_(part)
             # GradScaler would refuse to unscale it once more before the update.
             found = scaler._per_optimizer_states.pop(id(part))["found_inf_per_device"].values()
             self._found.extend(found)
             self._undecided.extend(found)
         self.unscaled[id(optimizer)] = optimizer
+
+    def _unscale_on_host(self, part: Any) -> None:
+        """Unscale gradients that were offloaded: GradScaler would read the scale there before its copy has come."""
+        scaler, scale = self.scaler, self.scaler._scale
+        assert scale is not None
+        scaler._scale = scale.cpu()
+        try:
+            scaler.unscale_(part)
+        finally:
+            scaler._scale = scale
 
     def clip(self, optimizers: Sequence[Optimizer], max_norm: float) -> Tensor:
         """Unscale the gradients of ``optimizers`` and clip them to a norm over all, in one pass, without waiting.

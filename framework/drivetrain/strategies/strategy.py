@@ -212,8 +212,8 @@ class Strategy(ABC):
     # In the loop
 
     def to_device(self, batch: Any) -> Any:
-        """Move every tensor of a nested batch to this rank's device."""
-        return move_to(batch, self.device)
+        """Move every tensor of a nested batch to this rank's device; the host does not wait for pinned memory."""
+        return move_to(batch, self.device, non_blocking=True)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
         """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``.

@@ -12,6 +12,7 @@ from drivetrain import ConfigurationError
 from drivetrain._engine.settings import apply_switches
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
+from drivetrain._runtime.generators import generator_states, set_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.environments import Placement
 from drivetrain.precision import resolve_precision
@@ -106,3 +107,27 @@ def test_determinism_that_comes_too_late_is_said(
     said = "Start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8" in caplog.text
     assert said is in_use
     assert len(caplog.records) == in_use
+
+
+def test_an_accelerator_that_is_not_driven_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for there in (False, True):
+        monkeypatch.setattr(torch.xpu, "is_available", lambda there=there: there)
+        assert accelerators.resolve_devices("auto", 1).type == "cpu"
+        assert ("torch sees an XPU" in caplog.text) is there
+
+
+def test_the_generator_of_mps_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By the order of calls: no such device was at hand.
+    state = [torch.tensor([7])]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: state[0].clone())
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda kept: state.__setitem__(0, kept))
+    kept = generator_states(torch.device("mps"))
+    state[0] = torch.tensor([8])
+    set_generators(kept, torch.device("cpu"))
+    assert state[0].item() == 8
+    set_generators(kept, torch.device("mps"))
+    assert state[0].item() == 7

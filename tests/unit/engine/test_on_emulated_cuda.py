@@ -67,13 +67,6 @@ class Augmented(Net):
         return [batch[0] * 1.1, batch[1]]
 
 
-class Pinning(Net):
-    """What the engine will do by itself: copies that nobody waits for."""
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return [value.pin_memory().to(device, non_blocking=True) for value in batch]
-
-
 class Weighted(Net):
     def batch_weight(self, batch: Any) -> float:
         return float((batch[1] > -9).sum())
@@ -146,7 +139,7 @@ def _without(owner: Any, name: str) -> Iterator[None]:
 
 
 def _prefetched(gpu: EmulatedCuda, missing: str) -> None:
-    module = Pinning()
+    module = Net("sgd")
     if missing == "nothing":
         trained(module, rows())
     elif missing == "record_stream":
@@ -236,11 +229,6 @@ def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
     assert len(found[24]) == len(found[8]), "\n".join(found[24])
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.8: batch_weight gets the device's batch, callbacks/throughput_monitor.py, "
-    "non_finite_guard.py and loss_spike_guard.py",
-    strict=True,
-)
 def test_the_weight_of_a_batch_is_read_off_the_hosts_batch() -> None:
     # O-01
     found = on_emulated_cuda(_steps, Weighted, "all guards").returned
@@ -262,11 +250,6 @@ def _to_the_device(seen: Seen) -> list[Any]:
     return [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.7: Strategy.to_device calls move_to with non_blocking=False, and _engine/batches.py gives "
-    "Prefetcher a transfer of its own, which leaves Prefetcher._copy unused",
-    strict=True,
-)
 def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on() -> None:
     # O-01, O-02
     copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
@@ -275,7 +258,6 @@ def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on() -> None:
 
 
 @pytest.mark.parametrize("stage", ["validation", "prediction"])
-@pytest.mark.xfail(reason="issue 21, 2.7: evaluation and prediction copy on the compute stream, and wait", strict=True)
 def test_evaluation_does_not_wait_for_copies_of_batches(stage: str) -> None:
     # O-01, O-02
     copies = _to_the_device(on_emulated_cuda(_pinned, stage))
@@ -283,7 +265,6 @@ def test_evaluation_does_not_wait_for_copies_of_batches(stage: str) -> None:
     assert not [copy for copy in copies if copy.blocking]
 
 
-@pytest.mark.xfail(reason="issue 21, 2.7: _engine/batches.py makes a Prefetcher, and a stream, each epoch", strict=True)
 def test_a_run_has_one_stream_for_copies() -> None:
     # O-01, O-02
     copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
@@ -305,11 +286,6 @@ def test_batches_on_the_device_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("kind", "precision"), [(Net, "bf16-true"), (Augmented, "32-true")])
-@pytest.mark.xfail(
-    reason="issue 21, 2.2: casts and hooks run on the prefetching stream, which does not wait for the stream that made "
-    "the batch, data/_prefetch.py send",
-    strict=True,
-)
 def test_what_is_done_to_batches_on_the_device_waits_for_them(kind: type[Net], precision: str) -> None:
     # O-01, O-02
     seen = on_emulated_cuda(_resident, kind, precision)
@@ -326,9 +302,6 @@ def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
     return [*module.devices, torch.cuda.current_device()]
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.1: SingleDeviceStrategy.bind never sets the device, which DistributedStrategy does", strict=True
-)
 def test_the_runs_device_is_the_current_one_and_is_put_back() -> None:
     # O-01, O-02
     assert on_emulated_cuda(_on_device_1).returned == [1, 0]
@@ -349,20 +322,7 @@ def test_what_an_asynchronous_save_writes_is_what_was_trained() -> None:
     assert on_emulated_cuda(_saved, 0).returned
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        0,
-        pytest.param(
-            1,
-            marks=pytest.mark.xfail(
-                reason="issue 21, 2.1: checkpoint/_format/staging.py _copy waits for the current device, not the "
-                "one that it copies from",
-                strict=True,
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", [0, 1])
 def test_an_asynchronous_save_waits_for_the_device_that_it_copies_from(device: int) -> None:
     # O-01, O-02
     seen = on_emulated_cuda(_saved, device)
@@ -385,11 +345,6 @@ def _offloaded(gpu: EmulatedCuda) -> Tensor | None:
     return weight.grad
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.5: the scale comes to the host without a wait, GradScaler.unscale_ as "
-    "precision/_loss_scaler.py unscale calls it",
-    strict=True,
-)
 def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
     # O-01
     assert torch.equal(on_emulated_cuda(_offloaded).returned, torch.full((4,), 2.0))
@@ -399,9 +354,6 @@ def _logged_from_both(gpu: EmulatedCuda) -> float:
     return float(trained(LoggingFromBoth(), rows()).callback_metrics["auxiliary"])
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.8: one key logged from the CPU and from the device, _metrics/entry.py _fold", strict=True
-)
 def test_a_key_can_be_logged_from_the_host_and_from_the_device() -> None:
     # O-01
     assert on_emulated_cuda(_logged_from_both).returned > 0
@@ -416,11 +368,6 @@ def _peak(gpu: EmulatedCuda) -> None:
         torch.backends.cuda.matmul.fp32_precision = kept
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.8: known_peak_flops asks torch.get_float32_matmul_precision, which raises where they were "
-    "set by the newer names",
-    strict=True,
-)
 def test_a_devices_peak_is_known_whichever_way_tf32_was_asked_for() -> None:
     # O-01
     on_emulated_cuda(_peak)

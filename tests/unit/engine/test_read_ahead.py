@@ -15,11 +15,11 @@ from drivetrain.data._sharding import Share
 class _Immediate:
     """Stands where CUDA's streams would: a batch arrives as soon as it is sent."""
 
-    def __init__(self, device: torch.device, transfer: Any) -> None:
-        self._transfer = transfer
+    def __init__(self, device: torch.device) -> None:
+        """Nothing is kept."""
 
     def send(self, batch: Any) -> Any:
-        return self._transfer(batch)
+        return batch
 
     def receive(self, sent: Any) -> Any:
         return sent
@@ -29,7 +29,8 @@ def test_each_keeps_its_own_samples_while_the_next_one_is_read(monkeypatch: pyte
     """`single_windows` fills one object anew: what is read ahead must not change what is trained on."""
     monkeypatch.setattr(batches, "Prefetcher", _Immediate)
     pairs = ((number, Share(number + 1, number + 1, False, 0)) for number in range(4))
-    found = batches.moved(single_windows(pairs), lambda batch, _: 10 * batch, torch.device("cuda"))
+    move = batches.BatchMover((), None, (lambda batch, _: 10 * batch,), torch.device("cuda"))
+    found = batches.moved(single_windows(pairs), move)
     assert [(micro.batch, micro.samples, micro.weight) for micro in found] == [
         (0, 1, 1),
         (10, 2, 2),

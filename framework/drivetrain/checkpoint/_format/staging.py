@@ -208,20 +208,27 @@ def speaks_for(shard: ParameterShard) -> Region | None:
 
 
 def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
+    copied_from: set[torch.device] = set()
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cuda":
+            copied_from.add(tensor.device)
+        return on_host(tensor)
+
     for part in parts:
         mine = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
         for name, held in part.tensors.items():
             if isinstance(held, ParameterShard):
                 wanted = speaks_for(held) is not None
-                local = _copied(held.local) if wanted else held.local
+                local = copied(held.local) if wanted else held.local
                 part.tensors[name] = replace(held, local=local, gather=None)
             elif name in mine:
-                part.tensors[name] = _copied(held)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+                part.tensors[name] = copied(held)
+    for device in copied_from:
+        torch.cuda.synchronize(device)
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in the host's memory, pinned where it comes from a device."""
     pinned = tensor.device.type == "cuda"
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
