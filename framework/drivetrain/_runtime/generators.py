@@ -13,7 +13,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """Return where Python's, NumPy's (where it is imported), torch's and, on CUDA and MPS, ``device``'s generators stand.
+    """Return where the generators stand: Python's, torch's, on CUDA and MPS ``device``'s, NumPy's where it is imported.
 
     Numbers, strings and tensors only: all that is needed to draw the same again, and no object to unpickle.
     """
@@ -37,7 +37,7 @@ def _state_of(device: torch.device) -> torch.Tensor | None:
     return torch.mps.get_rng_state() if device.type == "mps" else None
 
 
-def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor | None, kind: str) -> dict[str, Any]:
+def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor | None, device: str) -> dict[str, Any]:
     version, words, gauss = python
     states: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
@@ -53,7 +53,7 @@ def _as_values(python: Any, host: torch.Tensor, arrays: Any, own: torch.Tensor |
             "gauss": float(cached),
         }
     if own is not None:
-        states[kind] = own
+        states[device] = own
     return states
 
 
