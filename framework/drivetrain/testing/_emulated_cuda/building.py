@@ -20,7 +20,7 @@ import torch
 from drivetrain.errors import ConfigurationError
 
 _NAME = "emulated_cuda"
-_SOURCES = ("extension.cpp", "kernels.h", "device.h", "order.h")
+_SOURCES = ("extension.cpp", "nccl.h", "kernels.h", "device.h", "order.h")
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _SHOWN = 12  # lines of what a compiler said
 

@@ -158,7 +158,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return Device(DeviceType::CUDA, current); }
   void setDevice(Device device) const override {
     if (device.index() < 0) return;
-    check_index(device.index());
+    if (count > 0) check_index(device.index());  // destructors that come later set it, too
     current = device.index();
   }
   void uncheckedSetDevice(Device device) const noexcept override {

@@ -15,6 +15,7 @@ from drivetrain.testing._emulated_cuda.building import load_extension
 from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, told
 from drivetrain.testing._emulated_cuda.sites import Sites
 from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, in_place
+from drivetrain.testing._emulated_cuda.torch_nccl import nccl_in_place
 
 _loaded: tuple[ModuleType, Sites] | None = None
 
@@ -147,7 +148,7 @@ def emulated_cuda(
     gpu = EmulatedCuda(extension, sites, devices)
     extension.start(devices, memory if enforce_memory else 0)
     try:
-        with in_place(extension, devices, properties):
+        with in_place(extension, devices, properties), nccl_in_place(extension):
             _check_backward(devices)
             extension.forget_use()
             torch.cuda._initialized = False

@@ -1,5 +1,5 @@
 // CUDA in the host's memory, for builds of torch that have none: what Python calls.
-#include "kernels.h"
+#include "nccl.h"
 
 #include <ATen/native/Resize.h>
 #include <torch/csrc/utils/device_lazy_init.h>
@@ -88,9 +88,31 @@ py::dict memory_of(int64_t device) {
 
 }  // namespace emulated
 
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, emulated::Timer)
+}
+
+namespace {
+
+// What Python's side of torch.distributed asks of NCCL's class.
+void define_nccl(py::module& m) {
+  using emulated::Nccl;
+  py::module::import("torch.distributed");  // knows the base class
+  py::class_<Nccl, c10d::Backend, c10::intrusive_ptr<Nccl>>(m, "ProcessGroupNCCL", py::dynamic_attr())
+      .def(py::init([](const py::object& store, int rank, int size, const py::object& options) {
+        auto distributed = py::module::import("torch._C._distributed_c10d");
+        auto gloo = distributed.attr("ProcessGroupGloo")(store, rank, size, options.attr("_timeout"));
+        auto made = c10::make_intrusive<Nccl>(rank, size, gloo.cast<c10::intrusive_ptr<c10d::Backend>>());
+        return made;
+      }));
+}
+
+}  // namespace
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace emulated;
   become_cuda();
+  define_nccl(m);
   m.def("ask_for_sites", &ask_for_sites);
   m.def("start", &start);
   m.def("forget_use", &forget_use);

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
 _DEPTH = 6
-_LEFT_OUT = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen")
+_TORCH = str(Path(torch.__file__).parent)
+# The standard library, and what calls a test's functions on ranks.
+_LEFT_OUT = (str(Path(os.__file__).parent), str(Path(__file__).parents[1] / "_ranks.py"), "<frozen", "<string>")
+_SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"  # may lie below the standard library, and are no part of it
+_OWN = str(Path(__file__).parent)
 
 Site = tuple[tuple[CodeType, int], ...]
 
@@ -24,12 +30,13 @@ class Sites:
 
     def here(self) -> int:
         """Return the number of the caller's place."""
-        place = _lines(sys._getframe().f_back)  # none in a thread that C++ started
-        backward = not place
+        frame = sys._getframe().f_back
+        backward = frame is None
         if backward:
             # A thread of autograd's: what it does is asked for by one that waits in `backward`.
             main = threading.main_thread().ident
-            place = _lines(sys._current_frames().get(main) if main is not None else None)
+            frame = sys._current_frames().get(main) if main is not None else None
+        place = _lines(frame)
         number = self._numbers.get(place)
         if number is None:
             number = self._numbers[place] = len(self._sites)
@@ -48,7 +55,12 @@ class Sites:
 def _lines(frame: FrameType | None) -> Site:
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _DEPTH:
-        if not frame.f_code.co_filename.startswith(_LEFT_OUT):
+        if not _left_out(frame.f_code.co_filename):
             found.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
+
+
+@cache
+def _left_out(path: str) -> bool:
+    return path.startswith((_TORCH, _OWN)) or (path.startswith(_LEFT_OUT) and _SITE_PACKAGES not in path)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from drivetrain.testing._emulated_cuda.patches import Patches
+
 _KEPT = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
         "_cuda_isCurrentStreamCapturing": lambda: False,
     }
     with contextlib.ExitStack() as stack:
-        put = _Putting(stack)
+        put = Patches(stack).put
         for name, function in names.items():
             put(torch._C, name, function)
         put(torch._C, "_has_cuda", True)
@@ -219,6 +220,7 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
         for module in (cuda, cuda.streams):
             put(module, "Stream", Stream)
             put(module, "Event", Event)
+        put(cuda.nvtx, "_nvtx", _Nvtx())
         put(plain, "resize_", resize_storage)
         put(plain, "clone", clone_storage)
         put(plain, "to", move_storage)
@@ -233,19 +235,11 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
 _CUDA = 1  # the number of the device type
 
 
-class _Putting:
-    """Sets attributes until the stack is left."""
+class _Nvtx:
+    """Marks for a profiler that is not there."""
 
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-
-    def __call__(self, owner: Any, name: str, value: Any) -> None:
-        before = owner.__dict__.get(name, _MISSING)
-        setattr(owner, name, value)
-        if before is _MISSING:
-            self._stack.callback(delattr, owner, name)
-        else:
-            self._stack.callback(setattr, owner, name, before)
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
