@@ -248,14 +248,7 @@ def _syncs(gpu: EmulatedCuda, strategy: str, settings: dict[str, Any]) -> dict[i
     [
         ("ddp", {"gradient_clip_val": 0.5}),
         ("fsdp", {"gradient_clip_val": 0.5}),
-        pytest.param(
-            "fsdp",
-            {"scalar": True},
-            marks=pytest.mark.xfail(
-                reason="issue 21, 2.8: fsdp/_whole_parameters.py average waits twice for the device for a scalar",
-                strict=True,
-            ),
-        ),
+        ("fsdp", {"scalar": True}),
     ],
 )
 def test_the_host_waits_no_more_often_for_more_steps(strategy: str, settings: dict[str, Any]) -> None:
@@ -270,9 +263,6 @@ def _device_after(gpu: EmulatedCuda, strategy: str) -> int:
     return torch.cuda.current_device()
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.1: DistributedStrategy.setup_environment sets the device, and nobody puts it back", strict=True
-)
 def test_the_device_at_hand_is_put_back() -> None:
     # O-01, O-02
     assert [one.returned for one in on_ranks(2, _device_after, "ddp")] == [0, 0]

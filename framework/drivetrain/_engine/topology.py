@@ -247,9 +247,10 @@ def check_devices_apart(strategy: Strategy) -> None:
 
 def _identity(device: torch.device) -> str:
     """What no other GPU is called."""
-    identity = getattr(torch.cuda.get_device_properties(device), "uuid", f"{socket.gethostname()} {device.index}")
+    identity = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    identity = identity or f"{socket.gethostname()}, {device}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"{identity} {visible}" if "MIG" in visible else str(identity)  # slices of one GPU are several devices
+    return f"{identity} {visible}" if "MIG" in visible else identity  # slices of one GPU are several devices
 
 
 def refuse_shared_devices(devices: Sequence[str]) -> None:

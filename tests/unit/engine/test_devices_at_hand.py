@@ -75,14 +75,14 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
 
     from drivetrain_strategies.deepspeed._traces import World
 
-    os.environ.pop("LOCAL_RANK", None)
-    if before is not None:
-        os.environ["LOCAL_RANK"] = before
-    world = World(deepspeed, torch.device("cpu") if index is None else torch.device("cpu", index), 0)
-    seen = os.environ.get("LOCAL_RANK")
-    world.close()
-    after = os.environ.pop("LOCAL_RANK", None)
-    return seen, after
+    with ProcessState():  # DeepSpeed sets variables of its own
+        os.environ.pop("LOCAL_RANK", None)
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
+        world = World(deepspeed, torch.device("cpu") if index is None else torch.device("cpu", index), 0)
+        seen = os.environ.get("LOCAL_RANK")
+        world.close()
+        return seen, os.environ.get("LOCAL_RANK")
 
 
 @pytest.mark.parametrize(
