@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_nets import DeepRegression
 from phased_training import Phased, by_hand, dealt, state, train
 from small_runs import TIGHT, failing, global_batches, loader, quiet, train_by_hand, weights
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from drivetrain.errors import ConfigurationError
 from drivetrain_strategies import FSDPStrategy
@@ -209,7 +209,6 @@ def _stalled(options: dict[str, Any]) -> Any:
 
 
 def test_a_torch_that_lacks_what_fsdp_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 2.11 does, the oldest that the package admits."""
-    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
-    with pytest.raises(ConfigurationError, match=r"(?s)cannot run on torch .*Fix: install torch 2\.13"):
+    monkeypatch.delattr(FSDPParamGroup, "post_backward")
+    with pytest.raises(ConfigurationError, match=r"(?s)cannot run on torch .* no 'FSDPParamGroup\.post_backward'.*2\.11"):
         FSDPStrategy()

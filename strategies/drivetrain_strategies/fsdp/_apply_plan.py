@@ -82,7 +82,6 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, how: Sharding, originals: Se
             fully_shard(unit.module, ignored_params=apart, reshard_after_forward=how.reshard_after_forward, **options)
         _release(unit, by_id)
     sharded = cast(FSDPModule, root)
-    sharded.set_reduce_scatter_unused_params(True)
     if how.device.type == "cpu":
         for child in root.modules():
             if isinstance(child, FSDPModule):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain.errors import ConfigurationError, nearest
+from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain.strategies import refuse_embedding_max_norm
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
+from drivetrain_strategies.fsdp._private import NEEDED
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 
@@ -20,16 +20,17 @@ _REFUSED = {
 
 
 def check_torch() -> None:
-    """Refuse a torch that cannot exchange a gradient of zeros for a parameter that had none.
+    """Refuse a torch that lacks what FSDP's exchange of gradients is watched by.
 
     Raises:
-        ConfigurationError: names the version.
+        ConfigurationError: names the version, and what is not there.
     """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    missing = [f"{owner.__name__}.{name}" for owner, name in NEEDED if not hasattr(owner, name)]
+    if missing:
         raise ConfigurationError(
             f"FSDPStrategy cannot run on torch {torch.__version__}.",
-            "its FSDPModule has no set_reduce_scatter_unused_params, which parameters without a gradient need.",
-            "install torch 2.13 or later, or use strategy='ddp' or 'deepspeed_stage_3'.",
+            f"it has no {listed(missing)}, which parameters without a gradient need.",
+            "install torch 2.11 to 2.13, or use strategy='ddp' or 'deepspeed_stage_3'.",
         )
 
 

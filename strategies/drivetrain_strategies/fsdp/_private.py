@@ -1,7 +1,8 @@
 """Everything of `torch.distributed.fsdp.fully_shard` that torch keeps to itself, in one place.
 
-What is used of torch 2.13: the states and parameter groups behind an `FSDPModule`, so that parameters without a
-gradient are known, gradients can be silenced, a backward may run inside a forward, and all of it can be undone.
+What is used of it: the states and parameter groups behind an `FSDPModule`, so that parameters without a gradient are
+known, gradients can be silenced, a backward may run inside a forward, and all of it can be undone. Where a name differs
+between the versions of torch that this runs on, 2.11 to 2.13, what is there is asked for.
 """
 
 from __future__ import annotations
@@ -18,16 +19,41 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+NEEDED = (
+    (FSDPModule, "_get_fsdp_state"),
+    (FSDPParamGroup, "post_backward"),
+    (FSDPParamGroup, "_to_sharded"),
+    (FSDPParam, "init_unsharded_param"),
+    (FSDPParam, "reset_sharded_param"),
+)
+"""Methods without which nothing here works."""
+
 _TRAINS = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 
 
+class _WatchedGroup(FSDPParamGroup):
+    """Gives parameters that got no gradient zeros to exchange, and tells its watcher of them.
+
+    A rank that had nothing to exchange where others have would hang, or add up another parameter's gradient. torch 2.13
+    can do so by itself, earlier versions cannot.
+    """
+
+    watcher: Sharded
+
+    def post_backward(self, *unused: Any) -> None:
+        if self.reduce_grads:
+            self.watcher._look_at_gradients(self.fsdp_params)
+        super().post_backward(*unused)
+
+
 class _WatchedParam(FSDPParam):
-    """Tells its watcher when torch asks it for zeros, having no gradient, and when its whole tensor is first made."""
+    """Tells its watcher when its whole tensor is first made."""
 
     watcher: Sharded
 
@@ -36,23 +62,6 @@ class _WatchedParam(FSDPParam):
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         if fresh:
             self.watcher._made(self)
-
-    @property
-    def unsharded_zero_grad_data(self) -> torch.Tensor:
-        self.watcher._asked_for_zeros[id(self)] = self
-        return super().unsharded_zero_grad_data
-
-    # A module that runs twice in a forward is asked twice in a backward, and has its gradient the second time.
-
-    @property
-    def unsharded_grad_data(self) -> torch.Tensor:
-        self.watcher._gave_gradient.add(id(self))
-        return super().unsharded_grad_data
-
-    @property
-    def unsharded_accumulated_grad_data(self) -> torch.Tensor:
-        self.watcher._gave_gradient.add(id(self))
-        return super().unsharded_accumulated_grad_data
 
 
 class Sharded:
@@ -67,9 +76,7 @@ class Sharded:
         self._module: nn.Module = root  # type: ignore[assignment]
         self.modules: list[Any] = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
         self._root_state: Any = root._get_fsdp_state()
-        self._groups: list[Any] = [
-            group for module in self.modules for group in module._get_fsdp_state()._fsdp_param_groups
-        ]
+        self._groups: list[Any] = [group for module in self.modules for group in _groups_of(module._get_fsdp_state())]
         self.parameters: list[_WatchedParam] = []
         """In an order that is the same on every rank."""
         self._asked_for_zeros: dict[int, _WatchedParam] = {}
@@ -78,6 +85,8 @@ class Sharded:
         self._shards: list[Any] = []
         self._wholes: list[Any] = []
         for group in self._groups:
+            group.__class__ = _WatchedGroup
+            group.watcher = self
             for parameter in group.fsdp_params:
                 parameter.__class__ = _WatchedParam
                 parameter.watcher = self
@@ -124,11 +133,6 @@ class Sharded:
             if not group.is_sharded:
                 group._to_sharded()
 
-    def reset(self) -> None:
-        """Forget a forward or backward that did not come to its end."""
-        if self._root_state._is_root:
-            self._root_state._reset_iter_state()
-
     def begin_backward_within_forward(self, loss: torch.Tensor) -> None:
         """Announce a backward that begins before the root's forward has ended, as manual optimization's do."""
         self._root_state._register_pre_backward_hook(loss)
@@ -139,6 +143,19 @@ class Sharded:
         self.root.unshard()
 
     # Gradients that are not there
+
+    def _look_at_gradients(self, parameters: Sequence[Any]) -> None:
+        """Note who has a gradient before it is exchanged, and give zeros to those that trained and have none."""
+        for one in parameters:
+            if not hasattr(one, "_unsharded_param"):
+                continue
+            whole = one.unsharded_param
+            # A module that runs twice in a forward comes here twice in a backward, with its gradient the second time.
+            if one.unsharded_accumulated_grad is not None or whole.grad is not None:
+                self._gave_gradient.add(id(one))
+            elif whole.requires_grad:
+                self._asked_for_zeros[id(one)] = one
+                whole.grad = torch.zeros_like(whole)
 
     def take_unused(self) -> list[_WatchedParam]:
         """Those that had no gradient in the last backward that exchanged them; asked once."""
@@ -241,8 +258,9 @@ def undo_sharding(root: nn.Module) -> None:
         state: Any = module._get_fsdp_state()
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        for group in state._fsdp_param_groups:
+        for group in _groups_of(state):
             group._to_sharded()
+            group.__dict__.pop("watcher", None)
             for handles in (
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,
@@ -256,16 +274,30 @@ def undo_sharding(root: nn.Module) -> None:
             # These hold the process group, and each other: peers blocked in it fall out only once it is let go.
             group.fsdp_params = []
             group.mesh_info = group.post_forward_mesh_info = None
-        state._fsdp_param_groups = []
+        _set_those_there(state, _fsdp_param_groups=[], _fsdp_param_group=None)
         state._comm_ctx.post_forward_order = []
         state._comm_ctx.all_gather_state = None
-        state._comm_ctx.reduce_scatter_states = []
+        _set_those_there(state._comm_ctx, reduce_scatter_states=[], reduce_scatter_state=None)
         state._state_ctx.all_states = []
         plain: Any = module
         for key in (STATE_KEY, REGISTRY_KEY):
             plain.__dict__.pop(key, None)
         _module_state_mapping.pop(plain, None)
         plain.__class__ = type(plain).__mro__[module._orig_cls_mro_index]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of one module. torch 2.11 knows one or None, later versions a list."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _set_those_there(owner: Any, **values: Any) -> None:
+    """Set attributes, under the names that this version of torch has for them."""
+    for name, value in values.items():
+        if name in owner.__dict__:
+            setattr(owner, name, value)
 
 
 def forget_original(parameter: nn.Parameter) -> None:
