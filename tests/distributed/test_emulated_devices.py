@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +144,42 @@ def test_a_collective_under_way_holds_its_tensors() -> None:
         assert not one.frees_in_use
 
 
+def _shared_device(gpu: EmulatedCuda) -> str:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    with pytest.raises(RuntimeError) as refused:
+        dist.all_reduce(torch.ones(1, device="cuda"))
+    dist.destroy_process_group()
+    return str(refused.value)
+
+
+def test_two_ranks_on_one_device_are_refused_as_nccl_does() -> None:
+    # O-01
+    for one in on_ranks(2, _shared_device):
+        assert "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0" in one.returned
+
+
+def _own_devices(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["RANK"]
+    with emulated_cuda(int(os.environ["WORLD_SIZE"])) as gpu:
+        return fn(gpu, *args)
+
+
+def _one_visible(gpu: EmulatedCuda) -> tuple[int, int, list[float]]:
+    dist.init_process_group("nccl")
+    own = torch.ones(1, device="cuda:0")
+    dist.all_reduce(own)
+    found = gpu.devices, torch.cuda.device_count(), own.tolist()
+    dist.destroy_process_group()
+    return found
+
+
+def test_ranks_with_one_visible_device_each_have_devices_of_their_own() -> None:
+    # O-01
+    found = run_distributed(_own_devices, 2, _one_visible, (), process_group=None)
+    assert found == [(1, 1, [2.0])] * 2
+
+
 # The engine
 
 
@@ -150,10 +189,12 @@ class Net(TrainModule):
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
         self.scale = nn.Parameter(torch.ones(())) if scalar else 1.0
         self.device_at_hand = -1
+        self.device_of_batches = ""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if torch.cuda.is_initialized():
             self.device_at_hand = torch.cuda.current_device()
+        self.device_of_batches = str(batch[0].device)
         loss = nn.functional.mse_loss((self.net(batch[0]) * self.scale).float(), batch[1].float())
         self.log("loss", loss)
         return loss
@@ -252,7 +293,7 @@ def _syncs(gpu: EmulatedCuda, strategy: str, settings: dict[str, Any]) -> dict[i
     ],
 )
 def test_the_host_waits_no_more_often_for_more_steps(strategy: str, settings: dict[str, Any]) -> None:
-    # O-01, O-04
+    # O-01
     for one in on_ranks(2, _syncs, strategy, settings):
         found = one.returned
         assert len(found[16]) == len(found[8]), "\n".join(found[16])
@@ -264,5 +305,122 @@ def _device_after(gpu: EmulatedCuda, strategy: str) -> int:
 
 
 def test_the_device_at_hand_is_put_back() -> None:
-    # O-01, O-02
+    # O-01
     assert [one.returned for one in on_ranks(2, _device_after, "ddp")] == [0, 0]
+
+
+def _devices_used(gpu: EmulatedCuda, strategy: str, devices: Any) -> tuple[int, str]:
+    module = trained(strategy, "cuda", devices=devices)
+    return module.device_at_hand, module.device_of_batches
+
+
+def _on_four(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    with emulated_cuda(4) as gpu:
+        return fn(gpu, *args)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        "fsdp",
+        pytest.param(
+            "deepspeed_stage_1",
+            marks=[
+                ZERO,
+                pytest.mark.xfail(reason="issue 21, 2.4: DeepSpeed takes its device from LOCAL_RANK", strict=True),
+            ],
+        ),
+    ],
+)
+def test_ranks_compute_on_the_devices_that_were_asked_for(strategy: str) -> None:
+    # O-01
+    found = run_distributed(_on_four, 2, _devices_used, (strategy, [1, 3]), process_group=None)
+    assert found == [(1, "cuda:1"), (3, "cuda:3")]
+
+
+def _one_each(gpu: EmulatedCuda) -> tuple[int, str]:
+    return _devices_used(gpu, "ddp", "auto")
+
+
+def test_a_task_with_one_visible_device_takes_that() -> None:
+    # O-01
+    assert run_distributed(_own_devices, 2, _one_each, (), process_group=None) == [(0, "cuda:0")] * 2
+
+
+def _crowded() -> str:
+    with emulated_cuda(1):
+        try:
+            trained("ddp", "cuda", devices="auto")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.xfail(
+    reason="issue 21, 2.6: _runtime/accelerators.py Devices.of gives two processes the one device there is, and NCCL "
+    "is the first to notice",
+    strict=True,
+)
+def test_more_processes_than_devices_are_refused() -> None:
+    # O-01
+    for said in run_distributed(_crowded, 2, process_group=None):
+        assert said.startswith("ConfigurationError")
+
+
+# Processes that are forked from one that has a notebook's cells behind it
+
+NOTEBOOK = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Fit, TrainModule
+from drivetrain.testing import emulated_cuda
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+with emulated_cuda(2):
+    fit = Fit(accelerator="gpu", devices=2, strategy="ddp", launcher="fork", max_epochs=1, **quiet)
+    fit.fit(Net(), DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4))
+print("it has trained")
+"""
+
+
+@pytest.mark.parametrize(
+    "checked_by",
+    [
+        "nvml",
+        pytest.param(
+            "driver",
+            marks=pytest.mark.xfail(
+                reason="issue 21, 2.3: _runtime/accelerators.py asks torch.cuda.is_available, which initialises the "
+                "driver before processes are forked",
+                strict=True,
+            ),
+        ),
+    ],
+)
+def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path, checked_by: str) -> None:
+    # O-01
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+    if checked_by == "nvml":
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert "it has trained" in done.stdout, done.stderr[-3000:]

@@ -211,13 +211,14 @@ def _steps(gpu: EmulatedCuda, kind: type[Net], what: str) -> dict[int, list[str]
         pytest.param(
             "a guard of losses",
             marks=pytest.mark.xfail(
-                reason="O-04: every ten steps it waits for a copy, callbacks/loss_spike_guard.py _means", strict=True
+                reason="issue 21: every ten steps it waits for a copy, callbacks/loss_spike_guard.py _means",
+                strict=True,
             ),
         ),
         pytest.param(
             "a logger",
             marks=pytest.mark.xfail(
-                reason="O-04: each flush of a logger waits for its packed copy, _metrics/packing.py to_host",
+                reason="issue 21: each flush of a logger waits for its packed copy, _metrics/packing.py to_host",
                 strict=True,
             ),
         ),
@@ -251,7 +252,7 @@ def _to_the_device(seen: Seen) -> list[Any]:
 
 
 def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on() -> None:
-    # O-01, O-02
+    # O-01
     copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
     assert len(copies) == 48
     assert not [copy for copy in copies if copy.blocking]
@@ -259,14 +260,14 @@ def test_batches_of_pinned_memory_are_copied_while_the_host_goes_on() -> None:
 
 @pytest.mark.parametrize("stage", ["validation", "prediction"])
 def test_evaluation_does_not_wait_for_copies_of_batches(stage: str) -> None:
-    # O-01, O-02
+    # O-01
     copies = _to_the_device(on_emulated_cuda(_pinned, stage))
     assert len(copies) == 16
     assert not [copy for copy in copies if copy.blocking]
 
 
 def test_a_run_has_one_stream_for_copies() -> None:
-    # O-01, O-02
+    # O-01
     copies = _to_the_device(on_emulated_cuda(_pinned, "training"))
     assert len({copy.stream for copy in copies}) == 1
 
@@ -287,7 +288,7 @@ def test_batches_on_the_device_are_taken_as_they_are() -> None:
 
 @pytest.mark.parametrize(("kind", "precision"), [(Net, "bf16-true"), (Augmented, "32-true")])
 def test_what_is_done_to_batches_on_the_device_waits_for_them(kind: type[Net], precision: str) -> None:
-    # O-01, O-02
+    # O-01
     seen = on_emulated_cuda(_resident, kind, precision)
     assert not seen.races
     assert not seen.frees_in_use
@@ -303,7 +304,7 @@ def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
 
 
 def test_the_runs_device_is_the_current_one_and_is_put_back() -> None:
-    # O-01, O-02
+    # O-01
     assert on_emulated_cuda(_on_device_1).returned == [1, 0]
 
 
@@ -318,13 +319,13 @@ def _saved(gpu: EmulatedCuda, device: int) -> bool:
 
 
 def test_what_an_asynchronous_save_writes_is_what_was_trained() -> None:
-    # O-01, O-02
+    # O-01
     assert on_emulated_cuda(_saved, 0).returned
 
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_an_asynchronous_save_waits_for_the_device_that_it_copies_from(device: int) -> None:
-    # O-01, O-02
+    # O-01
     seen = on_emulated_cuda(_saved, device)
     saving = "checkpoint/_format/"
     copied = {copy.device for copy in seen.copies if not copy.blocking and any(saving in line for line in copy.where)}

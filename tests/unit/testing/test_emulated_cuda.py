@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import linecache
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -644,8 +645,8 @@ def _switched() -> list[Any]:
 
 def _after_a_backward() -> str:
     torch.ones((), requires_grad=True).mul(2).backward()
-    with pytest.raises(ConfigurationError) as refused, emulated_cuda(3):
-        pass
+    with emulated_cuda(3), pytest.raises(ConfigurationError) as refused:
+        torch.ones(1, device="cuda")
     return str(refused.value)
 
 
@@ -656,6 +657,38 @@ def _out_of_memory() -> int:
             torch.empty(1024, device="cuda")
         del x
         return torch.empty(1024, device="cuda").numel()
+
+
+def _visible(named: str) -> list[int]:
+    os.environ["CUDA_VISIBLE_DEVICES"] = named
+    with emulated_cuda(4) as gpu:
+        return [gpu.devices, torch.cuda.device_count(), int(torch.cuda.is_available())]
+
+
+@pytest.mark.parametrize(("named", "count"), [("1,3", 2), ("2, 0", 2), ("0,9,1", 1), ("", 0), ("1,1", 1)])
+def test_the_visible_devices_alone_are_there(named: str, count: int) -> None:
+    # O-01
+    assert run_distributed(_visible, 1, named, process_group=None) == [[count, count, int(count > 0)]]
+
+
+def _forked(asked: bool) -> int:
+    with emulated_cuda(2):
+        if asked:
+            torch.cuda.is_available()
+        child = os.fork()
+        if child == 0:
+            try:
+                torch.ones(2, device="cuda:1", requires_grad=True).sum().backward()
+            except RuntimeError as error:
+                os._exit(7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 1)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_forked_process_has_devices_unless_the_driver_was_asked_before(asked: bool) -> None:
+    # O-01
+    assert run_distributed(_forked, 1, asked, process_group=None) == [7 if asked else 0]
 
 
 def test_outside_of_with_there_is_no_cuda() -> None:

@@ -25,6 +25,7 @@ inline std::atomic<int> count{0};  // of devices; none while the emulation is of
 inline std::atomic<bool> initialised{false};
 inline std::atomic<int> sync_mode{0};  // 1: warn of host syncs, 2: raise
 inline std::atomic<int64_t> capacity{0};
+inline std::array<int64_t, MOST> physical{};  // by index: which of the machine's devices it is
 inline thread_local DeviceIndex current = 0;
 inline thread_local std::array<int64_t, MOST> current_streams{};
 

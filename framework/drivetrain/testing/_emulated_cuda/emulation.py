@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 from collections.abc import Iterator
+from itertools import takewhile
 from types import ModuleType
 from typing import Any
 
@@ -119,17 +121,18 @@ def emulated_cuda(
     The first call in a process compiles the extension where that was not done before, and makes operators for CUDA
     known to torch for as long as the process lives. Outside of ``with`` there are no devices, but a process that is
     to be as it was had better be another one: call a function by `run_distributed` or a `World` of your own. Tensors
-    must not be used after the ``with`` they were made in; forked processes cannot use the devices, as with real ones.
+    must not be used after the ``with`` they were made in. A forked process can use the devices unless the one that it
+    comes from has asked the driver for anything, as with real ones.
 
     Args:
-        devices: how many there are.
+        devices: how many there are. ``CUDA_VISIBLE_DEVICES`` may show some of them alone.
         name: what ``torch.cuda.get_device_name`` returns.
         memory: bytes of each device, as ``torch.cuda.mem_get_info`` returns them.
         enforce_memory: raise ``torch.cuda.OutOfMemoryError`` where a device would hold more.
 
     Raises:
-        ConfigurationError: there is no C++ compiler, torch has a CUDA of its own or does not fit, or a backward in this
-            process came before and was told that there are fewer devices.
+        ConfigurationError: there is no C++ compiler, or torch has a CUDA of its own or does not fit. The first use of a
+            device raises it where a backward in this process came before, and autograd knows of fewer devices.
     """
     if type(devices) is not int or not 1 <= devices <= _MOST:
         raise ConfigurationError(
@@ -144,13 +147,11 @@ def emulated_cuda(
             "the devices of the outer one are there already.",
             "ask for as many devices as are needed once.",
         )
-    properties = DeviceProperties(name, memory)
-    gpu = EmulatedCuda(extension, sites, devices)
-    extension.start(devices, memory if enforce_memory else 0)
+    visible = _visible(devices)
+    gpu = EmulatedCuda(extension, sites, len(visible))
+    extension.start(visible, memory if enforce_memory else 0)
     try:
-        with in_place(extension, devices, properties), nccl_in_place(extension):
-            _check_backward(devices)
-            extension.forget_use()
+        with in_place(extension, len(visible), DeviceProperties(name, memory)), nccl_in_place(extension):
             torch.cuda._initialized = False
             torch.cuda._cached_device_count = None
             gpu.forget()
@@ -174,16 +175,13 @@ def _load() -> tuple[ModuleType, Sites]:
     return _loaded
 
 
-def _check_backward(devices: int) -> None:
-    """Refuse a process whose autograd has its threads already, fewer than there are devices."""
-    try:
-        torch.ones((), device=f"cuda:{devices - 1}", requires_grad=True).mul(1).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"emulated_cuda(devices={devices}) in a process where a backward has run before.",
-            "autograd starts its threads, one for each device that is there, at a process's first backward.",
-            "enter emulated_cuda before, or in a process of its own: drivetrain.testing.run_distributed.",
-        ) from error
+def _visible(devices: int) -> list[int]:
+    """The devices that CUDA_VISIBLE_DEVICES shows, up to the first that is not there, as the driver takes it."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return list(range(devices))
+    parts = takewhile(lambda part: part.isdigit() and int(part) < devices, map(str.strip, named.split(",")))
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _stream(device: int, stream: int) -> str:

@@ -2,8 +2,11 @@
 #include "nccl.h"
 
 #include <ATen/native/Resize.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <thread>
 
 namespace py = pybind11;
 
@@ -41,17 +44,33 @@ void forget_use() {
   torch::utils::set_requires_device_init(DeviceType::CUDA, true);
 }
 
-void start(int64_t devices, int64_t memory) {
-  TORCH_CHECK(devices <= MOST, "at most ", MOST, " devices");
+// Fails where autograd has its threads already, fewer than there are devices: it starts them at the first backward.
+void start_autograd() {
+  py::gil_scoped_release released;
+  std::exception_ptr failed;
+  std::thread([&] {  // one of its own knows of no mode that the caller is in
+    try {
+      auto leaf = empty_on(count - 1, {}, {}, c10::kFloat).set_requires_grad(true);
+      torch::autograd::backward({leaf.mul(1)}, {});
+    } catch (...) {
+      failed = std::current_exception();
+    }
+  }).join();
+  if (failed) std::rethrow_exception(failed);
+}
+
+void start(const std::vector<int64_t>& devices, int64_t memory) {
+  TORCH_CHECK(devices.size() <= MOST, "at most ", MOST, " devices");
   capacity = memory, sync_mode = 0, current = 0;
   forget_use();
   {
     std::lock_guard<std::mutex> held(order().lock);
     run += 1;
     statistics.fill({});
+    std::copy(devices.begin(), devices.end(), physical.begin());
   }
   current_streams.fill(0);
-  count = static_cast<int>(devices);
+  count = static_cast<int>(devices.size());
 }
 
 void stop() {
@@ -114,6 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   become_cuda();
   define_nccl(m);
   m.def("ask_for_sites", &ask_for_sites);
+  m.def("start_autograd", &start_autograd);
   m.def("start", &start);
   m.def("forget_use", &forget_use);
   m.def("stop", &stop);

@@ -311,7 +311,7 @@ class HostCall {
           continue;
         }
         TORCH_CHECK(device_ < 0 || device_ == tensor.get_device(), "Expected all tensors to be on the same device, but found at least two devices, cuda:",
-                    device_, " and cuda:", tensor.get_device(), "! (", name_, ")");
+                    device_, " and cuda:", static_cast<int>(tensor.get_device()), "! (", name_, ")");
         device_ = tensor.get_device();
       }
       if (device_ < 0 && value.isDevice() && value.toDevice().is_cuda()) device_ = index_of(value.toDevice());

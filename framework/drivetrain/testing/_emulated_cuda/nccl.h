@@ -201,6 +201,7 @@ class Nccl final : public c10d::Backend {
   std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sent_;
   WorkPtr coalesced_;
   uint64_t sequence_ = 0;
+  bool met_ = false;
 
   static Tensors flat(const std::vector<Tensors>& lists) {
     Tensors all;
@@ -273,6 +274,7 @@ class Nccl final : public c10d::Backend {
     if (device < 0) device = current;
     bool apart = true;
     if constexpr (requires { opts.asyncOp; }) apart = opts.asyncOp;
+    refuse_shared_device(device);
     const int64_t stream = apart ? stream_of(device) : current_streams[device];
     const int64_t where = site();
     carry();
@@ -287,6 +289,22 @@ class Nccl final : public c10d::Backend {
     held.insert(held.end(), outputs.begin(), outputs.end());
     coalesced_ = c10::make_intrusive<Collective>(rank_, type, device, stream, apart ? held : Tensors{}, results);
     return coalesced_;
+  }
+
+  // As NCCL does where it first meets the others. NCCL_HOSTID says which machine this is meant to be.
+  void refuse_shared_device(int64_t device) {
+    if (std::exchange(met_, true)) return;
+    const char* machine = std::getenv("NCCL_HOSTID");
+    auto own = at::empty({2}, at::TensorOptions(c10::kLong));
+    own.data_ptr<int64_t>()[0] = static_cast<int64_t>(std::hash<std::string>()(machine ? machine : ""));
+    own.data_ptr<int64_t>()[1] = physical[device];
+    auto all = at::empty({2 * size_}, at::TensorOptions(c10::kLong));
+    gloo_->_allgather_base(all, own)->wait();
+    const auto* each = all.data_ptr<int64_t>();
+    for (int i = 0; i < size_; ++i)
+      TORCH_CHECK(i == rank_ || each[2 * i] != each[2 * rank_] || each[2 * i + 1] != each[2 * rank_ + 1],
+                  "NCCL error: invalid usage. Duplicate GPU detected : rank ", std::min(i, rank_), " and rank ", std::max(i, rank_),
+                  " both on CUDA device ", physical[device]);
   }
 
   int64_t stream_of(int64_t device) {

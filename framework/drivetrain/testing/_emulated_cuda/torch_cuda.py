@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.patches import Patches
 
 _KEPT = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
@@ -109,16 +110,36 @@ class Event(torch.Event):
 def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
     """Give torch its names for CUDA; what they were before is put back after."""
     cuda = torch.cuda
-    process = os.getpid()
+    begun: list[int] = []  # the process that asked the driver first; those that it forks later cannot
+
+    def device_count() -> int:
+        begun.append(os.getpid())
+        return devices
+
+    def in_bad_fork() -> bool:
+        return bool(begun) and begun[0] != os.getpid()
 
     def initialise() -> None:
+        begun.append(os.getpid())
         extension.initialise()
+        if devices:
+            _start_autograd(extension, devices)
         cuda.default_generators = tuple(extension.default_generator(index) for index in range(devices))
 
+    # The first call that names a device, or asks for the current one, initialises CUDA.
+    def get_device() -> int:
+        cuda.init()  # type: ignore[no-untyped-call]
+        return int(extension.current_device())
+
+    def set_device(index: int) -> None:
+        cuda.init()  # type: ignore[no-untyped-call]
+        extension.set_device(index)
+
     def exchange(index: int) -> int:
-        before = int(extension.current_device())
-        if index >= 0:
-            extension.set_device(index)
+        if index < 0:
+            return -1
+        before = get_device()
+        extension.set_device(index)
         return before
 
     def index_of(device: Any) -> int:
@@ -173,11 +194,11 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
         return _bytes_of(storage).to(device, non_blocking=non_blocking).untyped_storage()
 
     names: dict[str, Callable[..., Any]] = {
-        "_cuda_getDeviceCount": lambda: devices,
+        "_cuda_getDeviceCount": device_count,
         "_cuda_init": initialise,
-        "_cuda_isInBadFork": lambda: os.getpid() != process,
-        "_cuda_getDevice": extension.current_device,
-        "_cuda_setDevice": extension.set_device,
+        "_cuda_isInBadFork": in_bad_fork,
+        "_cuda_getDevice": get_device,
+        "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange,
         "_cuda_maybeExchangeDevice": exchange,
         "_cuda_getCurrentStream": stream_of,
@@ -205,7 +226,7 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
         for name in _KEPT:
             put(cuda, name, getattr(cuda, name))
         put(cuda, "_queued_calls", list(cuda._queued_calls))
-        put(cuda, "_is_in_bad_fork", names["_cuda_isInBadFork"])
+        put(cuda, "_is_in_bad_fork", in_bad_fork)
         put(cuda, "_cudart", object())  # there, and of no use
         put(cuda, "_exchange_device", exchange)
         put(cuda, "_maybe_exchange_device", exchange)
@@ -233,6 +254,17 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
 
 
 _CUDA = 1  # the number of the device type
+
+
+def _start_autograd(extension: ModuleType, devices: int) -> None:
+    try:
+        extension.start_autograd()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"emulated_cuda(devices={devices}) in a process where a backward has run before.",
+            "autograd starts its threads at a process's first backward, one for each device that there is by then.",
+            "enter emulated_cuda in a process of its own: drivetrain.testing.run_distributed.",
+        ) from error
 
 
 class _Nvtx:
