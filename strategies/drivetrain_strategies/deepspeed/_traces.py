@@ -73,17 +73,21 @@ class World:
                 setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
 
     def _choose_accelerator(self, device: torch.device) -> None:
-        if self._accelerator.get_accelerator().device_name() == device.type:
+        chosen = self._accelerator.get_accelerator().device_name()
+        if chosen == device.type:
             return
-        if device.type != "cpu":
+        # It chooses once in a process, and a process that was forked since may see other devices.
+        if device.type == "cpu":
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
+        elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
+            from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
+        else:
             raise ConfigurationError(
-                f"DeepSpeed computes on {self._accelerator.get_accelerator().device_name()!r}, the run on {device}.",
+                f"DeepSpeed computes on {chosen!r}, the run on {device}.",
                 "it chose its accelerator by itself, or by DS_ACCELERATOR.",
                 f"set DS_ACCELERATOR={device.type}, or ask for another accelerator.",
             )
-        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-        self._accelerator.ds_accelerator = CPU_Accelerator()
+        self._accelerator.ds_accelerator = Accelerator()
 
     def close(self) -> None:
         """Let go of its process groups, its accelerator and its patches. Talks to nobody."""
