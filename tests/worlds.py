@@ -74,10 +74,10 @@ class Seen:
         return [copy for copy in self.copies if copy.blocking]
 
 
-def on_emulated_cuda(fn: Callable[..., Any], *args: Any, timeout: float = 100.0) -> Seen:
+def on_emulated_cuda(fn: Callable[..., Any], *args: Any, timeout: float = 160.0) -> Seen:
     """Call ``fn(gpu, *args)`` with emulated devices, in a process that has run other such functions before.
 
-    The first call of all compiles the emulation.
+    The first call of all compiles the emulation, for which there is time.
     """
     if not _emulating:
         _emulating.append(World(1, preload=_preload))

@@ -25,7 +25,7 @@ pytestmark = requires_emulated_cuda()
 
 def on_ranks(nprocs: int, fn: Callable[..., Any], *args: Any) -> list[Seen]:
     """Call ``fn(gpu, *args)`` on ranks with a device each, and return what they returned and what was seen."""
-    return run_distributed(_on_rank, nprocs, fn, args, process_group=None, timeout=120.0)
+    return run_distributed(_on_rank, nprocs, fn, args, process_group=None, timeout=160.0)
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Seen:
@@ -176,7 +176,7 @@ def _one_visible(gpu: EmulatedCuda) -> tuple[int, int, list[float]]:
 
 def test_ranks_with_one_visible_device_each_have_devices_of_their_own() -> None:
     # O-01
-    found = run_distributed(_own_devices, 2, _one_visible, (), process_group=None)
+    found = run_distributed(_own_devices, 2, _one_visible, (), process_group=None, timeout=160.0)
     assert found == [(1, 1, [2.0])] * 2
 
 
@@ -335,7 +335,7 @@ def _on_four(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 )
 def test_ranks_compute_on_the_devices_that_were_asked_for(strategy: str) -> None:
     # O-01
-    found = run_distributed(_on_four, 2, _devices_used, (strategy, [1, 3]), process_group=None)
+    found = run_distributed(_on_four, 2, _devices_used, (strategy, [1, 3]), process_group=None, timeout=160.0)
     assert found == [(1, "cuda:1"), (3, "cuda:3")]
 
 
@@ -345,7 +345,7 @@ def _one_each(gpu: EmulatedCuda) -> tuple[int, str]:
 
 def test_a_task_with_one_visible_device_takes_that() -> None:
     # O-01
-    assert run_distributed(_own_devices, 2, _one_each, (), process_group=None) == [(0, "cuda:0")] * 2
+    assert run_distributed(_own_devices, 2, _one_each, (), process_group=None, timeout=160.0) == [(0, "cuda:0")] * 2
 
 
 def _crowded() -> str:
@@ -364,7 +364,7 @@ def _crowded() -> str:
 )
 def test_more_processes_than_devices_are_refused() -> None:
     # O-01
-    for said in run_distributed(_crowded, 2, process_group=None):
+    for said in run_distributed(_crowded, 2, process_group=None, timeout=160.0):
         assert said.startswith("ConfigurationError")
 
 

@@ -320,6 +320,23 @@ def test_the_host_waits_for_copies_that_are_not_from_pinned_memory(how: str) -> 
     assert not seen.host_syncs
 
 
+def _indexed(gpu: EmulatedCuda) -> None:
+    x = torch.ones(4, device=DEVICE)
+    there = torch.tensor([0, 2], device=DEVICE)
+    gpu.forget()
+    x[there] = 2.0 * x[there]
+    x[torch.tensor([0, 2])]
+
+
+def test_an_index_of_the_hosts_is_a_copy_that_blocks() -> None:
+    # O-01
+    seen = on_emulated_cuda(_indexed)
+    (copy,) = seen.blocking_copies
+    assert quoted(copy.where) == "x[torch.tensor([0, 2])]"
+    assert copy.size == 16
+    assert not seen.host_syncs
+
+
 def _brought_back(gpu: EmulatedCuda) -> list[bool]:
     x = torch.ones(4, device=DEVICE)
     kept = torch.zeros(4, pin_memory=True)
@@ -668,7 +685,7 @@ def _visible(named: str) -> list[int]:
 @pytest.mark.parametrize(("named", "count"), [("1,3", 2), ("2, 0", 2), ("0,9,1", 1), ("", 0), ("1,1", 1)])
 def test_the_visible_devices_alone_are_there(named: str, count: int) -> None:
     # O-01
-    assert run_distributed(_visible, 1, named, process_group=None) == [[count, count, int(count > 0)]]
+    assert run_distributed(_visible, 1, named, process_group=None, timeout=160.0) == [[count, count, int(count > 0)]]
 
 
 def _forked(asked: bool) -> int:
@@ -688,12 +705,12 @@ def _forked(asked: bool) -> int:
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_forked_process_has_devices_unless_the_driver_was_asked_before(asked: bool) -> None:
     # O-01
-    assert run_distributed(_forked, 1, asked, process_group=None) == [7 if asked else 0]
+    assert run_distributed(_forked, 1, asked, process_group=None, timeout=160.0) == [7 if asked else 0]
 
 
 def test_outside_of_with_there_is_no_cuda() -> None:
     # O-01
-    (found,) = run_distributed(_switched, 1, process_group=None)
+    (found,) = run_distributed(_switched, 1, process_group=None, timeout=160.0)
     assert found[:2] == [True, True]
     for count, part in ((2, found[2:5]), (1, found[5:8])):
         assert part == [[False, count, True], [True, "A device", (4096, 4096)], [1, 0]]
@@ -701,14 +718,14 @@ def test_outside_of_with_there_is_no_cuda() -> None:
 
 def test_too_few_threads_of_autograds_are_refused() -> None:
     # O-01
-    (said,) = run_distributed(_after_a_backward, 1, process_group=None)
+    (said,) = run_distributed(_after_a_backward, 1, process_group=None, timeout=160.0)
     assert "devices=3" in said
     assert "run_distributed" in said
 
 
 def test_a_device_can_be_full() -> None:
     # O-01
-    assert run_distributed(_out_of_memory, 1, process_group=None) == [1024]
+    assert run_distributed(_out_of_memory, 1, process_group=None, timeout=160.0) == [1024]
 
 
 @pytest.mark.parametrize("devices", [0, -1, 65, "2", 1.0, True])

@@ -260,6 +260,7 @@ class HostCall {
     TORCH_CHECK_NOT_IMPLEMENTED(op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "The emulation of CUDA has no ", schema_.name(),
                                 ": it runs the host's kernels, and the host has none for this operator.");
     find_device();
+    for (const auto& index : from_host_) bring(index);
     const bool known = host_must_know(schema_, stack_, begin_);
     for (size_t i = 0; i < given_.size(); ++i) turn(i);
     seed_host();
@@ -286,6 +287,7 @@ class HostCall {
   int64_t device_ = -1;
   bool draws_ = false;
   std::vector<Use> uses_;
+  std::vector<Tensor> from_host_;  // indices
   std::vector<std::pair<Tensor, Tensor>> resized_;  // what may grow while it is written
 
   static std::string short_name(const std::string& full) { return full.substr(full.find("::") + 2); }
@@ -307,7 +309,8 @@ class HostCall {
       for (const auto& tensor : tensors_of(value)) {
         if (!tensor.defined()) continue;
         if (!tensor.is_cuda()) {
-          elsewhere |= tensor.dim() > 0 && !value.isOptionalTensorList();
+          if (value.isOptionalTensorList()) from_host_.push_back(tensor);
+          else elsewhere |= tensor.dim() > 0;
           continue;
         }
         TORCH_CHECK(device_ < 0 || device_ == tensor.get_device(), "Expected all tensors to be on the same device, but found at least two devices, cuda:",
@@ -319,6 +322,20 @@ class HostCall {
     if (device_ < 0) device_ = current;
     check_index(device_);
     TORCH_CHECK(!elsewhere, "Expected all tensors to be on the same device, but found at least two devices, cuda:", device_, " and cpu! (", name_, ")");
+  }
+
+  // An index in the host's memory is copied to the device before it is of use there, and the host waits.
+  void bring(const Tensor& index) {
+    Finding copy;
+    copy.kind = "copy", copy.op = "to the device", copy.device = static_cast<int>(device_), copy.stream = current_streams[device_];
+    copy.bytes = static_cast<int64_t>(index.nbytes()), copy.waited = true, copy.site = site();
+    {
+      std::lock_guard<std::mutex> held(order().lock);
+      copy.pinned = block_of(index) != nullptr;
+      order().host_waits(order().now(stream_number(device_)));
+      order().findings.push_back(copy);
+    }
+    complain_of_sync();
   }
 
   Tensor twin_of(const Tensor& tensor, bool writes) {
