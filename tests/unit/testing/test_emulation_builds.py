@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain import ConfigurationError
-from drivetrain.testing import requires_emulated_cuda
+from drivetrain.testing import emulated_cuda, requires_emulated_cuda
 from drivetrain.testing._emulated_cuda import building
 from worlds import on_emulated_cuda
 
@@ -121,6 +121,14 @@ def test_without_a_compiler_tests_are_skipped_and_the_reason_is_given(monkeypatc
         building.load_extension()
     monkeypatch.setattr("torch.version.cuda", "12.6")
     assert "without CUDA" in requires_emulated_cuda().kwargs["reason"]
+
+
+def test_a_torch_of_other_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # O-01
+    monkeypatch.delattr("torch.cuda._queued_calls")
+    pattern = r"does not fit torch .*has no _queued_calls"
+    with pytest.raises(ConfigurationError, match=pattern), emulated_cuda():
+        pass
 
 
 def test_what_is_compiled_goes_with_the_package() -> None:

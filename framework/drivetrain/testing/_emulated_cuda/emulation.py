@@ -16,7 +16,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.building import load_extension
 from drivetrain.testing._emulated_cuda.findings import Copy, FreeInUse, HostSync, Operation, Race, told
 from drivetrain.testing._emulated_cuda.sites import Sites
-from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, in_place
+from drivetrain.testing._emulated_cuda.torch_cuda import DeviceProperties, in_place, refuse_another_torch
 from drivetrain.testing._emulated_cuda.torch_nccl import nccl_in_place
 
 _loaded: tuple[ModuleType, Sites] | None = None
@@ -140,6 +140,7 @@ def emulated_cuda(
             f"it is how many devices there are, 1 to {_MOST}.",
             "use emulated_cuda(devices=2).",
         )
+    refuse_another_torch()
     extension, sites = _load()
     if extension.count():
         raise ConfigurationError(

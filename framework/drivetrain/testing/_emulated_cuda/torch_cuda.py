@@ -14,6 +14,11 @@ import torch
 from drivetrain.errors import ConfigurationError
 from drivetrain.testing._emulated_cuda.patches import Patches
 
+# Of torch.cuda, what is replaced or relied on, and may be called otherwise in another version.
+_NEEDED = (
+    *("_cudart", "_device_count_nvml", "_exchange_device", "_lazy_init", "_maybe_exchange_device", "_queued_calls"),
+    *("_utils", "get_device_properties", "graphs", "memory", "nccl", "nvtx", "streams"),
+)
 _KEPT = ("_initialized", "_cached_device_count", "_lazy_seed_tracker", "_is_in_bad_fork", "default_generators")
 
 
@@ -106,21 +111,40 @@ class Event(torch.Event):
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
 
+def refuse_another_torch() -> None:
+    """Refuse a version of torch whose names for CUDA are others.
+
+    Raises:
+        ConfigurationError: names what is missing.
+    """
+    missing = [name for name in (*_NEEDED, *_KEPT) if not hasattr(torch.cuda, name)]
+    if missing:
+        raise ConfigurationError(
+            f"The emulation of CUDA does not fit torch {torch.__version__}: torch.cuda has no {', '.join(missing)}.",
+            "it takes the place of what a build without CUDA lacks, by names that change between versions.",
+            "use a version of torch that the documentation of emulated_cuda names, or a newer drivetrain.",
+        )
+
+
 @contextlib.contextmanager
 def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) -> Iterator[None]:
     """Give torch its names for CUDA; what they were before is put back after."""
     cuda = torch.cuda
     begun: list[int] = []  # the process that asked the driver first; those that it forks later cannot
 
+    def begin() -> None:
+        if not begun:
+            begun.append(os.getpid())
+
     def device_count() -> int:
-        begun.append(os.getpid())
+        begin()
         return devices
 
     def in_bad_fork() -> bool:
         return bool(begun) and begun[0] != os.getpid()
 
     def initialise() -> None:
-        begun.append(os.getpid())
+        begin()
         extension.initialise()
         if devices:
             _start_autograd(extension, devices)
@@ -231,10 +255,8 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
         put(cuda, "_exchange_device", exchange)
         put(cuda, "_maybe_exchange_device", exchange)
         put(cuda, "_device_count_nvml", lambda: devices)
-        put(cuda, "is_current_stream_capturing", lambda: False)
         for module in (cuda, cuda.graphs):
-            if hasattr(module, "is_current_stream_capturing"):
-                put(module, "is_current_stream_capturing", lambda: False)
+            put(module, "is_current_stream_capturing", lambda: False)
         put(cuda, "get_device_properties", get_device_properties)
         for module in (cuda, cuda.memory):
             put(module, "mem_get_info", mem_get_info)
