@@ -324,13 +324,7 @@ def _on_four(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     [
         "ddp",
         "fsdp",
-        pytest.param(
-            "deepspeed_stage_1",
-            marks=[
-                ZERO,
-                pytest.mark.xfail(reason="issue 21, 2.4: DeepSpeed takes its device from LOCAL_RANK", strict=True),
-            ],
-        ),
+        pytest.param("deepspeed_stage_1", marks=ZERO),
     ],
 )
 def test_ranks_compute_on_the_devices_that_were_asked_for(strategy: str) -> None:
@@ -357,11 +351,6 @@ def _crowded() -> str:
     return "nothing"
 
 
-@pytest.mark.xfail(
-    reason="issue 21, 2.6: _runtime/accelerators.py Devices.of gives two processes the one device there is, and NCCL "
-    "is the first to notice",
-    strict=True,
-)
 def test_more_processes_than_devices_are_refused() -> None:
     # O-01
     for said in run_distributed(_crowded, 2, process_group=None, timeout=160.0):
@@ -400,17 +389,7 @@ print("it has trained")
 
 @pytest.mark.parametrize(
     "checked_by",
-    [
-        "nvml",
-        pytest.param(
-            "driver",
-            marks=pytest.mark.xfail(
-                reason="issue 21, 2.3: _runtime/accelerators.py asks torch.cuda.is_available, which initialises the "
-                "driver before processes are forked",
-                strict=True,
-            ),
-        ),
-    ],
+    ["nvml", "driver"],
 )
 def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path, checked_by: str) -> None:
     # O-01

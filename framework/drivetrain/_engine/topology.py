@@ -248,8 +248,9 @@ def check_devices_apart(strategy: Strategy) -> None:
 def _identity(device: torch.device) -> str:
     """What no other GPU is called."""
     identity = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    identity = identity or f"{socket.gethostname()}, {device}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    if not identity:
+        return f"{device} of {visible} on {socket.gethostname()}"
     return f"{identity} {visible}" if "MIG" in visible else identity  # slices of one GPU are several devices
 
 

@@ -71,11 +71,11 @@ def test_two_ranks_on_one_device_are_refused_by_name() -> None:  # O-03
 
 
 def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | None, str | None]:
-    import deepspeed
-
-    from drivetrain_strategies.deepspeed._traces import World
-
     with ProcessState():  # DeepSpeed sets variables of its own
+        import deepspeed
+
+        from drivetrain_strategies.deepspeed._traces import World
+
         os.environ.pop("LOCAL_RANK", None)
         if before is not None:
             os.environ["LOCAL_RANK"] = before

@@ -211,14 +211,14 @@ def _steps(gpu: EmulatedCuda, kind: type[Net], what: str) -> dict[int, list[str]
         pytest.param(
             "a guard of losses",
             marks=pytest.mark.xfail(
-                reason="issue 21: every ten steps it waits for a copy, callbacks/loss_spike_guard.py _means",
+                reason="every ten steps it waits for a copy, callbacks/loss_spike_guard.py _means",
                 strict=True,
             ),
         ),
         pytest.param(
             "a logger",
             marks=pytest.mark.xfail(
-                reason="issue 21: each flush of a logger waits for its packed copy, _metrics/packing.py to_host",
+                reason="each flush of a logger waits for its packed copy, _metrics/packing.py to_host",
                 strict=True,
             ),
         ),
