@@ -208,7 +208,7 @@ def _stalled(options: dict[str, Any]) -> Any:
     return _one_of_four(["stall"], options, timeout=timedelta(seconds=2))
 
 
-def test_a_torch_that_lacks_what_fsdp_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_lacks_what_fsdp_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06
     monkeypatch.delattr(FSDPParamGroup, "post_backward")
     with pytest.raises(
         ConfigurationError, match=r"(?s)cannot run on torch .* no 'FSDPParamGroup\.post_backward'.*2\.11"
