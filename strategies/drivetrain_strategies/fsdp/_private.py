@@ -2,7 +2,7 @@
 
 What is used of it: the states and parameter groups behind an `FSDPModule`, so that parameters without a gradient are
 known, gradients can be silenced, a backward may run inside a forward, and all of it can be undone. Where a name differs
-between the versions of torch that this runs on, 2.11 to 2.13, what is there is asked for.
+between the versions of torch that this runs on, from 2.11 on, what is there is asked for.
 """
 
 from __future__ import annotations
