@@ -695,7 +695,8 @@ def _forked(asked: bool) -> int:
         child = os.fork()
         if child == 0:
             try:
-                torch.ones(2, device="cuda:1", requires_grad=True).sum().backward()
+                # No backward: its threads would ask for torch's pool, which a fork has taken from them.
+                torch.ones(2, device="cuda:1").sum().item()
             except RuntimeError as error:
                 os._exit(7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 1)
             os._exit(0)
