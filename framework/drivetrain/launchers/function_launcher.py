@@ -248,6 +248,9 @@ def _restore_surroundings(job: _Job) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
     os.chdir(job.folder)
     multiprocessing.set_start_method(job.workers_method, force=True)
+    # After a fork torch makes its pool of threads anew where one is asked for. Autograd's threads, one for each device,
+    # would ask all at once, and one of them aborts: "Invalid thread pool!"
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _load(work: bytes) -> _Call:

@@ -279,6 +279,8 @@ _CUDA = 1  # the number of the device type
 
 
 def _start_autograd(extension: ModuleType, devices: int) -> None:
+    # In a process that was forked, autograd's threads would make torch's pool anew all at once, and one of them abort.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         extension.start_autograd()
     except RuntimeError as error:
