@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -169,24 +170,53 @@ def test_all_ranks_leave_at_once_and_lose_nothing(tmp_path: Path, name: str) -> 
 
 
 class Stopping(Changing):
-    """Rank 1 asks for a stop within the first window, and is told to leave before it has come to its end."""
+    """Rank 1 asks for a stop within the first window, and may be told to leave before that has come to its end.
+
+    Args:
+        moment: when it is told to leave.
+        folder: of the files by which the ranks wait for each other, so that they agree on the same points each time.
+    """
 
     asks = True
 
+    def __init__(self, moment: tuple[Any, ...] | None, folder: Path) -> None:
+        super().__init__(moment)
+        self.folder = folder
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # before DDP's own meetings in a forward
+        now = self.global_rank, self.current_epoch, batch_idx
+        (self.folder / f"{now}").touch()
+        if self.moment is not None and now == (1, 0, 2):
+            self.wait_for(0, 0, 4)
+        if self.moment is not None and now == (0, 0, 4):
+            self.wait_for(1, 0, 3)  # which then has asked to leave, for the end of this batch
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.asks and (self.global_rank, self.current_epoch, batch_idx) == (1, 0, 1):
+        now = self.global_rank, self.current_epoch, batch_idx
+        if self.asks and now == (1, 0, 1):
             self.trainer.should_stop = True
+        if self.asks and now == (1, 0, 7):
+            self.wait_for(0, 0, 8)  # so that the end of the first window is too early for both to stop at
+
+    def wait_for(self, *moment: int) -> None:
+        deadline = time.monotonic() + 30
+        while not (self.folder / f"{moment}").exists():
+            assert time.monotonic() < deadline, moment
+            time.sleep(0.001)
 
 
 def _stop_and_leave(folder: Path) -> tuple[Any, ...]:
     stopping.AGREE_EVERY = 1
-    wanted = _train(folder / "undisturbed", "ddp", Augmented(), Stopping(None))["counts"]
+    meetings = [folder / "meetings" / name for name in ("undisturbed", "left")]
+    for one in meetings:
+        one.mkdir(parents=True, exist_ok=True)
+    wanted = _train(folder / "undisturbed", "ddp", Augmented(), Stopping(None, meetings[0]))["counts"]
     code: Any = None
     try:
-        _train(folder / "left", "ddp", Augmented(), Stopping(("train", 0, 2)))
+        _train(folder / "left", "ddp", Augmented(), Stopping(("train", 0, 2), meetings[1]))
     except SystemExit as error:
         code = error.code
-    resumed = Stopping(None)
+    resumed = Stopping(None, meetings[1])
     resumed.asks = False
     return code, wanted, _train(folder / "left", "ddp", Augmented(), resumed)["counts"]
 
@@ -195,6 +225,5 @@ def test_a_stop_that_one_rank_has_asked_for_is_not_forgotten(tmp_path: Path) -> 
     env = {"DRIVETRAIN_PREEMPTION_SIGNALS": "SIGUSR1"}
     for code, wanted, found in run_distributed(_stop_and_leave, 2, tmp_path, process_group=None, env=env):
         assert code == 128 + signal.SIGUSR1
-        # Two ranks agree on one of the next windows; the run that goes on knows of it from the start.
-        assert 1 <= wanted[0] <= 2
-        assert 1 <= found[0] <= 2
+        # One rank asks when the other has begun with the second window; the run that goes on knows from the start.
+        assert (wanted[0], found[0]) == (2, 1)

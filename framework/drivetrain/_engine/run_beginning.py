@@ -72,9 +72,10 @@ def begin(run: RunState, folder: RunFolder, ckpt_path: str | None, check: Check)
     place = place_of_run(run) if run.stage == "fit" else None
     search = None
     fixed = None if place is None else place.fixed
-    if control.rank == 0 and (ckpt_path is not None or fixed is not None):
+    fits = run.stage == "fit"
+    if control.rank == 0 and (ckpt_path in CHOSEN or (fits and ckpt_path is not None) or fixed is not None):
         search = _search(run, place, ckpt_path)
-    if run.stage == "fit" and (ckpt_path is not None or fixed is not None):
+    if fits and (ckpt_path is not None or fixed is not None):
         _watch(control, search, check)
     told = None
     if control.rank == 0:
@@ -96,7 +97,8 @@ def find_beside(run: RunState, folders: Sequence[str], ckpt_path: str, check: Ch
     """Return the newest checkpoint in folders that callbacks have chosen in their setup. Collective."""
     control = run.strategy.control
     search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
-    _watch(control, search, check)
+    if run.stage == "fit":
+        _watch(control, search, check)  # an evaluation may read what is under way
     path = None
     if search is not None and run.stage == "fit":
         path = _choice(run, search, ckpt_path, check).path

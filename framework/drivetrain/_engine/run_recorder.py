@@ -229,7 +229,9 @@ class RunRecorder:
         if not self._trained and not says_more:
             with suppress(OSError, StorageError):
                 if self._earlier is not None:
-                    write(self.folder, self._earlier)
+                    with self._lock:
+                        if self._document is not None:
+                            self._write(self._earlier)
                     return
                 if self._is_bare():
                     remove(self.folder)
@@ -271,6 +273,7 @@ class RunRecorder:
                 self._failing = True
 
     def _write(self, document: dict[str, Any]) -> None:
+        """Write the record, unless another run has written its own there meanwhile."""
         there = read(self.folder)
         if there is not None and (not there.parts or there.parts[-1].get("token") != self._token):
             logger.warning(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
+import signal
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from run_case import Another, Net, data, edit, fit, folders, left_running, process_of, record, stopped, trained
 
-from drivetrain import Fit
+from drivetrain import Callback, Fit
 from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
@@ -305,6 +307,32 @@ def test_what_this_job_left_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert [one["from_step"] for one in record(again.log_dir)["parts"]] == [0, 4]
 
 
+def test_a_job_that_slurm_queues_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+
+    def warned(step: int) -> None:
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    trainer = fit(tmp_path)
+    with pytest.raises(SystemExit):
+        trainer.fit(Net(at_step=warned), data(), ckpt_path="auto")
+    assert (tmp_path / "queued").read_text() == "requeue 77\n"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = trained(tmp_path, "auto")
+    assert again.log_dir == trainer.log_dir
+    assert [(one["status"], one["from_step"], one["to_step"]) for one in record(again.log_dir)["parts"]] == [
+        ("interrupted", 0, 5),
+        ("finished", 5, 6),
+    ]
+    assert [row["step"] for row in rows(again.log_dir)] == ["1", "2", "3", "4", "5", "6"]
+
+
 def test_a_job_that_had_saved_nothing_begins_again_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:  # J-13
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
     early = stopped(tmp_path, step=1)
@@ -380,6 +408,25 @@ def test_only_a_run_that_would_be_taken_is_watched(
     assert version(newer) == "version_1"
     path = newer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
     assert version(trained(tmp_path, path, max_epochs=3)) == "version_1"
+    assert "is watched" not in caplog.text
+
+
+def test_an_evaluation_watches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = trained(tmp_path / "first", callbacks=Checkpoint(tmp_path / "chosen in setup"))
+    left_running(first.log_dir, host="another")
+    monkeypatch.setattr(_liveness, "WATCH", 1000.0)
+
+    class Late(Callback):
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            trainer.callbacks.append(Checkpoint(tmp_path / "chosen in setup"))
+
+    module = Net()
+    with torch.no_grad():
+        module.net.weight.zero_()
+    fit(tmp_path / "second", callbacks=Late()).validate(module, data(), ckpt_path="last", verbose=False)
+    assert module.net.weight.abs().sum() > 0
     assert "is watched" not in caplog.text
 
 
