@@ -14,6 +14,7 @@ from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launching import Request, launch
+from drivetrain._engine.log_queue import LogQueue
 from drivetrain._engine.reads import RunReads
 from drivetrain._engine.same_run import check_allow
 from drivetrain._engine.seeding import built_unseeded
@@ -220,6 +221,7 @@ class Fit(RunReads):
         self.session = None
         self.built_unseeded = False
         self._collective_calls = CollectiveCalls()
+        self._log_queue = LogQueue()
 
     # The four verbs
 
@@ -384,6 +386,7 @@ class Fit(RunReads):
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
+        self._log_queue = LogQueue()  # what a run that failed has left is not the next one's
         try:
             return launch(Request(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
@@ -391,11 +394,13 @@ class Fit(RunReads):
 
     # What modules and callbacks call
 
-    def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        if self.global_rank == 0:
+    def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
+        if self.global_rank == 0 and self.loggers:
             at = self.global_step if step is None else step
-            for logger in self.loggers:
-                logger.log_metrics({"epoch": self.current_epoch, **values}, at)
+            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
+
+    def finish_logging(self) -> None:
+        self._log_queue.hand_on(wait=True)
 
     def print(self, *args: Any, **options: Any) -> None:
         if self.global_rank != 0:

@@ -135,13 +135,19 @@ class RunContext(Protocol):
     def logger(self) -> Logger | None:
         """The first logger."""
 
-    def log_metrics(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Send numbers to all loggers. On rank 0 only.
+    def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
+        """Send numbers to all loggers, in the order of the calls. On rank 0 only.
+
+        Nothing waits for a tensor on a GPU: its row, and those after it, reach the loggers once it has come over, at
+        the latest before a checkpoint is written and at the end of the run.
 
         Args:
-            values: plain numbers by name.
+            values: numbers and one-element tensors by name.
             step: the optimizer step that they belong to; None is ``global_step``.
         """
+
+    def finish_logging(self) -> None:
+        """Wait for what `log_metrics` was given, and hand it to the loggers. On rank 0 only."""
 
     def print(self, *args: Any, **options: Any) -> None:
         """Print on rank 0, on a line of its own above the progress bar."""

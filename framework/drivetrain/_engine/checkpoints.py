@@ -391,7 +391,7 @@ class RunCheckpoints:
         if strategy.rank == 0 and session.trainer.loggers:
             from drivetrain._engine.run_loggers import write_out
 
-            write_out(session.trainer.loggers)
+            write_out(session.trainer)
 
         def whole() -> None:
             then()

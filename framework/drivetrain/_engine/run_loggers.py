@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from drivetrain.loggers import Logger
+from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
 
@@ -26,11 +27,11 @@ def begin_logging(loggers: Sequence[Logger], step: int | None, hyper_parameters:
             one.log_hyperparams(hyper_parameters)
 
 
-def write_out(loggers: Sequence[Logger]) -> None:
+def write_out(trainer: RunContext) -> None:
     """Let loggers write what they hold back, as a checkpoint is written: a run that goes on from it finds it all."""
-    for one in loggers:
+    saves = [(type(one).__name__, one.save) for one in trainer.loggers]
+    for name, write in [("A logger", trainer.finish_logging), *saves]:
         try:
-            one.save()
+            write()
         except Exception as error:  # each service has errors of its own, and for none may a checkpoint be missing
-            name = type(one).__name__
             logger.warning("%s could not write what was logged so far, and tries again later: %s", name, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ class RunState:
         together = {**({} if datamodule is None else datamodule.hparams), **self.module.hparams}
         return self.left_out.take_out(together, tell)[0]
 
-    def logger_call(self) -> Callable[[dict[str, float]], None] | None:
+    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
         """Return what sends numbers to the loggers, or None where there are none on this rank."""
         if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
             return None

@@ -424,6 +424,10 @@ class Session(RunState):
         if self.strategy.rank > 0:
             return
         problem: Exception | None = None
+        try:
+            self.trainer.finish_logging()
+        except Exception as error:  # the device has failed, or a logger
+            problem = error
         for one in self.trainer.loggers:
             try:
                 one.finalize(status)

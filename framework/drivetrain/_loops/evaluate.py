@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drivetrain._distributed.control import ControlPlane
 from drivetrain._loops.early_exit import EarlyExit
@@ -95,7 +95,7 @@ class EvaluateLoop:
         move: Callable[[Any, int], Any] | None,
         give_out_buffers: Callable[[], object],
         inference_mode: bool,
-        log: Callable[[dict[str, float]], None] | None,
+        log: Callable[[Mapping[str, Tensor | float]], None] | None,
         early: EarlyExit | None = None,
     ) -> None:
         self._stage = stage
@@ -218,7 +218,7 @@ class EvaluateLoop:
         if self._log is None:
             return
         wanted = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger}
-        values = {key: number for key, number in numbers.items() if key in wanted}
+        values: dict[str, Tensor | float] = {key: number for key, number in numbers.items() if key in wanted}
         values.update(self._metrics.flush_steps())
         if values:
             self._log(values)

@@ -126,7 +126,7 @@ class TrainLoop:
         certain: bool,
         tally: Tally,
         lengths: Lengths,
-        log: Callable[[dict[str, float]], None] | None,
+        log: Callable[[Mapping[str, torch.Tensor | float]], None] | None,
         saves: SaveRequests,
         draws: ReadAhead,
         save: Callable[[], None],
@@ -456,7 +456,7 @@ class TrainLoop:
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._log is not None
-        values = self._metrics.flush_steps() if self._log_every else {}
+        values: dict[str, torch.Tensor | float] = self._metrics.flush_steps() if self._log_every else {}
         wanted = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
         values.update({name: float(value) for name, value in results.items() if name in wanted})
         if values:

@@ -15,21 +15,65 @@ _CHUNK = 256  # doubles in the collective that every rank can enter without know
 _HEADER = 4  # how it takes part, how many values, and the two halves of the keys' hash
 
 
-def to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
-    """Bring scalars over with one copy per device they are on."""
-    by_device: dict[torch.device, list[int]] = {}
-    result = [0.0] * len(values)
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            by_device.setdefault(value.device, []).append(index)
-        else:
-            result[index] = float(value)
-    for device, indices in by_device.items():
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        packed = torch.stack([values[index].to(wide) for index in indices])  # type: ignore[union-attr]
+class Readback:
+    """Scalars on their way to the host: one copy for each device they are on, begun as this is made.
+
+    The copy from a CUDA device goes to pinned memory, behind the work that the device has been given; the host goes on.
+    From other devices the numbers are here at once.
+
+    Args:
+        values: numbers and one-element tensors, or a tensor of shape (numbers,). A tensor may be written to again, on
+            the same stream, as soon as this is made.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor | float] | torch.Tensor) -> None:
+        self._numbers = [0.0] * len(values)
+        self._copies: list[tuple[Sequence[int], torch.Tensor, torch.cuda.Event]] = []
+        if isinstance(values, torch.Tensor):
+            self._send(range(len(values)), values.detach())
+            return
+        by_device: dict[torch.device, list[int]] = {}
+        for index, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                by_device.setdefault(value.device, []).append(index)
+            else:
+                self._numbers[index] = float(value)
+        for device, indices in by_device.items():
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            self._send(indices, torch.stack([values[index].detach().reshape(()).to(wide) for index in indices]))  # type: ignore[union-attr]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `numbers` need not wait. It asks the device, and does not wait either."""
+        return all(event.query() for _, _, event in self._copies)  # type: ignore[no-untyped-call]
+
+    def numbers(self) -> list[float]:
+        """Return the numbers, in the order of the values. Waits for those that have not arrived."""
+        for indices, copy, event in self._copies:
+            if not event.query():  # type: ignore[no-untyped-call]
+                event.synchronize()
+            self._take(indices, copy)
+        self._copies = []
+        return self._numbers
+
+    def _send(self, indices: Sequence[int], packed: torch.Tensor) -> None:
+        if packed.device.type != "cuda":
+            self._take(indices, packed)
+            return
+        copy = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        copy.copy_(packed, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(packed.device))
+        self._copies.append((indices, copy, event))
+
+    def _take(self, indices: Sequence[int], packed: torch.Tensor) -> None:
         for index, number in zip(indices, packed.tolist(), strict=True):
-            result[index] = number
-    return result
+            self._numbers[index] = number
+
+
+def to_host(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """Bring scalars over with one copy for each device they are on, and wait for them."""
+    return Readback(values).numbers()
 
 
 class Part(IntEnum):

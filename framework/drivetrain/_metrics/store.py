@@ -256,13 +256,14 @@ class MetricStore:
             if entry.metric is not None and not entry.on_epoch:
                 reset(entry.metric)
 
-    def flush_steps(self) -> dict[str, float]:
-        """Bring over the step values that loggers want and that came since the last flush, in one copy."""
-        ready = [entry for entry in self.entries.values() if entry.fresh and entry.last is not None and entry.logger]
-        for entry in ready:
-            entry.fresh = False
-        numbers = to_host([entry.last for entry in ready])  # type: ignore[misc]
-        return {entry.step_name: number for entry, number in zip(ready, numbers, strict=True)}
+    def flush_steps(self) -> dict[str, Tensor | float]:
+        """Return the step values that loggers want and that came since the last flush, where they are."""
+        values: dict[str, Tensor | float] = {}
+        for entry in self.entries.values():
+            if entry.fresh and entry.last is not None and entry.logger:
+                entry.fresh = False
+                values[entry.step_name] = entry.last if isinstance(entry.last, Tensor) else float(entry.last)
+        return values
 
     def reduce_steps(self) -> None:
         """Reduce the step values that asked for it (``sync_dist=True``) over all ranks. Collective."""

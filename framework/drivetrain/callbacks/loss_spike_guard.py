@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from drivetrain._metrics.packing import Readback
 from drivetrain.callback import Callback
 from drivetrain.callbacks._spike_statistic import SpikeStatistic
 from drivetrain.errors import ConfigurationError, LossSpikeError, nearest
@@ -31,22 +33,44 @@ class _Mark(NamedTuple):
     weight: float
 
 
+class _Look(NamedTuple):
+    """The losses of some micro-batches, on their way to the host."""
+
+    marks: list[_Mark]
+    losses: Readback | None  # None where this rank had no loss
+
+    def has_arrived(self) -> bool:
+        return self.losses is None or self.losses.has_arrived
+
+    def no_sums(self) -> dict[int, list[float]]:
+        return {mark.step: [0.0, 0.0] for mark in self.marks}
+
+    def sums(self) -> dict[int, list[float]]:
+        """By step, the sum of the losses of its micro-batches on this rank, and how many those are."""
+        sums = self.no_sums()
+        for mark, loss in zip(self.marks, self.losses.numbers(), strict=True) if self.losses is not None else ():
+            if mark.weight > 0:
+                sums[mark.step][0] += loss
+                sums[mark.step][1] += 1
+        return sums
+
+
 class LossSpikeGuard(Callback):
     """Watches the loss of every step, its mean over all micro-batches and ranks, for a sudden rise.
 
     A spike is a loss more than ``threshold`` robust standard deviations above the median of the last ``window`` steps,
     or one that is not finite. Losses stay in a small buffer on their device; the host reads it every ``every_n_steps``
-    steps, before a validation and at an epoch's end, and only then waits for the device and talks to the other ranks.
-    All ranks decide alike.
+    steps, before a validation and at an epoch's end, and only then talks to the other ranks. All ranks decide alike.
 
     Actions:
-        "warn": say so.
+        "warn": say so. The host never waits for a GPU within an epoch: what has not come over is looked at the next
+            time.
         "skip": make no step from such a loss: its gradients are dropped, the step still counts. To know in time,
             **every step** waits for the device and for the other ranks.
         "rollback": go back to the newest checkpoint of this run's `Checkpoint` callbacks from before the spike, and
             train on from there without the steps in which it was seen: their micro-batches are run, and their
             gradients dropped. A run that went on exactly as before would meet the same spike. At most
-            ``max_rollbacks`` times.
+            ``max_rollbacks`` times. Each look waits for the device.
 
     Checkpoints are only written of what was looked at where their interval is a multiple of ``every_n_steps``.
 
@@ -102,6 +126,7 @@ class LossSpikeGuard(Callback):
         self._statistic = SpikeStatistic(threshold, window, warmup)
         self._losses: Tensor | None = None
         self._marks: list[_Mark] = []
+        self._looks: list[_Look] = []  # whose losses had not all arrived on every rank
         self._step = 0  # steps made as the current micro-batch began
         self._dropping: bool | None = None  # of the step that is about to be made; None before it is known
 
@@ -128,7 +153,7 @@ class LossSpikeGuard(Callback):
         """Begin with nothing seen."""
         if self.action != "warn":
             self._check(trainer, module)
-        self._losses, self._marks, self._dropping = None, [], None
+        self._losses, self._marks, self._looks, self._dropping = None, [], [], None
         self._step = trainer.global_step
 
     def on_before_backward(self, trainer: RunContext, module: TrainModule, loss: Tensor) -> None:
@@ -160,7 +185,7 @@ class LossSpikeGuard(Callback):
         step = trainer.global_step
         made, self._step = step != self._step, step
         if (made and step % self.every_n_steps == 0) or len(self._marks) == _CAPACITY:
-            self._look(trainer)
+            self._look(trainer, wait=self.action != "warn")
 
     def on_validation_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Look before what may be saved after it."""
@@ -171,14 +196,17 @@ class LossSpikeGuard(Callback):
         self._look(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_losses": None, "_marks": []}
+        return self.__dict__ | {"_losses": None, "_marks": [], "_looks": []}
 
     # Looking
 
-    def _look(self, trainer: RunContext) -> None:
-        if not self._marks:
+    def _look(self, trainer: RunContext, wait: bool = True) -> None:
+        if self._marks:
+            self._looks.append(_Look(self._marks, self._read_losses()))
+            self._marks = []
+        if not self._looks:
             return
-        means = self._means(trainer)
+        means = self._means(trainer, wait)
         spikes: dict[int, float] = {}
         usual = ""
         for step, loss in means.items():
@@ -195,19 +223,31 @@ class LossSpikeGuard(Callback):
         else:
             self._go_back(trainer, what, spikes)
 
-    def _means(self, trainer: RunContext) -> dict[int, float]:
-        """Each step's mean loss over its micro-batches on all ranks, by the step before it."""
-        marks, self._marks = self._marks, []
-        sums = {mark.step: [0.0, 0.0] for mark in marks}  # the steps are alike on every rank
-        if self._losses is not None:
-            for mark, loss in zip(marks, self._losses[: len(marks)].tolist(), strict=True):
-                if mark.weight > 0:
-                    sums[mark.step][0] += loss
-                    sums[mark.step][1] += 1
-            self._losses.zero_()
-        told = torch.tensor(list(sums.values()), dtype=torch.float64)
-        everyone = trainer.strategy.control.all_gather(told.flatten()).sum(0).view(-1, 2).tolist()
-        return {step: total / count for step, (total, count) in zip(sums, everyone, strict=True) if count}
+    def _read_losses(self) -> Readback | None:
+        """Begin to bring over the losses of the micro-batches marked, and make room for the next ones."""
+        if self._losses is None:
+            return None
+        losses = Readback(self._losses[: len(self._marks)])
+        self._losses.zero_()
+        return losses
+
+    def _means(self, trainer: RunContext, wait: bool) -> dict[int, float]:
+        """Each step's mean loss over its micro-batches on all ranks, by the step before it.
+
+        Those whose losses have not arrived on some rank stay for the next time, unless all ranks ``wait`` for them.
+        """
+        looks = self._looks
+        arrived = len(looks)
+        if not wait:
+            arrived = sum(1 for _ in takewhile(_Look.has_arrived, looks))
+        mine = [look.sums() if index < arrived else look.no_sums() for index, look in enumerate(looks)]
+        told = torch.tensor([float(arrived), *chain(*(chain(*one.values()) for one in mine))], dtype=torch.float64)
+        gathered = trainer.strategy.control.all_gather(told)
+        everyone = iter(gathered[:, 1:].sum(0).view(-1, 2).tolist())  # the steps are alike on every rank
+        known = int(gathered[:, 0].min())
+        self._looks = looks[known:]
+        steps = chain(*mine[:known])
+        return {step: total / count for step, (total, count) in zip(steps, everyone, strict=False) if count}
 
     def _is_dropped(self, trainer: RunContext) -> bool:
         """Whether the step that comes next is not to be made; alike on every rank."""

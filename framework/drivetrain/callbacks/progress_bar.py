@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._readback import Readback
+from drivetrain.callbacks._latest import LatestNumbers
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ProgressBar(Callback):
             )
         self._pause = 1.0 / refresh_rate
         self._stream = stream
-        self._readback = Readback()
+        self._latest = LatestNumbers()
         self._live = False  # a terminal, and this is rank 0
         self._speaks = False  # rank 0
         self._training: Phase | None = None
@@ -246,7 +246,7 @@ class ProgressBar(Callback):
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
-            self.draw(phase, self._readback.latest(trainer.progress_bar_metrics), now)
+            self.draw(phase, self._latest.read(trainer.progress_bar_metrics), now)
         # The pause begins after the drawing, so that a slow terminal cannot take up the whole run.
         self._next_refresh = _now() + self._pause
 
@@ -257,7 +257,7 @@ class ProgressBar(Callback):
         if self._live:
             self.close()
         now = _now()
-        metrics = self._readback.latest(trainer.progress_bar_metrics, wait=True)
+        metrics = self._latest.read(trainer.progress_bar_metrics, wait=True)
         self.write(summary_line(phase, metrics, now))
 
     def __getstate__(self) -> dict[str, Any]:

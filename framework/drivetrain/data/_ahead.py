@@ -29,7 +29,7 @@ class ReadAhead:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._before: deque[tuple[int, Any]] = deque()
+        self._before: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
         self._read = 0
         self._final: Any = None
         self._held: Any = None
@@ -62,7 +62,7 @@ class ReadAhead:
         ahead = [states for number, states in self._before if trained <= number < self._read]
         known = self._final or self._held
         now = noted_generators(self.device) if known is None else lambda: known
-        return lambda: {"ahead": ahead, "now": now()}
+        return lambda: {"ahead": [states() for states in ahead], "now": now()}
 
     @contextmanager
     def aside(self, own: Iterable[Any] = ()) -> Iterator[None]:
@@ -102,7 +102,7 @@ class ReadAhead:
             done = trained()
             while self._before and self._before[0][0] < done:
                 self._before.popleft()
-            self._before.append((self._read, generator_states(self.device)))
+            self._before.append((self._read, noted_generators(self.device)))
             pair = next(pairs, None)
             if pair is None:
                 return

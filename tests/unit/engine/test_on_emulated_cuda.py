@@ -1,7 +1,8 @@
-"""O-01: the engine on emulated devices. What is expected to fail is mended with the rest of section O."""
+"""O-01, O-02, O-04: the engine on emulated devices."""
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from drivetrain.callbacks import (
 )
 from drivetrain.callbacks._peak_flops import known_peak_flops
 from drivetrain.checkpoint import load
+from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
 from worlds import Seen, on_emulated_cuda
@@ -155,7 +157,7 @@ def test_batches_that_are_copied_ahead_are_waited_for_and_held() -> None:
     seen = on_emulated_cuda(_prefetched, "nothing")
     assert not seen.races
     assert not seen.frees_in_use
-    ahead = [copy for copy in seen.copies if not copy.blocking]
+    ahead = [copy for copy in seen.copies if not copy.blocking and copy.direction == "to the device"]
     assert len(ahead) == 16
     assert {copy.stream for copy in ahead}.isdisjoint({"cuda:0/default"})
 
@@ -208,32 +210,92 @@ def _steps(gpu: EmulatedCuda, kind: type[Net], what: str) -> dict[int, list[str]
         "clipping",
         "guards",
         "progress",
-        pytest.param(
-            "a guard of losses",
-            marks=pytest.mark.xfail(
-                reason="every ten steps it waits for a copy, callbacks/loss_spike_guard.py _means",
-                strict=True,
-            ),
-        ),
-        pytest.param(
-            "a logger",
-            marks=pytest.mark.xfail(
-                reason="each flush of a logger waits for its packed copy, _metrics/packing.py to_host",
-                strict=True,
-            ),
-        ),
+        "a guard of losses",
+        "a logger",
     ],
 )
 def test_the_host_waits_no_more_often_for_more_steps(what: str) -> None:
-    # O-01
+    # O-04
     found = on_emulated_cuda(_steps, Net, what).returned
     assert len(found[24]) == len(found[8]), "\n".join(found[24])
 
 
 def test_the_weight_of_a_batch_is_read_off_the_hosts_batch() -> None:
-    # O-01
+    # O-04
     found = on_emulated_cuda(_steps, Weighted, "all guards").returned
     assert not [text for text in found[8] if "batch_weight" in text]
+
+
+def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
+    """What a run logs on the host and on the device."""
+    written = []
+    for accelerator in ("cpu", "cuda"):
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(0)
+            logger = CSVLogger(folder)
+            settings: dict[str, Any] = {"max_epochs": 2, "val_check_interval": 5, "log_every_n_steps": log_every}
+            callbacks = [LearningRateMonitor(logging_interval="step"), Checkpoint(folder, every_n_train_steps=3)]
+            trained(
+                Net("sgd"),
+                rows(),
+                rows(3),
+                accelerator=accelerator,
+                callbacks=callbacks,
+                enable_checkpointing=True,
+                logger=logger,
+                **settings,
+            )
+            (table,) = Path(folder).rglob("metrics.csv")
+            written.append(table.read_text())
+    return written
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_loggers_get_the_same_rows_in_the_same_order(log_every: int) -> None:
+    # O-04
+    host, device = on_emulated_cuda(_tables, log_every).returned
+    assert device == host
+    assert len(host.splitlines()) > 16 // log_every
+
+
+class Messages(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Spiking(Net):
+    """The loss of step 13 is large, and has no gradient to speak of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + (1000 if batch_idx == 13 else 0)
+
+
+def _warned(gpu: EmulatedCuda) -> list[list[str]]:
+    said = []
+    for accelerator in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        messages = Messages()
+        logging.getLogger("drivetrain").addHandler(messages)
+        trained(
+            Spiking("sgd"), rows(24), accelerator=accelerator, callbacks=[LossSpikeGuard(warmup=4, every_n_steps=2)]
+        )
+        logging.getLogger("drivetrain").removeHandler(messages)
+        said.append([text for text in messages.texts if text.startswith("LossSpikeGuard")])
+    return said
+
+
+def test_a_spike_is_told_of_though_nothing_waits_for_it() -> None:
+    # O-04
+    host, device = on_emulated_cuda(_warned).returned
+    assert len(host) == 1
+    assert "in the step after global_step=13" in host[0]
+    assert device == host
 
 
 def _pinned(gpu: EmulatedCuda, stage: str) -> None:
