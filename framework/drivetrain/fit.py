@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -14,7 +14,6 @@ from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
 from drivetrain._engine.launching import Request, launch
-from drivetrain._engine.log_queue import LogQueue
 from drivetrain._engine.reads import RunReads
 from drivetrain._engine.same_run import check_allow
 from drivetrain._engine.seeding import built_unseeded
@@ -34,6 +33,9 @@ from drivetrain.precision import Precision
 from drivetrain.precision.resolve import PrecisionName, canonical_name
 from drivetrain.strategies.registry import StrategyName, strategy_by_name
 from drivetrain.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._engine.log_queue import LogQueue
 
 Limit = int | float | None
 
@@ -221,7 +223,7 @@ class Fit(RunReads):
         self.session = None
         self.built_unseeded = False
         self._collective_calls = CollectiveCalls()
-        self._log_queue = LogQueue()
+        self._log_queue: LogQueue | None = None
 
     # The four verbs
 
@@ -386,7 +388,7 @@ class Fit(RunReads):
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        self._log_queue = LogQueue()  # what a run that failed has left is not the next one's
+        self._log_queue = None  # what a run that failed has left is not the next one's
         try:
             return launch(Request(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
@@ -396,11 +398,15 @@ class Fit(RunReads):
 
     def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
         if self.global_rank == 0 and self.loggers:
+            from drivetrain._engine.log_queue import LogQueue  # by runs that log
+
+            self._log_queue = self._log_queue or LogQueue()
             at = self.global_step if step is None else step
             self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
 
     def finish_logging(self) -> None:
-        self._log_queue.hand_on(wait=True)
+        if self._log_queue is not None:
+            self._log_queue.hand_on(wait=True)
 
     def print(self, *args: Any, **options: Any) -> None:
         if self.global_rank != 0:
