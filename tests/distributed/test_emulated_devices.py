@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
+from drivetrain.errors import ConfigurationError
 from drivetrain.testing import EmulatedCuda, emulated_cuda, requires_emulated_cuda, run_distributed
+from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from worlds import Seen, seen
 
 pytestmark = requires_emulated_cuda()
@@ -206,7 +208,10 @@ class Net(TrainModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-def trained(strategy: str, accelerator: str, precision: str = "32-true", batches: int = 8, **settings: Any) -> Net:
+OFFLOADED = "fsdp, offloaded"
+
+
+def trained(strategy: Any, accelerator: str, precision: str = "32-true", batches: int = 8, **settings: Any) -> Net:
     size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     module = Net(settings.pop("scalar", False))
@@ -217,7 +222,7 @@ def trained(strategy: str, accelerator: str, precision: str = "32-true", batches
         **{
             "accelerator": accelerator,
             "devices": size,
-            "strategy": strategy,
+            "strategy": FSDPStrategy(cpu_offload=True) if strategy == OFFLOADED else strategy,
             "precision": precision,
             "max_epochs": 1,
             "enable_model_summary": False,
@@ -250,6 +255,7 @@ ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason=
         ("fsdp", 2, "bf16-mixed"),
         ("fsdp", 4, "32-true"),
         ("hsdp", 4, "32-true"),
+        (OFFLOADED, 2, "16-mixed"),
         pytest.param("deepspeed_stage_1", 2, "32-true", marks=ZERO),
         pytest.param("deepspeed_stage_3", 2, "32-true", marks=ZERO),
     ],
@@ -260,6 +266,39 @@ def test_a_run_gives_the_cpus_weights_without_a_race(strategy: str, ranks: int, 
         assert one.returned
         assert not one.races, one.report
         assert not one.frees_in_use, one.report
+
+
+def _in_a_group_on_nccl(gpu: EmulatedCuda, ours: bool) -> dict[str, str]:
+    if ours:
+        torch.cuda.set_device(int(os.environ["RANK"]))
+        dist.init_process_group("nccl")
+    options: dict[str, Any] = {} if ours else {"process_group_backend": "nccl"}
+    strategies = {
+        "ddp": DDPStrategy(**options),
+        "fsdp": FSDPStrategy(**options),
+        "offloaded": FSDPStrategy(cpu_offload=True, **options),
+    }
+    found = {}
+    for name, strategy in strategies.items():
+        try:
+            trained(strategy, "cuda", gradient_clip_val=0.5)
+            found[name] = "trained"
+        except ConfigurationError as error:
+            found[name] = str(error)
+    if ours:
+        dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_offloaded_shards_need_a_group_for_the_host(ours: bool) -> None:
+    # O-03
+    for one in on_ranks(2, _in_a_group_on_nccl, ours):
+        refused = one.returned.pop("offloaded")
+        assert one.returned == {"ddp": "trained", "fsdp": "trained"}
+        assert "FSDPStrategy(cpu_offload=True) in a process group on 'nccl'" in refused
+        assert ("backend='cpu:gloo,cuda:nccl'" if ours else "leave process_group_backend out") in refused
+        assert not one.races, one.report
 
 
 def _without_waits(gpu: EmulatedCuda, strategy: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -71,6 +73,22 @@ def check_arguments(
     ):
         if value is not None and value < 1:
             raise ConfigurationError(f"{name}={value!r}.", "it counts ranks.", "use an int of 1 or more.")
+
+
+def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> None:
+    """Refuse to offload from CUDA where the process group has nothing to reduce tensors in the host's memory with.
+
+    Raises:
+        ConfigurationError: names the group's backend.
+    """
+    offloads = cpu_offload is True or isinstance(cpu_offload, CPUOffloadPolicy)
+    backends = dist.get_backend_config()  # as "cpu:gloo,cuda:nccl"
+    if offloads and device.type == "cuda" and "cpu:" not in backends:
+        raise ConfigurationError(
+            f"FSDPStrategy(cpu_offload=True) in a process group on {dist.get_backend()!r}.",
+            "the norm of gradients that lie in the host's memory is reduced there, which NCCL cannot.",
+            "leave process_group_backend out, and initialise a group of your own with backend='cpu:gloo,cuda:nccl'.",
+        )
 
 
 def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> None:

@@ -37,6 +37,7 @@ from drivetrain_strategies.fsdp._apply_plan import Sharding, change_forwards, ga
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
+    check_offload,
     check_optimizer,
     check_reshard_size,
     check_torch,
@@ -166,6 +167,7 @@ class FSDPStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        check_offload(self.cpu_offload, self.device)
         assert self._layout is not None
         self._mesh = Mesh(self._layout, self.device, self._group.timeout)
 

@@ -13,6 +13,7 @@ from drivetrain._distributed.shards import ParameterShard, Region, Span
 from drivetrain.checkpoint._format.dealing import USUAL, PlannedFile, Sizes, deal
 from drivetrain.checkpoint._format.documents import dumps, encode
 from drivetrain.checkpoint._format.manifest import Facts
+from drivetrain.checkpoint._format.pinned import pinned_copies
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, in_file_order
 from drivetrain.errors import CheckpointError
 
@@ -208,29 +209,25 @@ def speaks_for(shard: ParameterShard) -> Region | None:
 
 
 def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
-    copied_from: set[torch.device] = set()
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cuda":
-            copied_from.add(tensor.device)
-        return on_host(tensor)
-
+    """Put copies in the host's memory in the place of what this rank writes, and wait for them."""
+    places: list[tuple[StagedPart, str, torch.Tensor]] = []
     for part in parts:
         mine = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
         for name, held in part.tensors.items():
             if isinstance(held, ParameterShard):
-                wanted = speaks_for(held) is not None
-                local = copied(held.local) if wanted else held.local
-                part.tensors[name] = replace(held, local=local, gather=None)
+                part.tensors[name] = replace(held, gather=None)
+                if speaks_for(held) is not None:
+                    places.append((part, name, held.local))
             elif name in mine:
-                part.tensors[name] = copied(held)
-    for device in copied_from:
+                places.append((part, name, held))
+    on_device = [tensor for _, _, tensor in places if tensor.device.type == "cuda"]
+    pinned = iter(pinned_copies(on_device))
+    for part, name, tensor in places:
+        if tensor.device.type == "cuda":
+            copy = next(pinned)
+        else:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        held = part.tensors[name]
+        part.tensors[name] = replace(held, local=copy) if isinstance(held, ParameterShard) else copy
+    for device in {tensor.device for tensor in on_device}:
         torch.cuda.synchronize(device)
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the host's memory, pinned where it comes from a device."""
-    pinned = tensor.device.type == "cuda"
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
-    copy.copy_(tensor.detach(), non_blocking=pinned)
-    return copy

@@ -1,0 +1,59 @@
+"""Copies of a device's tensors in pinned memory, packed so that the allocator's rounding wastes little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNED = 64  # bytes, more than any dtype needs
+
+
+def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Begin to copy tensors from CUDA, each on its device's current stream, and return the copies.
+
+    torch rounds every block of pinned memory up to a power of two, and pinning one takes the driver some 0.1 ms. Hence
+    the copies share few blocks, whose sizes are such powers.
+    """
+    sizes = [-(-one.numel() * one.element_size() // _ALIGNED) * _ALIGNED for one in tensors]
+    copies: list[torch.Tensor] = [torch.empty(())] * len(tensors)
+    for capacity, members in blocks(sizes):
+        block = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
+        for index, start in members:
+            tensor = tensors[index].detach().contiguous()
+            copy = block[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+            copies[index] = copy.copy_(tensor, non_blocking=True)
+    return copies
+
+
+def blocks(sizes: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Pack things of ``sizes`` bytes into blocks whose sizes are powers of two.
+
+    Of what is left, a block takes the largest power of two that it fills, or the next one that holds the largest thing.
+
+    Returns:
+        for each block its size, and the index and offset of each thing in it.
+    """
+    left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    packed = []
+    while left:
+        total = sum(sizes[index] for index in left)
+        capacity = max(_power_below(total), _power_above(sizes[left[0]]))
+        members, others, start = [], [], 0
+        for index in left:
+            if start + sizes[index] <= capacity:
+                members.append((index, start))
+                start += sizes[index]
+            else:
+                others.append(index)
+        packed.append((capacity, members))
+        left = others
+    return packed
+
+
+def _power_above(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _power_below(size: int) -> int:
+    return 1 << max(size.bit_length() - 1, 0)
