@@ -315,6 +315,7 @@ class TrainLoop:
                 if self._saves.back is not None:
                     return Ended.BACK
             if progress.batch_idx == validation.next_at:
+                self._watch.before_validation()
                 validation.run()
                 if stop.leaving:
                     return self._leave()
@@ -397,6 +398,7 @@ class TrainLoop:
         self._draws.settle()
         self._data_is_over = ended is Ended.DATA
         if ended is not Ended.LIMIT:
+            self._watch.before_validation()
             self._validation.run_at_epoch_end(ended is Ended.STOPPED, self._data_is_over)
             if self._stop.leaving:
                 self._leave()

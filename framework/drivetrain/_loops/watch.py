@@ -37,6 +37,7 @@ class EpochWatch:
         self._tells = tells
         self._after_first: Callable[[], None] | None = after_first
         self._first: Mapping[str, Any] | None = None
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None  # a loss, and what it was before a validation
         self._said_loss = False
         self._said_steps = False
 
@@ -44,6 +45,12 @@ class EpochWatch:
         """Return an epoch's micro-batches, after the first of which it is looked at."""
         self._first = None
         return chain(islice(micro_batches, 1), self._look(), micro_batches) if self._tells else micro_batches
+
+    def before_validation(self) -> None:
+        """Copy the last loss: it may be the epoch's last, and compiled steps of a validation may write over it."""
+        loss = self._step.last_loss
+        if self._tells and loss is not None:
+            self._kept = loss, loss.detach().clone()
 
     def end(self, epoch: int) -> None:
         """Say what came of the epoch. Waits for the device."""
@@ -62,10 +69,7 @@ class EpochWatch:
 
     def _look(self) -> Iterator[MicroBatch]:
         yield from ()
-        # Copies: a compiled step, or a hook, may write to the tensor again.
-        self._first = {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in self._losses().items()
-        }
+        self._first = self._copied_losses()
         if self._after_first is not None:
             call, self._after_first = self._after_first, None
             call()
@@ -87,9 +91,15 @@ class EpochWatch:
                 )
                 return
 
+    def _copied_losses(self) -> dict[str, Any]:
+        # Copies: a compiled step, or a hook, may write to the tensor again.
+        return {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in self._losses().items()}
+
     def _losses(self) -> dict[str, Any]:
         loss = self._step.last_loss
         if loss is not None:
+            if self._kept is not None and self._kept[0] is loss:
+                return {"the loss": self._kept[1]}
             return {"the loss": loss.detach()}
         entries = self._metrics.entries.values()
         # Other values may be infinite on purpose: the best so far, a perplexity.

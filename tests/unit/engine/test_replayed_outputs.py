@@ -1,0 +1,105 @@
+"""Steps that write their outputs over those of the step before, as CUDA graphs do (mode="reduce-overhead")."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import LossSpikeGuard, NonFiniteGuard
+from drivetrain.loggers import CSVLogger
+
+_outputs = torch.zeros(())  # which every replay writes
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _outputs.copy_(value).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Net(TrainModule):
+    def __init__(self, replays: bool) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = nn.Linear(3, 1)
+        self.replays = replays
+
+    def output(self, value: torch.Tensor) -> torch.Tensor:
+        replayed: torch.Tensor = _Replayed.apply(value) if self.replays else value  # type: ignore[no-untyped-call]
+        return replayed
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.output(self.net(batch[0]).square().mean())
+        self.log("loss", loss, on_epoch=True, prog_bar=True)
+        self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return {"loss": loss}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.output(self.net(batch[0]).mean()))
+        self.output(torch.tensor(float("nan")))  # another output of the same memory
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.output(self.net(batch[0]).sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _run(folder: Path, replays: bool) -> tuple[list[dict[str, str]], list[float]]:
+    loader = DataLoader(TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(1))), batch_size=4)
+    fit = Fit(
+        accelerator="cpu",
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        val_check_interval=5,
+        logger=CSVLogger(folder),
+        default_root_dir=folder,
+        callbacks=[LossSpikeGuard(every_n_steps=3), NonFiniteGuard(every_n_steps=3)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Net(replays)
+    fit.fit(module, loader, loader)
+    with (Path(str(fit.log_dir)) / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    predictions: Any = fit.predict(module, loader)
+    return table, [float(one) for one in predictions]
+
+
+def test_what_was_logged_and_predicted_is_of_its_own_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # O-04
+    replayed, plain = _run(tmp_path / "replayed", replays=True), _run(tmp_path / "plain", replays=False)
+    assert replayed == plain
+    assert len({row["loss_step"] for row in plain[0] if row["loss_step"]}) >= 5
+    assert len(set(plain[1])) == 10
+    assert "nothing is learnt" not in caplog.text
+
+
+def test_a_loss_that_is_never_finite_is_told_of_though_validation_overwrote_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bad(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.output(self.net(batch[0]).mean() * float("inf"))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.output(torch.tensor(1.0))
+
+    loader = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
+    fit = Fit(accelerator="cpu", max_epochs=1, barebones=True, default_root_dir=tmp_path)
+    fit.fit(Bad(replays=True), loader, loader)
+    assert "nothing is learnt" in caplog.text
