@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from drivetrain._distributed.shards import Region
     from drivetrain.run_context import RunContext
 
 
@@ -42,6 +43,36 @@ class Callback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
+
+    def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
+        """Return the tensors that a checkpoint keeps of this callback as it keeps weights, by name.
+
+        Each is written by the rank, or the ranks, that hold it, and read back in parts by any number of ranks under any
+        strategy. Names, shapes and dtypes are alike on every rank. What is small, or alike everywhere, goes well with
+        `state_dict`.
+
+        Returns:
+            Tensors that every rank holds whole, of which rank 0's count; DTensors; or a
+            `drivetrain.strategies.ParameterShard` of what this rank holds, as ``trainer.strategy.shard_of`` returns
+            for the values of ``trainer.strategy.model_state()``.
+        """
+        return {}
+
+    def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
+        """Return which part this rank wants of the tensors that `save_tensors` gave, by name; of others it gets all.
+
+        By default a tensor that is called like one of the module's is wanted as this rank holds that.
+        """
+        return trainer.strategy.model_regions()
+
+    def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
+        """Take back what `save_tensors` returned, after `load_state_dict`.
+
+        Args:
+            trainer: the run.
+            module: what it trains, whose weights are loaded by now.
+            tensors: by name; a `drivetrain.strategies.ParameterShard` where `tensor_regions` named a region.
+        """
 
     # What the engine asks. The answers are alike on every rank.
 

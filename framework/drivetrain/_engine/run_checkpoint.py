@@ -72,6 +72,7 @@ class RunCheckpoint:
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
                 for index, optimizer in enumerate(run.optimizers)
             ]
+            contents.callbacks = self._callback_tensors(rehearsing)
         return contents
 
     def _weights(self) -> dict[str, Any]:
@@ -123,6 +124,17 @@ class RunCheckpoint:
             "loop": {} if run.loop is None else run.loop.state_dict(),
             "data": run.data_state(),
         }
+
+    def _callback_tensors(self, rehearsing: bool) -> dict[str, Mapping[str, Any]]:
+        if not self._running:
+            return {}  # what was spread over the ranks is gone with them
+        found: dict[str, Mapping[str, Any]] = {}
+        for key, callback in self._keyed():
+            with _forgiven(rehearsing):
+                tensors = callback.save_tensors(self._run.trainer, self._module)
+                if tensors:
+                    found[key] = tensors
+        return found
 
     def _frozen(self) -> list[str]:
         """The names of what does not train."""
@@ -195,7 +207,7 @@ class RunCheckpoint:
         """
         run, strategy = self._run, self._strategy
 
-        def read() -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+        def read() -> tuple[Any, ...]:
             optimizers = None if "optimizer" in anew else len(run.optimizers)
             check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in anew else len(run.schedulers))
             weights = self._read_weights(checkpoint)
@@ -208,10 +220,10 @@ class RunCheckpoint:
             ranks = self._read_rank_states(checkpoint, state["data"])
             with taking(checkpoint, "the ranks' documents", "metrics"):
                 run.metrics.check_states([one["metrics"] for one in ranks])
-            return weights, states, state, ranks
+            return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
 
         # All that is needed is read and checked, on every rank, before anything changes.
-        weights, states, state, ranks = self._agreed(checkpoint, read)
+        weights, states, state, ranks, tensors = self._agreed(checkpoint, read)
         if back and state.get("frozen") is not None:
             run.trainables.keep_frozen(state["frozen"], None)
             self.regroup(checkpoint, run.optimizers)
@@ -232,7 +244,7 @@ class RunCheckpoint:
         else:
             with taking(checkpoint, "the ranks' documents", "source"):
                 self._go_on(state, ranks)
-        self._load_into_hooks(checkpoint, state)
+        self._load_into_hooks(checkpoint, state, tensors)
 
     def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
@@ -264,7 +276,9 @@ class RunCheckpoint:
         progress.batch_idx = progress.epoch_samples = 0
         seed_rank(derive_seed(_ANEW, run.seed, progress.epoch, 0), self._strategy.data_rank)
 
-    def _load_into_hooks(self, checkpoint: Checkpoint, state: dict[str, Any]) -> None:
+    def _load_into_hooks(
+        self, checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    ) -> None:
         run = self._run
         self._module.on_load_checkpoint(state["module"])
         if run.given.datamodule is not None:
@@ -274,12 +288,23 @@ class RunCheckpoint:
             if saved is not None:
                 with taking(checkpoint, "the run's state", f"callbacks/{key}"):
                     callback.load_state_dict(saved["state"])
+                if key in tensors:
+                    callback.load_tensors(run.trainer, self._module, tensors[key])
                 callback.on_load_checkpoint(run.trainer, self._module, saved["extra"])
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         strategy = self._strategy
         check_weights_fit(checkpoint, strategy.model_state(), type(self._module).__name__)
         return checkpoint.weights().staged(strategy.model_regions())
+
+    def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+        trainer, module = self._run.trainer, self._module
+        saved = checkpoint.manifest.callbacks
+        return {
+            key: checkpoint.callback_tensors(key).staged(callback.tensor_regions(trainer, module))
+            for key, callback in self._keyed()
+            if key in saved
+        }
 
     def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
         """What the ranks said of themselves whose places this rank takes: one where as many read the data as then."""

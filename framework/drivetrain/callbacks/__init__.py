@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks.timer import Timer as Timer
+    from drivetrain.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from drivetrain.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 _HOME = {
     "Checkpoint": ".checkpoint",
+    "EMAWeightAveraging": ".weight_averaging",
     "EarlyStopping": ".early_stopping",
     "GarbageCollection": ".garbage_collection",
     "GradientAccumulationScheduler": ".accumulation_scheduler",
@@ -39,10 +42,12 @@ _HOME = {
     "RichProgressBar": ".rich_progress_bar",
     "ThroughputMonitor": ".throughput_monitor",
     "Timer": ".timer",
+    "WeightAveraging": ".weight_averaging",
 }
 
 __all__ = [
     "Checkpoint",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "GarbageCollection",
     "GradientAccumulationScheduler",
@@ -56,6 +61,7 @@ __all__ = [
     "RichProgressBar",
     "ThroughputMonitor",
     "Timer",
+    "WeightAveraging",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

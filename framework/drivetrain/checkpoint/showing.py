@@ -39,6 +39,8 @@ def show(path: str | os.PathLike[str]) -> str:
     ]
     for index, part in enumerate(manifest.optimizers):
         lines.append(f"  optimizer {index}: {size_in_words(_bytes(checkpoint, part.files()))}")
+    for key, part in manifest.callbacks.items():
+        lines.append(f"  {key}: {size_in_words(_bytes(checkpoint, part.files()))}")
     nbytes = sum(record.size for record in manifest.files.values())
     lines.append(f"  in all  {size_in_words(nbytes)} in {len(manifest.files)} files")
     rows = [(name, *_described(source), source.file.name) for name, source in sources.items()]
@@ -64,6 +66,8 @@ def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[st
         groups = [each.optimizer_state(index)["param_groups"] for each in (one, two)]
         if repr(groups[0]) != repr(groups[1]):
             lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
+    for key in dict.fromkeys([*one.manifest.callbacks, *two.manifest.callbacks]):
+        lines += _different(f"{key}: ", one.callback_tensors(key).sources(), two.callback_tensors(key).sources())
     return lines
 
 

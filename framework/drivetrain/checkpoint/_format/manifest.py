@@ -117,6 +117,7 @@ class Manifest:
     weights: Part
     aliases: Mapping[str, str] = field(default_factory=dict)
     optimizers: tuple[Part, ...] = ()
+    callbacks: Mapping[str, Part] = field(default_factory=dict)
     state: Part | None = None
     ranks: tuple[Part, ...] = ()
     written: float = field(default_factory=time.time)
@@ -126,6 +127,7 @@ class Manifest:
     def parts(self) -> Iterator[Part]:
         yield self.weights
         yield from self.optimizers
+        yield from self.callbacks.values()
         if self.state is not None:
             yield self.state
         yield from self.ranks
@@ -167,6 +169,7 @@ def seal(manifest: Manifest) -> bytes:
         "weights": _part_as_json(manifest.weights),
         "aliases": dict(manifest.aliases),
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
+        "callbacks": {key: _part_as_json(part) for key, part in manifest.callbacks.items()},
         "state": None if manifest.state is None else _part_as_json(manifest.state),
         "ranks": [_part_as_json(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
@@ -281,6 +284,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         weights=_part(document["weights"]),
         aliases={tied: _text(first) for tied, first in _dict(document["aliases"], "aliases").items()},
         optimizers=tuple(_part(one) for one in _list(document["optimizers"], "optimizers")),
+        callbacks={key: _part(one) for key, one in _dict(document.get("callbacks", {}), "callbacks").items()},
         state=None if document["state"] is None else _part(document["state"]),
         ranks=tuple(_part(one) for one in _list(document["ranks"], "ranks")),
         written=_time(document["written"]),

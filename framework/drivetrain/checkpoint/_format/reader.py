@@ -107,6 +107,11 @@ class Checkpoint:
             raise damaged(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
         return document
 
+    def callback_tensors(self, key: str) -> Weights:
+        """The tensors of a callback by name, by its key; empty where it has saved none."""
+        part = self.manifest.callbacks.get(key)
+        return Weights({} if part is None else self._sources(part), {}, self.readers)
+
     def state(self) -> Any:
         """What rank 0 said of the run; None where it said nothing."""
         part = self.manifest.state
@@ -227,7 +232,7 @@ class Weights(Mapping[str, Any]):
             return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
 
         sources = ((source, wanted.get(name)) for name, source in self._values.items())
-        _check_memory("the weights", sources)
+        _check_memory("the tensors", sources)
         stored = list(self._values)
         found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
         return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}

@@ -30,6 +30,7 @@ class Contents:
         facts: what goes into the manifest.
         aliases: tied names and what they are tied to, ``{tied: first}``; the tied ones are left out of the weights.
         optimizers: their states by name, ``{"state": {name: {key: value}}, "param_groups": [...]}``.
+        callbacks: tensors by the callback's key and their name; as the weights, whole or spread over the ranks.
         state: nested JSON-able values and tensors; rank 0's is stored. None for no such document.
         rank_state: the same, of which every rank's own is stored.
         digest: of each file, besides its checksums; rank 0's choice counts.
@@ -39,6 +40,7 @@ class Contents:
     facts: Facts = field(default_factory=Facts)
     aliases: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[Mapping[str, Any]] = ()
+    callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     state: Any = None
     rank_state: Any = None
     digest: str | None = None
@@ -50,9 +52,10 @@ class StagedPart:
 
     Attributes:
         stem: how the names of its files begin.
-        role: "weights", "optimizer", "state" or "rank".
+        role: "weights", "optimizer", "callback", "state" or "rank".
         document: the text of the JSON file; None where there is none, or another rank writes it.
         tensors: by name, in order.
+        key: the callback's.
         specs: of the tensors, made once: there may be many.
     """
 
@@ -61,6 +64,7 @@ class StagedPart:
     document: bytes | None
     tensors: dict[str, Held]
     sizes: Sizes
+    key: str = ""
     specs: list[Spec] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,12 +80,12 @@ class StagedPart:
             for spec in self.specs
             if self.role != "state" or isinstance(self.tensors[spec.name], ParameterShard)
         ]
-        return hashlib.sha256("\n".join([self.stem, *lines]).encode()).hexdigest()
+        return hashlib.sha256("\n".join([self.stem, self.key, *lines]).encode()).hexdigest()
 
     def planned(self, rank: int, world_size: int, specs: Sequence[Spec] | None = None) -> list[PlannedFile]:
         """Return the files of the tensors (or of ``specs`` instead), and who writes them."""
         specs = self.specs if specs is None else specs
-        if self.role in ("weights", "optimizer"):
+        if self.role in ("weights", "optimizer", "callback"):
             return deal(self.stem, specs, world_size, self.sizes)
         owner = 0 if self.role == "state" else rank
         return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
@@ -173,9 +177,9 @@ def _check(part: StagedPart, name: str, held: Held) -> None:
 def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes: Sizes) -> Iterator[StagedPart]:
     first = rank == 0
 
-    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any]) -> StagedPart:
+    def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> StagedPart:
         text = None if document is None else dumps(document)
-        return StagedPart(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes)
+        return StagedPart(stem, role, text, {name: shard_of(value) for name, value in tensors.items()}, sizes, key)
 
     tensors: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -192,6 +196,8 @@ def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes
             "param_groups": encode(state["param_groups"], tensors, "param_groups"),
         }
         yield part(f"optimizer-{number}", "optimizer", document if first else None, tensors)
+    for number, (key, held) in enumerate(contents.callbacks.items()):
+        yield part(f"callback-{number}", "callback", None, held, key)
     # What other ranks have of it may be spread over all of them too, hence every rank has this part.
     tensors = {}
     document = encode(contents.state, tensors)

@@ -251,9 +251,10 @@ def _conclude(
             return b""
         for name, record in written.items():
             _check_size(path, place, name, record.size, alone=control.world_size == 1)
-        of_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "state": [], "rank": []}
+        of_role: dict[str, list[Part]] = {"weights": [], "optimizer": [], "callback": [], "state": [], "rank": []}
         for role, part in parts:
             of_role[role].append(part)
+        keys = [part.key for part in staged.parts if part.role == "callback"]
         manifest = Manifest(
             identifier=identifier,
             world_size=control.world_size,
@@ -262,6 +263,7 @@ def _conclude(
             weights=of_role["weights"][0],
             aliases=staged.aliases,
             optimizers=tuple(of_role["optimizer"]),
+            callbacks=dict(zip(keys, of_role["callback"], strict=True)),
             state=next((part for part in of_role["state"] if part.files()), None),
             ranks=tuple(of_role["rank"]) if any(part.files() for part in of_role["rank"]) else (),
             versions=versions(),

@@ -1,0 +1,157 @@
+"""Averages of a module's weights, of which each rank keeps those of what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain._distributed.shards import ParameterShard
+from drivetrain.strategies.strategy import Strategy
+
+Average = Callable[[list[Tensor], list[Tensor], int], None]
+"""Moves averages, in place, towards the weights, which have one dtype and device; knows how many updates there were."""
+
+
+class Averages:
+    """The averages of a module's trainable parameters and, if wanted, of its floating-point buffers.
+
+    They are kept in float32 at least, where the weights are kept: of a sharded weight a rank averages its shard, of
+    ZeRO's float32 masters its partition. What is frozen is its own average, and takes no memory.
+
+    Args:
+        strategy: holds the module.
+        module: whose weights.
+        buffers: average persistent buffers too. Else the average's buffers are the module's.
+    """
+
+    def __init__(self, strategy: Strategy, module: nn.Module, buffers: bool) -> None:
+        self._strategy = strategy
+        self._module = module
+        self._buffers = buffers
+        self.of: dict[str, Tensor] = {}
+        """This rank's part of each average, by the weight's name."""
+        self._weights: dict[str, Tensor] = {}  # views of what trains, or copies
+        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
+        self._copied = False  # the strategy gives copies, which do not follow what trains
+        self._training: dict[str, Tensor] = {}  # while the averages are in their place
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the module holds the averages."""
+        return bool(self._training)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Look what trains. What trains since the last time has been its own average until now."""
+        held = self._held()
+        again = self._held()
+        self._copied = any(held[name].data_ptr() != again[name].data_ptr() for name in held)
+        self._weights = held
+        for name, weight in held.items():
+            if name not in self.of:
+                self.of[name] = weight.to(_wide(weight.dtype), copy=True)
+        by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, weight in held.items():
+            kind = type(weight), weight.device, weight.dtype
+            averages, weights = by_kind.setdefault(kind, ([], []))
+            averages.append(self.of[name])
+            weights.append(weight)
+        self._pairs = list(by_kind.values())
+
+    @torch.no_grad()
+    def update(self, average: Average, count: int) -> None:
+        """Take the weights as they are into the averages, which have had ``count`` before; the first is copied."""
+        if self._copied:
+            self.follow()
+        for averages, weights in self._pairs:
+            wide = [one.to(averages[0].dtype) for one in weights] if weights[0].dtype != averages[0].dtype else weights
+            if count == 0:
+                torch._foreach_copy_(averages, wide)
+            else:
+                average(averages, wide, count)
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Put the averages in the module, of buffers rank 0's, and keep what trains aside. Collective."""
+        self._training = {name: weight.clone() for name, weight in self._held().items() if name in self.of}
+        self._load({name: self.of[name] for name in self._training})
+        if self._buffers:
+            self._strategy.sync_buffers(self._module)
+
+    def restore(self) -> None:
+        """Put back what trains, bit for bit. Collective."""
+        training, self._training = self._training, {}
+        self._load(training)
+
+    # In a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """The averages as what this rank holds of each; while they are in the module, what trains too."""
+        state = self._as_held(self.of)
+        return state | {f"{_TRAINING}{name}": one for name, one in self._as_held(self._training).items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave, under any strategy."""
+        training = {}
+        for name, value in state.items():
+            if name.startswith(_TRAINING):
+                training[name.removeprefix(_TRAINING)] = value
+                continue
+            local = value.local if isinstance(value, ParameterShard) else value
+            self.of[name] = local.to(_wide(local.dtype), copy=True)
+        if training:
+            self._strategy.load_model_state(training, strict=False)
+        held = self._held()
+        for name, weight in held.items():
+            if name in self.of:
+                self.of[name] = self.of[name].to(weight.device, _wide(weight.dtype))
+        self.follow()
+
+    def regions(self) -> dict[str, Any]:
+        """Which parts of what `state` gives this rank wants."""
+        regions = self._strategy.model_regions()
+        return {**regions, **{f"{_TRAINING}{name}": region for name, region in regions.items()}}
+
+    # What this rank holds
+
+    def _held(self) -> dict[str, Tensor]:
+        return {name: one.local if isinstance(one, ParameterShard) else one for name, one in self._values().items()}
+
+    def _values(self) -> dict[str, Any]:
+        """What is averaged, by name, as the strategy holds it; tied weights once."""
+        trains = {name for name, one in self._strategy.named_parameters().items() if one.requires_grad}
+        parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        once = {name for name, _ in self._module.named_buffers()} if self._buffers else set()
+        found = {}
+        state: Mapping[str, Any] = self._strategy.model_state()
+        for name, value in state.items():
+            wanted = name in trains if name in parameters else name in once
+            if wanted and isinstance(value, Tensor | ParameterShard) and value.dtype.is_floating_point:
+                found[name] = self._strategy.shard_of(value)
+        return found
+
+    def _load(self, locals_: Mapping[str, Tensor]) -> None:
+        self._strategy.load_model_state(self._as_held(locals_), strict=False)
+
+    def _as_held(self, locals_: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return values as the strategy holds them, with others in the place of this rank's part."""
+        if not locals_:
+            return {}
+        return {
+            name: replace(one, local=locals_[name], gather=None) if isinstance(one, ParameterShard) else locals_[name]
+            for name, one in self._values().items()
+            if name in locals_
+        }
+
+
+_TRAINING = "training: "
+"""Before the names of weights that the averages have taken the place of."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,457 @@
+"""Averages of the weights under every strategy, held against torch's AveragedModel in a loop by hand. Row L-01."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import quiet
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, TrainModule
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging, WeightAveraging
+from drivetrain.checkpoint import load
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from worlds import DEEPSPEED, on_ranks, preload
+
+preload(*DEEPSPEED)
+
+SAMPLES, BATCH = 48, 8
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: "auto",
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "hsdp": lambda: FSDPStrategy(sharding="hybrid"),
+    "zero 1": lambda: DeepSpeedStrategy(stage=1),
+    "zero 2": lambda: DeepSpeedStrategy(stage=2),
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+}
+
+
+class Net(TrainModule):
+    """A frozen layer, two tied ones, and a buffer that training moves; validation says which weights it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.frozen = nn.Linear(4, 4)
+            self.inner = nn.Linear(4, 4)
+            self.tied = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 1)
+        self.tied.weight = self.inner.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+        self.validated: list[float] = []
+        self.trained: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.tied(torch.tanh(self.inner(torch.tanh(self.frozen(x))))))).squeeze(1)
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]).float(), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        loss = self.loss(batch)
+        self.trained.append(float(loss))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        self.validated.append(float(self.trainer.callback_metrics["val"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.05)
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(SAMPLES, 4, generator=generator), torch.randn(SAMPLES, generator=generator))
+
+
+def by_hand(epochs: int, average: Callable[[], Any], starts: int = 0, every: int = 1) -> dict[str, Any]:
+    """One process, plain PyTorch."""
+    model = Net()
+    optimizer = model.configure_optimizers()
+    averaged: Any = AveragedModel(model, multi_avg_fn=average(), use_buffers=True)
+    validated, step = [], 0
+    for _ in range(epochs):
+        for batch in DataLoader(rows(), batch_size=BATCH):
+            loss = model.loss(batch)
+            model.seen += 1
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if step >= starts and step % every == 0:
+                averaged.update_parameters(model)
+            step += 1
+        shown = averaged.module if averaged.n_averaged else model
+        validated.append(float(shown.loss(rows()[:])))
+    state = copy.deepcopy(averaged.module.state_dict())
+    return {"average": state, "weights": model.state_dict(), "validated": validated}
+
+
+def run(
+    strategy: str,
+    world: int,
+    folder: Path,
+    callbacks: list[Callback],
+    epochs: int = 2,
+    precision: str = "32-true",
+    **settings: Any,
+) -> dict[str, Any]:
+    path = settings.pop("ckpt_path", None)
+    fit = quiet(
+        strategy=STRATEGIES[strategy](),
+        devices=world,
+        max_epochs=epochs,
+        precision=precision,
+        seed=1,
+        default_root_dir=folder,
+        callbacks=callbacks,
+        **{"enable_checkpointing": any(isinstance(one, Checkpoint) for one in callbacks), **settings},
+    )
+    module = Net()
+    fit.fit(
+        module, DataLoader(rows(), batch_size=BATCH // world), DataLoader(rows(), batch_size=SAMPLES), ckpt_path=path
+    )
+    return {
+        "average": {name: value.detach().clone() for name, value in module.state_dict().items()},
+        "validated": module.validated,
+        "trained": module.trained,
+    }
+
+
+def ema(decay: float = 0.8, **options: Any) -> EMAWeightAveraging:
+    return EMAWeightAveraging(decay, **options)
+
+
+def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("zero 1", 2), ("zero 2", 2), ("zero 3", 2)]
+
+
+def _ema(strategy: str, world: int, folder: Path) -> dict[str, Any]:
+    return run(strategy, world, folder, [ema()])
+
+
+@pytest.mark.parametrize(("strategy", "world"), CASES)
+def test_the_module_holds_the_hand_written_average_after_fit(strategy: str, world: int, tmp_path: Path) -> None:
+    # L-01
+    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
+    for found in on_ranks(_ema, world, strategy, world, tmp_path, process_group=None):
+        near(found["average"], wanted["average"])
+        torch.testing.assert_close(found["validated"], wanted["validated"], atol=1e-6, rtol=1e-6)
+
+
+# Training's weights come back
+
+
+class Recording(Callback):
+    """Keeps what trains, bit for bit, after every step; and what a failing validation leaves."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[float]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        held = (trainer.strategy.shard_of(one) for one in trainer.strategy.model_state().values())
+        self.weights.append(torch.cat([getattr(one, "local", one).double().reshape(-1) for one in held]).tolist())
+
+
+def _with_and_without(strategy: str, world: int, folder: Path, precision: str) -> list[bool]:
+    found = []
+    for callbacks in ([Recording()], [Recording(), ema()]):
+        settings = {"accumulate_grad_batches": 2, "val_check_interval": 3, "precision": precision}
+        run(strategy, world, folder, list(callbacks), **settings)
+        found.append(callbacks[0].weights)
+    return [len(found[0]) == 12, found[0] == found[1]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "precision"),
+    [
+        *[(strategy, world, "32-true") for strategy, world in CASES],
+        ("ddp", 2, "bf16-true"),
+        ("fsdp", 2, "bf16-mixed"),
+        ("zero 3", 2, "bf16-mixed"),
+    ],
+)
+def test_validation_on_the_averages_changes_no_bit_of_training(
+    strategy: str, world: int, precision: str, tmp_path: Path
+) -> None:  # L-01: within accumulation windows too
+    for found in on_ranks(_with_and_without, world, strategy, world, tmp_path, precision, process_group=None):
+        assert found == [True, True]
+
+
+class Failing(Net):
+    def on_validation_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            raise RuntimeError("disk full")
+
+
+def test_a_validation_that_fails_leaves_what_was_trained(tmp_path: Path) -> None:  # L-01
+    kept: dict[str, Any] = {}
+
+    class Last(Callback):
+        priority = -10
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            kept.update({name: value.clone() for name, value in module.state_dict().items()})
+
+    fit = quiet(max_epochs=3, default_root_dir=tmp_path, callbacks=[Last(), ema()])
+    with pytest.raises(RuntimeError, match="disk full"):
+        fit.fit(Failing(), DataLoader(rows(), batch_size=BATCH), DataLoader(rows(), batch_size=SAMPLES))
+    near(kept, by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
+
+
+# In a checkpoint
+
+
+def _saved(strategy: str, world: int, folder: Path, steps: int) -> None:
+    run(strategy, world, folder, [ema(), Checkpoint(folder / "c", every_n_train_steps=4)], max_steps=steps)
+
+
+class Parts(EMAWeightAveraging):
+    """Sees in which form the averages come back."""
+
+    sharded = 0
+
+    def load_tensors(self, trainer: Any, module: Any, tensors: Any) -> None:
+        self.sharded = sum(hasattr(one, "region") for one in tensors.values())
+        super().load_tensors(trainer, module, tensors)
+
+    @property
+    def state_key(self) -> str:
+        return "EMAWeightAveraging"
+
+
+def _resumed(strategy: str, world: int, folder: Path) -> tuple[dict[str, Any], int, int]:
+    averaging = Parts(0.8)
+    callbacks = [averaging, Checkpoint(folder / "c", every_n_train_steps=4)]
+    return run(strategy, world, folder, callbacks, ckpt_path="last"), averaging.sharded, averaging.updates
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("single", 1), ("zero 2", 2)),
+        (("ddp", 2), ("single", 1)),
+        (("fsdp", 2), ("fsdp", 2)),
+        (("fsdp", 2), ("zero 3", 2)),
+        (("hsdp", 4), ("ddp", 2)),
+        (("zero 1", 2), ("fsdp", 2)),
+        (("zero 3", 2), ("fsdp", 4)),
+    ],
+    ids=str,
+)
+def test_averages_go_on_under_another_strategy_and_world_size(
+    first: tuple[str, int], second: tuple[str, int], tmp_path: Path
+) -> None:  # L-01
+    on_ranks(_saved, first[1], *first, tmp_path, 4, process_group=None)
+    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
+    for found, sharded, updates in on_ranks(_resumed, second[1], *second, tmp_path, process_group=None):
+        near(found["average"], wanted["average"])
+        assert updates == 12
+        assert (sharded > 0) == (second[0] not in ("single", "ddp"))  # each rank reads what it holds
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 3"])
+def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: Path) -> None:  # L-01
+    on_ranks(_saved, 2, strategy, 2, tmp_path, 12, process_group=None)
+    newest = max((tmp_path / "c").glob("epoch=*-step=12"))
+    checkpoint = load(newest)
+    averages = dict(checkpoint.callback_tensors("EMAWeightAveraging"))
+    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
+    assert averages.keys() == {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "seen"}
+    assert {one.dtype for one in averages.values()} == {torch.float32}
+    near(averages, {name: wanted["average"][name] for name in averages})
+    weights = {name: value for name, value in checkpoint.weights().items() if name != "seen"}  # its rank's
+    near(weights, {name: wanted["weights"][name] for name in weights})
+
+
+class AtTheEnd(Callback):
+    """Saves once the averages are in the module."""
+
+    priority = -100
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _saved_at_the_end(strategy: str, folder: Path) -> Any:
+    run(strategy, 2, folder, [ema(), AtTheEnd(folder / "end")], epochs=1)
+    return run(strategy, 2, folder, [ema()], ckpt_path=folder / "end")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 2"])
+def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None:  # L-01
+    for found in on_ranks(_saved_at_the_end, 2, strategy, tmp_path, process_group=None):
+        near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["average"])
+    ended = by_hand(1, lambda: get_ema_multi_avg_fn(0.8))["average"]
+    near(
+        {name: value for name, value in load(tmp_path / "end").weights().items() if name != "seen"},
+        {name: value for name, value in ended.items() if name != "seen"},
+    )
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    "options", [{"update_every_n_steps": 3}, {"update_starting_at_step": 5}, {"update_starting_at_epoch": 1}]
+)
+def test_updates_begin_and_come_as_asked(options: dict[str, int], tmp_path: Path) -> None:  # L-01
+    starts = options.get("update_starting_at_step", 6 * options.get("update_starting_at_epoch", 0))
+    wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8), starts, options.get("update_every_n_steps", 1))
+    found = run("single", 1, tmp_path, [ema(**options)])
+    near(found["average"], wanted["average"])
+    assert found["validated"] == pytest.approx(wanted["validated"], abs=1e-6)
+
+
+def test_without_an_update_the_module_is_as_it_was_trained(tmp_path: Path) -> None:  # L-01
+    found = run("single", 1, tmp_path, [ema(update_starting_at_step=100)])
+    near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
+    assert len(found["validated"]) == 2
+
+
+def test_the_mean_and_a_function_of_ones_own(tmp_path: Path) -> None:  # L-01
+    mean = by_hand(2, lambda: None)["average"]
+    near(run("single", 1, tmp_path, [WeightAveraging()])["average"], mean)
+    own = WeightAveraging(lambda average, weight, updates: average + (weight - average) / (updates + 1))
+    near(run("single", 1, tmp_path, [own])["average"], mean)
+
+
+def test_validation_may_stay_with_what_trains(tmp_path: Path) -> None:  # L-01
+    wanted, plain = by_hand(2, lambda: get_ema_multi_avg_fn(0.8)), run("single", 1, tmp_path, [])
+    found = run("single", 1, tmp_path, [ema(evaluate=False)])
+    assert found["validated"] == plain["validated"]
+    near(found["average"], wanted["average"])
+
+
+# What trains may change, and the precision
+
+
+class Unfreezing(Net):
+    """Trains its first layer from the second epoch on."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1 and not self.frozen.weight.requires_grad:
+            self.frozen.requires_grad_(True)
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": list(self.frozen.parameters()), "lr": 0.02})
+
+
+def _unfreezing_by_hand() -> dict[str, Tensor]:
+    model = Net()
+    optimizer = model.configure_optimizers()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    for epoch in range(2):
+        if epoch == 1:
+            model.frozen.requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.02})
+        for batch in DataLoader(rows(), batch_size=BATCH):
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            model.seen += 1
+            optimizer.step()
+            averaged.update_parameters(model)
+    return averaged.module.state_dict()
+
+
+def _unfreezing(strategy: str, world: int, folder: Path) -> dict[str, Tensor]:
+    fit = quiet(
+        strategy=STRATEGIES[strategy](), devices=world, max_epochs=2, default_root_dir=folder, callbacks=[ema()]
+    )
+    module = Unfreezing()
+    fit.fit(module, DataLoader(rows(), batch_size=BATCH // world))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
+def test_what_is_unfrozen_is_averaged_from_there(strategy: str, world: int, tmp_path: Path) -> None:  # L-01
+    for found in on_ranks(_unfreezing, world, strategy, world, tmp_path, process_group=None):
+        near(found, _unfreezing_by_hand())
+
+
+class Weights(Callback):
+    def __init__(self) -> None:
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append({name: value.detach().clone() for name, value in module.named_parameters()})
+
+
+def test_in_half_precision_the_average_moves(tmp_path: Path) -> None:
+    # L-01: in bfloat16 an average of 0.999 never moves
+    weights = Weights()
+    saver = Checkpoint(tmp_path / "c", every_n_train_steps=12)
+    run("single", 1, tmp_path, [weights, ema(0.999), saver], precision="bf16-true")
+    averages = load(max((tmp_path / "c").glob("epoch=*-step=12"))).callback_tensors("EMAWeightAveraging")
+    for name in ("inner.weight", "head.bias"):
+        wanted = weights.after[0][name].float()
+        for one in weights.after[1:]:
+            wanted = wanted.lerp(one[name].float(), 1 - 0.999)
+        assert averages[name].dtype == torch.float32
+        assert torch.equal(averages[name], wanted)
+        assert not torch.equal(averages[name], weights.after[0][name].float())
+
+
+class Normed(Net):
+    """Batch normalisation, whose statistics are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Statistics(Callback):
+    priority = -10
+
+    def __init__(self) -> None:
+        self.after: list[Tensor] = []
+        self.validated: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(module.norm.running_mean.clone())
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: int) -> None:
+        self.validated.append(module.norm.running_mean.clone())
+
+
+def _normed(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    statistics = Statistics()
+    fit = quiet(strategy="ddp", devices=2, max_epochs=2, default_root_dir=folder, callbacks=[statistics, ema()])
+    fit.fit(Normed(), DataLoader(rows(), batch_size=4), DataLoader(rows(), batch_size=24))
+    return statistics.after, statistics.validated
+
+
+def test_a_ranks_own_buffers_are_averaged_where_they_are(tmp_path: Path) -> None:  # L-01
+    ranks = on_ranks(_normed, 2, tmp_path, process_group=None)
+    wanted = ranks[0][0][0]
+    for number, one in enumerate(ranks[0][0][1:], 2):
+        wanted = wanted.lerp(one, 0.2)
+        if number % 6 == 0:
+            for _, validated in ranks:  # on rank 0's, as validation is
+                torch.testing.assert_close(validated[number // 6 - 1], wanted)
+    assert not torch.equal(ranks[0][0][-1], ranks[1][0][-1])
