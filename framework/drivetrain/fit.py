@@ -420,6 +420,11 @@ class Fit(RunReads):
         self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
         return self._collective_calls.gather(self.strategy, data, sync_grads)
 
+    def pass_over_training_data(self) -> None:
+        session = self._running("pass_over_training_data")
+        assert session.pass_over_training_data is not None
+        session.pass_over_training_data()
+
     def manual_backward(self, loss: torch.Tensor) -> None:
         self.manual_step("manual_backward", "runs backward on").backward(loss)
 

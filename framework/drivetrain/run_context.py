@@ -298,6 +298,14 @@ class RunContext(Protocol):
     def manual_backward(self, loss: torch.Tensor) -> None:
         """What `TrainModule.manual_backward` does, with a loss of shape ()."""
 
+    def pass_over_training_data(self) -> None:
+        """Call ``training_step`` on an epoch of the training data, and train nothing. Collective.
+
+        Without gradients, hooks or logging, in the mode that the module is in: for statistics, such as those of batch
+        normalisation, of weights that were put in the module. Call it from ``on_train_end``, where no epoch is under
+        way whose place in the data it would move.
+        """
+
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
         """What `TrainModule.clip_gradients` does."""
 

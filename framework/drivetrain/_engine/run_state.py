@@ -91,6 +91,7 @@ class RunState:
         self.sanity_checking = False
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
+        self.pass_over_training_data: Callable[[], None] | None = None
         self._hooks: HookTable | None = None
         self._trainables: Trainables | None = None
 

@@ -34,7 +34,13 @@ from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
 from drivetrain._engine.topology import Place, check_control_plane, check_devices_apart, check_set_up
-from drivetrain._engine.training import build_training, estimated_steps, set_up_stopping, under_context
+from drivetrain._engine.training import (
+    build_training,
+    build_training_pass,
+    estimated_steps,
+    set_up_stopping,
+    under_context,
+)
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.stopping import how_it_ended
 from drivetrain._loops.trainables import Trainables
@@ -228,6 +234,7 @@ class Session(RunState):
         set_up_stopping(self)
         if self._data().sources.get("validate"):
             self.validate = build_validation(self, runner, move)
+        self.pass_over_training_data = build_training_pass(self, runner, move)
         loop = self.loop = build_training(
             self,
             runner,

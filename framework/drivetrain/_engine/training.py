@@ -120,6 +120,28 @@ def build_training(
     )
 
 
+def build_training_pass(run: RunState, runner: StepRunner, move: BatchMover | None) -> Callable[[], None]:
+    """Return what runs the module's training step over an epoch's data and trains nothing."""
+
+    def run_pass() -> None:
+        from drivetrain._loops.training_pass import pass_over_training_data  # by whoever asks for it
+
+        data = run.data
+        assert data is not None
+        assert data.train is not None
+        pass_over_training_data(
+            data.train,
+            data.train_limit,
+            module=run.module,
+            runner=runner,
+            strategy=run.strategy,
+            metrics=run.metrics,
+            move=move,
+        )
+
+    return run_pass
+
+
 def set_up_stopping(run: RunState) -> None:
     """Settle who may end the run early, and where: within a window that has several micro-batches, too."""
     trainer = run.trainer

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
     from drivetrain.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+    from drivetrain.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from drivetrain.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from drivetrain.callbacks.timer import Timer as Timer
     from drivetrain.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
@@ -40,6 +41,7 @@ _HOME = {
     "ProgressBar": ".progress_bar",
     "ReplicaCheck": ".replica_check",
     "RichProgressBar": ".rich_progress_bar",
+    "StochasticWeightAveraging": ".stochastic_weight_averaging",
     "ThroughputMonitor": ".throughput_monitor",
     "Timer": ".timer",
     "WeightAveraging": ".weight_averaging",
@@ -59,6 +61,7 @@ __all__ = [
     "ProgressBar",
     "ReplicaCheck",
     "RichProgressBar",
+    "StochasticWeightAveraging",
     "ThroughputMonitor",
     "Timer",
     "WeightAveraging",
