@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     )
     from drivetrain.callbacks.checkpoint import Checkpoint as Checkpoint
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from drivetrain.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from drivetrain.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from drivetrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 _HOME = {
+    "BackboneFinetuning": ".finetuning",
+    "BaseFinetuning": ".finetuning",
     "Checkpoint": ".checkpoint",
     "EMAWeightAveraging": ".weight_averaging",
     "EarlyStopping": ".early_stopping",
@@ -48,6 +52,8 @@ _HOME = {
 }
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "Checkpoint",
     "EMAWeightAveraging",
     "EarlyStopping",
