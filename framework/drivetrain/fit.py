@@ -325,10 +325,12 @@ class Fit(RunReads):
         outputs: list[Any] | None = self._launch("predict", module, given, ckpt_path, return_predictions)
         return outputs
 
-    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
+    ) -> None:
         session = self._running("save_checkpoint")
         self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
-        session.checkpoints.save(os.fspath(path), weights_only)
+        session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
 
     def defer_save(self, save: Callable[[], None]) -> None:
         self._running("defer_save").saves.ask(save)
@@ -341,11 +343,13 @@ class Fit(RunReads):
         then: Callable[[], None] = lambda: None,
         identifier: str = "",
         digest: str | None = None,
+        trainable_only: bool = False,
     ) -> None:
-        self._running("write_checkpoint").checkpoints.write(path, weights_only, background, then, identifier, digest)
+        checkpoints = self._running("write_checkpoint").checkpoints
+        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
 
-    def save_after_failure(self, path: str, digest: str | None = None) -> None:
-        self._running("save_after_failure").checkpoints.write_after_failure(path, digest)
+    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
+        self._running("save_after_failure").checkpoints.write_after_failure(path, digest, trainable_only)
 
     def _evaluate(
         self,

@@ -205,10 +205,17 @@ class RunContext(Protocol):
 
     # Checkpoints
 
-    def save_checkpoint(self, path: str | os.PathLike[str], weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
+    ) -> None:
         """Write a checkpoint. Collective: call it on every rank.
 
         Within an accumulation window, whose gradients no checkpoint holds, it is written at the window's end.
+
+        Args:
+            path: a path or an fsspec URL.
+            weights_only: leave out what a run needs to go on.
+            trainable_only: leave out parameters that have never trained, but for checksums by which they are known.
         """
 
     def defer_save(self, save: Callable[[], None]) -> None:
@@ -225,6 +232,7 @@ class RunContext(Protocol):
         then: Callable[[], None] = lambda: None,
         identifier: str = "",
         digest: str | None = None,
+        trainable_only: bool = False,
     ) -> None:
         """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
 
@@ -235,17 +243,19 @@ class RunContext(Protocol):
             then: called on every rank once it is whole.
             identifier: what its manifest says of it, by which it is known later; "" lets one be drawn. Rank 0's counts.
             digest: of each file, for the manifest: "sha256", or None for checksums alone. Rank 0's counts.
+            trainable_only: leave out parameters that have never trained, but for checksums by which they are known.
 
         Raises:
             CheckpointError: on every rank, where it could not be written.
         """
 
-    def save_after_failure(self, path: str, digest: str | None = None) -> None:
+    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
         """Write what a failed run of one process had as of its last step; from ``on_exception`` only.
 
         Args:
             path: a path or an fsspec URL.
             digest: as for `write_checkpoint`.
+            trainable_only: as for `write_checkpoint`.
         """
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:

@@ -339,7 +339,7 @@ class RunCheckpoints:
 
         agreed(control, "What this run has could not be saved", formed)
 
-    def save(self, path: str, weights_only: bool) -> None:
+    def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, within an accumulation window at its end. Collective.
 
         Raises:
@@ -355,9 +355,9 @@ class RunCheckpoints:
             )
         if session.progress.within_window:
             # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
-            session.saves.ask(lambda: self.write(path, weights_only))
+            session.saves.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
         else:
-            self.write(path, weights_only)
+            self.write(path, weights_only, trainable_only=trainable_only)
 
     def write(
         self,
@@ -367,6 +367,7 @@ class RunCheckpoints:
         then: Callable[[], None] = lambda: None,
         identifier: str = "",
         digest: str | None = None,
+        trainable_only: bool = False,
     ) -> None:
         """Write a checkpoint now. Collective.
 
@@ -377,6 +378,7 @@ class RunCheckpoints:
             then: called once it is whole.
             identifier: what the manifest says of it; "" draws one. Rank 0's counts.
             digest: of each file, beside its checksums. Rank 0's counts.
+            trainable_only: leave out parameters that have never trained, but for checksums by which they are known.
 
         Raises:
             CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
@@ -385,7 +387,7 @@ class RunCheckpoints:
 
         session, strategy = self._session, self._session.strategy
         checkpoint = self._contents()
-        contents = checkpoint.contents(weights_only)
+        contents = checkpoint.contents(weights_only, trainable_only)
         contents.digest = digest
         facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and session.trainer.loggers:
@@ -429,7 +431,7 @@ class RunCheckpoints:
         run = {"id": folder.id, "name": folder.name, "folder": _lasting(folder.path), "module": module}
         return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
-    def write_after_failure(self, path: str, digest: str | None = None) -> None:
+    def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""
         session, strategy = self._session, self._session.strategy
         if strategy.world_size > 1 or strategy.module is None:
@@ -438,7 +440,7 @@ class RunCheckpoints:
         if session.opening is not None:
             session.opening.go_back()
         session.progress.back_to_the_window()
-        self.write(path, weights_only=False, digest=digest)
+        self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
 
     def save_before_leaving(self) -> None:
         """Let the callbacks write what a later run goes on from, and wait until that is whole. Collective.

@@ -6,11 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from drivetrain._distributed.control import LocalControl
 from drivetrain._engine.fitting import check_optimizers_fit, check_weights_fit
 from drivetrain._engine.own_buffers import own_buffers, take_own_buffers
 from drivetrain._engine.run_state import RunState
@@ -19,6 +21,7 @@ from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumbered
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
+from drivetrain.checkpoint._base import base_sums, check_base
 from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
 from drivetrain.checkpoint._ties import tied_names
 from drivetrain.errors import listed
@@ -44,11 +47,12 @@ class RunCheckpoint:
 
     # Saving
 
-    def contents(self, weights_only: bool, rehearsing: bool = False) -> Contents:
+    def contents(self, weights_only: bool, trainable_only: bool = False, rehearsing: bool = False) -> Contents:
         """Return what this rank has of the checkpoint; calls the hooks that add to it.
 
         Args:
             weights_only: leave out what a run needs to go on.
+            trainable_only: leave out parameters that have never trained. Collective then.
             rehearsing: nothing will be written: a hook that fails so early may not fail when it counts.
         """
         run, strategy, module = self._run, self._strategy, self._module
@@ -73,7 +77,28 @@ class RunCheckpoint:
                 for index, optimizer in enumerate(run.optimizers)
             ]
             contents.callbacks = self._callback_tensors(rehearsing)
+        if trainable_only:
+            self._leave_out_base(contents)
         return contents
+
+    def _leave_out_base(self, contents: Contents) -> None:
+        """Let checksums stand for the parameters that have never trained."""
+        run, weights = self._run, contents.weights
+        if self._running and run.stage == "fit":
+            run.trained |= run.trainables.trained
+        parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
+        run.trained |= {name for name, one in parameters.items() if one.requires_grad}
+        for state in contents.optimizers:  # what was frozen again between two looks
+            run.trained |= {name for name, values in state["state"].items() if values}
+        base = {name for name in parameters if name in weights and name not in run.trained}
+        if unknown := base - run.base.keys():
+            control = self._strategy.control if self._running else LocalControl()
+            run.base |= base_sums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
+        tied = contents.aliases
+        base |= {name for name, first in tied.items() if first in base}
+        contents.weights = {name: value for name, value in weights.items() if name not in base}
+        contents.aliases = {name: first for name, first in tied.items() if name not in base}
+        contents.facts = replace(contents.facts, base={name: run.base[tied.get(name, name)] for name in sorted(base)})
 
     def _weights(self) -> dict[str, Any]:
         if not self._running:
@@ -192,7 +217,8 @@ class RunCheckpoint:
         Raises:
             CheckpointError: it is damaged, or does not fit; nothing is changed then.
         """
-        self._strategy.load_model_state(self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
+        self._check_base(checkpoint)
+        self._load_weights(checkpoint, self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
 
     def load(self, checkpoint: Checkpoint, back: bool = False, anew: Collection[str] = ()) -> None:
         """Take everything that the run goes on from.
@@ -223,12 +249,13 @@ class RunCheckpoint:
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
 
         # All that is needed is read and checked, on every rank, before anything changes.
+        self._check_base(checkpoint)
         weights, states, state, ranks, tensors = self._agreed(checkpoint, read)
         if back and state.get("frozen") is not None:
             run.trainables.keep_frozen(state["frozen"], None)
             self.regroup(checkpoint, run.optimizers)
             run.trainables.touched = True
-        strategy.load_model_state(weights)
+        self._load_weights(checkpoint, weights)
         for index, optimizer_state in enumerate(states):
             with taking(checkpoint, f"the state of optimizer {index}", "state"):
                 strategy.load_optimizer_state(optimizer_state, index)
@@ -245,6 +272,13 @@ class RunCheckpoint:
             with taking(checkpoint, "the ranks' documents", "source"):
                 self._go_on(state, ranks)
         self._load_into_hooks(checkpoint, state, tensors)
+
+    def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
+        base = checkpoint.manifest.facts.base
+        if base:  # as they are, they are what it was trained on
+            own: Mapping[str, Any] = self._strategy.model_state()
+            weights = {**{name: self._strategy.shard_of(own[name]) for name in base}, **weights}
+        self._strategy.load_model_state(weights)
 
     def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
@@ -292,9 +326,20 @@ class RunCheckpoint:
                     callback.load_tensors(run.trainer, self._module, tensors[key])
                 callback.on_load_checkpoint(run.trainer, self._module, saved["extra"])
 
+    def _check_base(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint of trained weights whose base is another than the module's. Collective."""
+        base = checkpoint.manifest.facts.base
+        if not base:
+            return
+        own = self._strategy.model_state()
+        held = {name: self.shard_of(own[name]) for name in base if name in own}
+        check_base(checkpoint.path, base, base_sums(held, self._strategy.control))
+        self._run.trained |= set(checkpoint.weights())
+
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        strategy = self._strategy
-        check_weights_fit(checkpoint, strategy.model_state(), type(self._module).__name__)
+        strategy, base = self._strategy, checkpoint.manifest.facts.base
+        own = {name: value for name, value in strategy.model_state().items() if name not in base}
+        check_weights_fit(checkpoint, own, type(self._module).__name__)
         return checkpoint.weights().staged(strategy.model_regions())
 
     def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:

@@ -91,6 +91,10 @@ class RunState:
         self.sanity_checking = False
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
+        self.trained: set[str] = set()
+        """The names of parameters that train, or have trained, as far as a checkpoint has asked."""
+        self.base: dict[str, str] = {}
+        """Checksums of parameters that have never trained, for checkpoints that leave them out."""
         self.pass_over_training_data: Callable[[], None] | None = None
         self._hooks: HookTable | None = None
         self._trainables: Trainables | None = None

@@ -68,6 +68,7 @@ class Trainables:
         "open",
         "parameters",
         "touched",
+        "trained",
         "watches",
     )
 
@@ -90,6 +91,8 @@ class Trainables:
         """Whether a window is: from its first forward until ``on_before_optimizer_step`` begins."""
         self.touched = False
         """Whether a layer was created, or a group added, since the last look."""
+        self.trained: set[str] = set()
+        """The names of what trains, or has trained."""
         self._note()
 
     def begin(self, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig]) -> None:
@@ -290,6 +293,7 @@ class Trainables:
     def _list(self) -> None:
         self.parameters = tuple(one for one, _ in self._known.values())
         self.flags = tuple(trained for _, trained in self._known.values())
+        self.trained |= {name for name, (_, trained) in self._known.items() if trained}
 
     def _groups_now(self) -> Groups:
         names = {id(one): name for name, one in self._strategy.named_parameters().items()}

@@ -57,6 +57,9 @@ class Checkpoint(Callback):
         save_on_exception: save where a run fails, as of its last step. On one process only.
         save_async: copy the state, and write it while training goes on.
         keep_last: how many of the newest to keep besides the best.
+        trainable_only: leave out parameters that have never trained: an adapter of a few megabytes is saved without the
+            model that it adapts. Checksums of what is left out are kept, and whoever loads the checkpoint has to have
+            that.
         digest: "sha256" has the manifest hold each file's SHA-256, which `drivetrain.checkpoint.verify` compares, so
             that a signature over the manifest covers all; None for checksums alone.
 
@@ -81,6 +84,7 @@ class Checkpoint(Callback):
         save_on_exception: bool = False,
         save_async: bool = False,
         keep_last: int | None = None,
+        trainable_only: bool = False,
         digest: str | None = None,
     ) -> None:
         _check_monitor(monitor, mode)
@@ -102,6 +106,7 @@ class Checkpoint(Callback):
         self.save_weights_only = save_weights_only
         self.save_on_exception = save_on_exception
         self.save_async = save_async
+        self.trainable_only = trainable_only
         self.digest = digest
         self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
         self._at_epoch_end = True
@@ -293,7 +298,7 @@ class Checkpoint(Callback):
             return  # it left because of a signal, and has saved
         if self._fitting and self.save_on_exception and not self._is_off:
             path = child(self._folder(), f"exception-step={trainer.global_step}")
-            trainer.save_after_failure(path, self.digest)
+            trainer.save_after_failure(path, self.digest, self.trainable_only)
 
     def save_before_leaving(self, trainer: RunContext, module: TrainModule) -> bool:
         """Save what a later run goes on from. Of several, the first that keeps whole ones does it for all. Collective.
@@ -374,7 +379,7 @@ class Checkpoint(Callback):
                 self._going = [one for one in self._going if one not in going]
 
         path = child(self._folder(), name)
-        trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest)
+        trainer.write_checkpoint(path, weights_only, background, whole, identifier, self.digest, self.trainable_only)
 
     def _tidy(self, trainer: RunContext, going: Sequence[Kept], newest: str | None = None) -> None:
         """On rank 0, once a later one is whole: say which is the newest, and remove what is no longer kept.

@@ -35,6 +35,7 @@ def show(path: str | os.PathLike[str]) -> str:
         f"  at      {_pairs(facts.progress)}",
         f"  from    {_pairs(arguments)}",
         *([f"  without {', '.join(secrets)}"] if secrets else []),
+        *([f"  on      a base of {len(facts.base)} weights, which are not in it"] if facts.base else []),
         f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):

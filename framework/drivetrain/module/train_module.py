@@ -305,19 +305,27 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
         Raises:
             CheckpointError: there is no whole checkpoint, ``__init__`` needs what its hyper-parameters do not hold or
-                does not take what they hold, or its weights do not fit.
+                does not take what they hold, or its weights do not fit; it holds trained weights alone, and the module
+                has others than these were trained on.
         """
         from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for these
         from drivetrain.module._saved_arguments import SavedArguments
 
         checkpoint = load(path)
-        weights = checkpoint.weights()
+        weights, base = checkpoint.weights(), checkpoint.manifest.facts.base
         saved = SavedArguments(os.fspath(path), checkpoint.hyper_parameters, checkpoint.manifest.facts.left_out)
         module = saved.build(cls, overrides, ignore)
         module.configure_model()
         called = f"The weights of {os.fspath(path)!r}"
         Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)
+        if base:
+            from drivetrain._distributed.control import LocalControl
+            from drivetrain.checkpoint._base import base_sums, check_base
+
+            own = {name: value for name, value in module.state_dict().items() if name in base}
+            check_base(os.fspath(path), base, base_sums(own, LocalControl()))
         missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
+        missing = [name for name in missing if name not in base]
         Misfit(missing, unexpected).settle(called, cls.__name__, strict)
         return module if map_location is None else module.to(map_location)
 

@@ -80,6 +80,7 @@ class Facts:
         run: of the run that wrote it: its "id", its "name", its "folder" and the class of its "module", as far as they
             are known.
         weights_only: whether no run can go on from it.
+        base: checksums of the values of the weights that are not in it, by name; empty where all are.
         identifier: tells it from all others; "" lets the writer draw one.
         parent: the identifier of the checkpoint that the run wrote before, or went on from; "" for none.
         lineage: the runs that it comes from, the oldest first, each with how many checkpoints it had written until the
@@ -96,6 +97,7 @@ class Facts:
     lineage: tuple[tuple[str, int], ...] = ()
     left_out: tuple[str, ...] = ()
     run: Mapping[str, str] = field(default_factory=dict)
+    base: Mapping[str, str] = field(default_factory=dict)
 
     def descends_from(self, other: Facts) -> bool:
         """Whether a run wrote this after it had written, or gone on from, ``other``."""
@@ -166,6 +168,7 @@ def seal(manifest: Manifest) -> bytes:
         "parent": facts.parent,
         "lineage": [list(one) for one in facts.lineage],
         "run": dict(facts.run),
+        "base": dict(facts.base),
         "weights": _part_as_json(manifest.weights),
         "aliases": dict(manifest.aliases),
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
@@ -279,6 +282,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             lineage=tuple(_ancestor(one) for one in _list(document.get("lineage", []), "lineage")),
             left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
+            base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
         ),
         files=files,
         weights=_part(document["weights"]),

@@ -1,0 +1,156 @@
+"""PEFT's LoRA on a Llama of Hugging Face's, trained and saved without the model that it adapts. Row L-08."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import quiet
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from drivetrain import TrainModule
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
+from drivetrain.checkpoint import load
+from drivetrain.errors import CheckpointError
+from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+from worlds import DEEPSPEED, on_ranks, preload
+
+pytest.importorskip("peft")
+preload(*DEEPSPEED, "transformers.models.llama.modeling_llama", "peft")
+
+VOCABULARY, LENGTH, SAMPLES = 32, 8, 32
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: "auto",
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "zero 1": lambda: DeepSpeedStrategy(stage=1),
+    "zero 2": lambda: DeepSpeedStrategy(stage=2),
+    "zero 3": lambda: DeepSpeedStrategy(stage=3, stage3_param_persistence_threshold=0),
+}
+
+
+def llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                max_position_embeddings=LENGTH,
+            )
+        )
+
+
+class Adapter(TrainModule):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            self.model = get_peft_model(
+                llama(seed), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+            )
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=0.01)
+
+
+class Tokens(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+
+
+def by_hand() -> dict[str, Tensor]:
+    model = Adapter()
+    optimizer = model.configure_optimizers()
+    for _ in range(2):
+        for batch in DataLoader(Tokens(), batch_size=8):
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            optimizer.step()
+    return {name: value for name, value in model.state_dict().items() if "lora" in name}
+
+
+def _run(strategy: str, world: int, folder: Path, epochs: int, path: Any = None, seed: int = 0) -> Any:
+    fit = quiet(
+        strategy=STRATEGIES[strategy](),
+        devices=world,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        callbacks=[Checkpoint(folder / "c", trainable_only=True, save_top_k=-1), EMAWeightAveraging(0.5)],
+        enable_checkpointing=True,
+        seed=1,
+    )
+    module = Adapter(seed)
+    try:
+        fit.fit(module, DataLoader(Tokens(), batch_size=8 // world), ckpt_path=path)
+    except CheckpointError as error:
+        return str(error)
+    return {name: value for name, value in module.state_dict().items() if "lora" in name}
+
+
+def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+
+
+def saved(folder: Path, epoch: int) -> Path:
+    (path,) = (folder / "c").glob(f"epoch={epoch}-*")
+    return path
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "single"])
+def test_an_adapter_is_saved_alone_and_fits_its_base(strategy: str, tmp_path: Path) -> None:  # L-08
+    on_ranks(_run, 2, strategy, 2, tmp_path, 2, process_group=None, timeout=120)
+    path = saved(tmp_path, 1)
+    weights = load(path).weights()
+    assert all("lora" in name for name in weights)
+    near(dict(weights), by_hand())
+    nbytes = sum(one.stat().st_size for one in path.rglob("*.safetensors"))
+    assert nbytes < 60_000  # the model has 90 kB of weights
+    again = Adapter.load_from_checkpoint(path)
+    near({name: value for name, value in again.state_dict().items() if "lora" in name}, by_hand())
+    with pytest.raises(CheckpointError, match="trained on another base"):
+        Adapter.load_from_checkpoint(path, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("ddp", 2), ("fsdp", 2)),
+        (("fsdp", 2), ("zero 3", 2)),
+        (("zero 3", 2), ("single", 1)),
+        (("zero 1", 2), ("ddp", 2)),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_from_it_under_another_strategy(
+    first: tuple[str, int], second: tuple[str, int], tmp_path: Path
+) -> None:  # L-08
+    on_ranks(_run, first[1], *first, tmp_path, 1, process_group=None, timeout=120)
+    path = saved(tmp_path, 0)
+    on_ranks(_run, second[1], *second, tmp_path, 2, path, process_group=None, timeout=120)
+    near(dict(load(saved(tmp_path, 1)).weights()), by_hand())
+    for said in on_ranks(_run, second[1], *second, tmp_path, 2, path, 1, process_group=None, timeout=120):
+        assert "was trained on another base" in said
