@@ -118,6 +118,7 @@ class Drawn:
             resume=resume,
             broadcast=self.broadcast(strategy, manual, net),
             late=self.chance(10),
+            average=self.one_of(0.5, 0.9) if self.chance(15) else None,
             seed=self.between(0, 3),
         )
 

@@ -13,7 +13,7 @@ import torchmetrics
 from torch import Tensor
 
 from drivetrain import Callback, DrivetrainError, Fit, TrainModule
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
 from fuzz.feeding import taken, training_loader, validation_loader
@@ -352,6 +352,8 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
         trainer = None
         try:
             callbacks: list[Callback] = [recorder, Checkpoint(save_top_k=0)] if root else [recorder]
+            if program.average is not None:
+                callbacks.append(EMAWeightAveraging(program.average, use_buffers=False))
             options = {**settings(program, outcome), **({"default_root_dir": root} if root else {})}
             trainer = Fit(strategy=strategy_of(strategy, program), callbacks=callbacks, **options)
             loaders = [training_loader(program, ranks, rank)]

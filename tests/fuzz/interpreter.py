@@ -64,6 +64,9 @@ class Loop:
         self.batch_idx = 0
         self.should_stop = self.saves = self.moves = self.limited = False
         self.validated_at = -1
+        self.before = {name: one.detach().clone() for name, one in self.net.named_parameters()}
+        self.averages: dict[str, Tensor] = {}
+        self.updates = 0
 
     # A rank at a time
 
@@ -147,6 +150,8 @@ class Loop:
         if outcome.error:
             return self.end()
         self.hook("on_train_end")
+        if self.updates:
+            self.exchange()
         outcome.metrics = self.diary.metrics()
         names = {one: name for name, one in self.net.named_parameters()}
         outcome.states = [tensors_of(one.state, names) for one in self.optimizers]
@@ -261,6 +266,7 @@ class Loop:
             self.samples += sum(map(len, micro))
             if stepped:
                 self.steps += 1
+                self.update_average()
                 if not program.manual:
                     for scheduler, plan in self.schedulers:
                         if plan.interval == "step" and self.steps % plan.frequency == 0:
@@ -568,6 +574,33 @@ class Loop:
         self.ranks = [self.fresh_rank(rank, 1100) for rank in range(self.world)]
         self.moves = True
 
+    # Averages
+
+    def update_average(self) -> None:
+        """Take the weights into their averages. What has not trained yet is its own."""
+        decay = self.program.average
+        if decay is None:
+            return
+        for name, one in self.net.named_parameters():
+            if not one.requires_grad and name not in self.averages:
+                continue
+            wide = torch.promote_types(one.dtype, torch.float32)
+            if self.updates == 0:
+                self.averages[name] = one.detach().to(wide, copy=True)
+            else:
+                average = self.averages.setdefault(name, self.before[name].to(wide, copy=True))
+                average.lerp_(one.detach().to(wide), 1 - decay)
+        self.updates += 1
+
+    def exchange(self) -> dict[str, Tensor]:
+        """Put the averages in the network; return what trains."""
+        trains = {}
+        for name, one in self.net.named_parameters():
+            if name in self.averages:
+                trains[name] = one.detach().clone()
+                one.data.copy_(self.averages[name])
+        return trains
+
     # Validation
 
     def validate_within(self, over: bool) -> None:
@@ -630,6 +663,7 @@ class Loop:
         self.net.eval()
         self.diary.begin("validate")
         self.hook("on_validation_start")
+        trains = self.exchange()
         self.hook("on_validation_epoch_start")
         data = numbers(validation.samples, self.net.on_tokens)
         micros = evaluated(validation.samples, validation.batch, self.world)
@@ -651,6 +685,9 @@ class Loop:
                 self.hook("on_validation_batch_end", micro)
         self.diary.end_validation(self.steps, lambda: self.hook("on_validation_epoch_end"))
         self.hook("on_validation_end")
+        for name, one in self.net.named_parameters():
+            if name in trains:
+                one.data.copy_(trains[name])
         self.net.train()
         for rank, (buffers, generator) in zip(self.ranks, own, strict=True):
             rank.buffers, rank.generator = buffers, generator

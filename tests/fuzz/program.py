@@ -231,6 +231,8 @@ class Program:
     resume: Resume | None = None
     broadcast: bool | None = None
     """DDP's ``broadcast_buffers``."""
+    average: float | None = None
+    """The decay of an exponential moving average that is validated, and left in the module."""
     late: bool = False
     """The layers are built in ``configure_model``."""
     launcher: str = ""

@@ -124,7 +124,9 @@ class Averages:
 
     def _values(self) -> dict[str, Any]:
         """What is averaged, by name, as the strategy holds it; tied weights once."""
-        trains = {name for name, one in self._strategy.named_parameters().items() if one.requires_grad}
+        trains = {
+            name for name, one in self._strategy.named_parameters().items() if one.requires_grad or name in self.of
+        }
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         once = {name for name, _ in self._module.named_buffers()} if self._buffers else set()
         found = {}

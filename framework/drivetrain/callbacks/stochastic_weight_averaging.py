@@ -39,6 +39,8 @@ class StochasticWeightAveraging(WeightAveraging):
             is not known, or ``swa_lrs`` has another number of values than there are groups.
     """
 
+    priority = 50  # learning rates are set before they are logged
+
     def __init__(
         self,
         swa_lrs: float | Sequence[float],

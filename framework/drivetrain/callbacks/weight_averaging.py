@@ -45,7 +45,7 @@ class WeightAveraging(Callback):
         evaluate: validate on the averages within `fit`.
     """
 
-    priority = 50  # of what a validation begins and ends with, the weights come before others that look at them
+    priority = -5  # it sees what hooks of the module change, and comes before whatever stops or saves
 
     def __init__(self, avg_fn: AverageFn | None = None, use_buffers: bool = True, evaluate: bool = True) -> None:
         if avg_fn is not None and not callable(avg_fn):
