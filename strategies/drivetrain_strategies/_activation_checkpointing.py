@@ -82,6 +82,8 @@ class Checkpointing:
                 f"use one of {', '.join(POLICIES)}, or a function (context, operator, *args) -> CheckpointPolicy.",
             )
         self._policy = policy
+        self.casts_anew = policy != "full"
+        """Whether a weight is cast each time that it is used, and autocast keeps none of it."""
 
     def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         kept = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy

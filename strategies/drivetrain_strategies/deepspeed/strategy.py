@@ -33,6 +33,7 @@ from drivetrain_strategies._activation_checkpointing import (
 )
 from drivetrain_strategies._materialize import Building
 from drivetrain_strategies._module_checks import refuse_meta
+from drivetrain_strategies._norms import norms_of, with_float32_weights
 from drivetrain_strategies._original_device import HomeDevice
 from drivetrain_strategies._weights_left import GATHER_LIMIT, exceeds
 from drivetrain_strategies.deepspeed._checks import (
@@ -54,7 +55,6 @@ from drivetrain_strategies.deepspeed._config import (
 )
 from drivetrain_strategies.deepspeed._faults import check_by_deepspeed, check_operations, compiling_explained
 from drivetrain_strategies.deepspeed._library import Quiet, check_library, import_library
-from drivetrain_strategies.deepspeed._norms import norms_of, with_float32_weights
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed._run import DeepSpeedRun, Setting
 from drivetrain_strategies.deepspeed._traces import World

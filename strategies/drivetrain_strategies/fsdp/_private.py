@@ -7,7 +7,7 @@ between the versions of torch that this runs on, from 2.11 on, what is there is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -25,14 +25,22 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from drivetrain_strategies.fsdp._weight_casts import WeightCasts
+
 NEEDED = (
     (FSDPModule, "_get_fsdp_state"),
     (FSDPParamGroup, "post_backward"),
+    (FSDPParamGroup, "pre_forward"),
     (FSDPParamGroup, "_to_sharded"),
+    (FSDPParamGroup, "_to_sharded_post_forward"),
+    (FSDPParamGroup, "_to_unsharded"),
     (FSDPParam, "init_unsharded_param"),
     (FSDPParam, "reset_sharded_param"),
 )
 """Methods without which nothing here works."""
+
+CastsOf = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
+"""From the modules of a unit and torch's `FSDPParam` of its weights to what keeps track of their casts."""
 
 _TRAINS = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 
@@ -52,6 +60,30 @@ class _WatchedGroup(FSDPParamGroup):
         super().post_backward(*unused)
 
 
+class _CastingGroup(_WatchedGroup):
+    """Whose weights are cast by autocast: the casts come and go with the weights."""
+
+    casts: WeightCasts
+
+    def pre_forward(self, *arguments: Any) -> Any:
+        result = super().pre_forward(*arguments)
+        if self.post_forward_mesh_info is not None:  # else the weights stay, and the casts may
+            self.casts.find()
+        return result
+
+    def _to_unsharded(self) -> None:
+        super()._to_unsharded()  # type: ignore[no-untyped-call]
+        self.casts.restore()
+
+    def _to_sharded(self) -> None:
+        super()._to_sharded()  # type: ignore[no-untyped-call]
+        self.casts.drop()
+
+    def _to_sharded_post_forward(self) -> None:
+        super()._to_sharded_post_forward()  # type: ignore[no-untyped-call]
+        self.casts.drop()
+
+
 class _WatchedParam(FSDPParam):
     """Tells its watcher when its whole tensor is first made."""
 
@@ -69,9 +101,10 @@ class Sharded:
 
     Args:
         root: the module that was sharded last, around all others.
+        casts_of: makes what keeps track of the casts that autocast makes of a unit's weights; None where it makes none.
     """
 
-    def __init__(self, root: FSDPModule) -> None:
+    def __init__(self, root: FSDPModule, casts_of: CastsOf | None = None) -> None:
         self.root = root
         self._module: nn.Module = root  # type: ignore[assignment]
         self.modules: list[Any] = [child for child in self._module.modules() if isinstance(child, FSDPModule)]
@@ -85,8 +118,11 @@ class Sharded:
         self._shards: list[Any] = []
         self._wholes: list[Any] = []
         for group in self._groups:
-            group.__class__ = _WatchedGroup
+            casts = None if casts_of is None else casts_of(group.modules, group.fsdp_params)
+            group.__class__ = _WatchedGroup if casts is None else _CastingGroup
             group.watcher = self
+            if casts is not None:
+                group.casts = casts
             for parameter in group.fsdp_params:
                 parameter.__class__ = _WatchedParam
                 parameter.watcher = self
@@ -260,7 +296,8 @@ def undo_sharding(root: nn.Module) -> None:
         state._post_forward_hook_handle.remove()
         for group in _groups_of(state):
             group._to_sharded()
-            group.__dict__.pop("watcher", None)
+            for ours in ("watcher", "casts"):
+                group.__dict__.pop(ours, None)
             for handles in (
                 group._module_to_pre_save_state_dict_hook_handle,
                 group._module_to_pre_load_state_dict_hook_handle,

@@ -49,13 +49,20 @@ from drivetrain_strategies.fsdp._optimizers import Adoptions
 from drivetrain_strategies.fsdp._originals import Original, originals_of
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp._private import Sharded, forget_meshes, remove_tensor_parallel_hooks, undo_sharding
+from drivetrain_strategies.fsdp._private import (
+    CastsOf,
+    Sharded,
+    forget_meshes,
+    remove_tensor_parallel_hooks,
+    undo_sharding,
+)
 from drivetrain_strategies.fsdp._repeated_evaluation import step_with
 from drivetrain_strategies.fsdp._shards_left import gather_back, leave_shards, take_up_shards
 from drivetrain_strategies.fsdp._start import start_alike
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
 from drivetrain_strategies.fsdp._trainable_change import adapt, refuse_while_whole
 from drivetrain_strategies.fsdp._unused import UnusedParameters
+from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 logger = logging.getLogger("drivetrain")
 
@@ -218,7 +225,7 @@ class FSDPStrategy(DistributedStrategy):
         start_alike(plan.whole.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._how(), self._originals)
-        sharded = self._sharded = Sharded(root)
+        sharded = self._sharded = Sharded(root, self._weight_casts())
         bare.initialise(self._originals, sharded, plan, self.device, self.control)
         start_alike(module.buffers(), self.device)
         for other in sharded.meshes():
@@ -244,6 +251,24 @@ class FSDPStrategy(DistributedStrategy):
             offload_policy(self.cpu_offload, self.device),
             self.device,
         )
+
+    def _weight_casts(self) -> CastsOf | None:
+        """What keeps track of the casts that autocast keeps of gathered weights; None where it makes or keeps none."""
+        precision, device_type = self.precision, self.device.type
+        dtype = precision.compute_dtype
+        if self.compile or not precision.has_forward_context or dtype.itemsize > 2:
+            return None
+        if self._how().precision.param_dtype is not None:
+            return None
+        # Under a policy that chooses operations, modules that compute again cast anew each time.
+        casting_anew = tuple(self.activation_checkpointing or ()) if self._checkpointing.casts_anew else ()
+
+        def casts_of(modules: Sequence[nn.Module], parameters: Sequence[Any]) -> WeightCasts | None:
+            if any(isinstance(module, casting_anew) for module in modules):
+                return None
+            return WeightCasts(parameters, device_type, dtype)
+
+        return casts_of
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._adoptions is not None

@@ -1,0 +1,243 @@
+"""The casts that autocast makes of sharded weights: how many bytes a rank holds, and that the bits are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from live_bytes import LiveBytes
+from small_runs import Regression, global_batches, loader, quiet, seeded
+from test_fsdp_memory import Watch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from drivetrain_strategies import FSDPStrategy
+from worlds import on_ranks
+
+HALF = torch.bfloat16
+WIDTH = 128
+UNIT = 2 * WIDTH * WIDTH * 4
+SHARD = UNIT // 2
+"""What a rank holds of a block, of two."""
+REST = UNIT // 4
+"""Of one block, at most: a norm, and the activations of a small batch."""
+
+
+class Block(nn.Module):
+    """Two matrices around a residual, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Deep(Regression):
+    """So many blocks; their matrices may be frozen, in a dtype, and have a vector each that trains."""
+
+    def __init__(self, depth: int, frozen: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.net = seeded(lambda: nn.Sequential(*(Block() for _ in range(depth))))
+        for name, parameter in self.net.named_parameters():
+            if frozen is not None and "norm" not in name:
+                parameter.requires_grad_(False).data = parameter.data.to(frozen)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0].repeat(1, WIDTH // 4)).square().mean()
+
+
+class PeakOfEvaluation(Watch):
+    """Also what was alive at most within a validation."""
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.live.restart()
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.found["peak evaluation"] = self.live.peak
+
+
+def _held(depth: int, precision: str, options: dict[str, Any], frozen: torch.dtype | None) -> dict[str, int]:
+    with LiveBytes() as live:
+        watch = PeakOfEvaluation(live)
+        strategy = FSDPStrategy(wrap=[Block], **options)
+        fit = quiet(strategy=strategy, callbacks=watch, max_steps=1, precision=precision)
+        module = Deep(depth, frozen)
+        module.validation_step = lambda batch, batch_idx: module.loss(batch)  # type: ignore[method-assign]
+        fit.fit(module, loader(8, 4), loader(8, 4))
+    return watch.found
+
+
+def _by_depth(precision: str, options: dict[str, Any], frozen: torch.dtype | None = None) -> dict[str, float]:
+    """What each further block adds to what is alive at each point."""
+    shallow, deep = (_held(depth, precision, options, frozen) for depth in (2, 6))
+    return {point: (deep[point] - shallow[point]) / 4 for point in shallow}
+
+
+CHECKPOINTED = {"activation_checkpointing": [Block]}
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranks", "options", "kept"),
+    [
+        ("bf16-mixed", 2, {}, 0),
+        ("bf16-mixed", 2, CHECKPOINTED, 0),
+        ("16-mixed", 2, {}, 0),
+        ("bf16-mixed", 4, {"reshard_after_forward": 2}, UNIT // 2),  # whole on two ranks together
+    ],
+    ids=str,
+)
+def test_a_further_block_costs_its_shards_and_its_activations(
+    precision: str, ranks: int, options: dict[str, Any], kept: int
+) -> None:
+    # D-01, D-07: and no cast of its weights, UNIT / 2, which autocast's cache keeps to the end of the forward, and
+    # products to their backward
+    for more in on_ranks(_by_depth, ranks, precision, options):
+        shard = UNIT // ranks
+        assert shard + kept <= more["forward"] <= shard + kept + REST
+        assert more["peak forward"] <= shard + kept + REST
+        assert more["peak backward"] <= 2 * shard + kept + REST
+        assert more["peak evaluation"] <= 2 * shard + kept + REST  # gradients are there until the next step
+
+
+def test_what_stays_gathered_keeps_its_casts() -> None:
+    # What is measured above can be seen; and nothing is cast twice where nothing is dropped.
+    for more in on_ranks(_by_depth, 2, "bf16-mixed", {"sharding": "grad_op"}):
+        assert more["forward"] >= SHARD + UNIT + UNIT // 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "kept"),
+    [
+        (torch.float32, {}, SHARD + UNIT // 2),
+        (torch.float32, CHECKPOINTED, SHARD),
+        (HALF, {}, SHARD // 2),
+    ],
+    ids=str,
+)
+def test_what_frozen_weights_cost(dtype: torch.dtype, options: dict[str, Any], kept: int) -> None:
+    # As docs/strategies.md says: frozen in float32 the products keep their casts; frozen in bf16 there is none.
+    for more in on_ranks(_by_depth, 2, "bf16-mixed", options, dtype):
+        assert kept <= more["forward"] <= kept + REST
+
+
+# The same bits
+
+
+class Reusing(nn.Module):
+    """Uses one matrix twice, another by itself, and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.conv = nn.Conv1d(2, 2, 3, padding=1)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.twice(torch.tanh(self.twice(self.norm(x))))
+        x = x + self.conv(x.view(-1, 2, 4)).flatten(1)
+        return x + self.once(x) * self.once.weight.mean()  # read in float32, too
+
+
+class Twice(nn.Module):
+    """Runs its blocks twice, the second time from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reusing() for _ in range(3))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *reversed(self.blocks)):
+            x = block(x)
+        return self.head(x)
+
+
+class Reused(Regression):
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.net = seeded(Twice)  # type: ignore[assignment]
+        self.automatic_optimization = not manual
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.net(x.repeat(1, 2)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def shard_by_hand(net: nn.Module, units: Any, policy: MixedPrecisionPolicy) -> None:
+    """As a user of plain PyTorch does it."""
+    for unit in units:
+        fully_shard(unit, mp_policy=policy)
+    fully_shard(net, mp_policy=policy)
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+
+
+def train_sharded_by_hand(module: Any, samples: int, window: int = 1) -> list[torch.Tensor]:
+    """Train what `shard_by_hand` left on this rank's batches of 4, under autocast; returns the whole weights."""
+    optimizer = module.configure_optimizers()
+    mine = global_batches(samples, 4)[dist.get_rank() :: dist.get_world_size()]
+    for index, batch in enumerate(mine):
+        last = (index + 1) % window == 0
+        module.net.set_requires_gradient_sync(last)
+        with torch.autocast("cpu", HALF):
+            loss = module.loss(batch)
+        (loss / window).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.full_tensor() for parameter in module.parameters()]
+
+
+PLAIN = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _both(options: dict[str, Any], window: int, manual: bool) -> list[bool]:
+    by_hand = Reused()
+    if options:
+        for block in by_hand.net.blocks:
+            forward = block.forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    shard_by_hand(by_hand.net, by_hand.net.blocks, PLAIN)
+    expected = train_sharded_by_hand(by_hand, 32, window)
+    module = Reused(manual)
+    strategy = FSDPStrategy(**options)
+    accumulated = {} if manual else {"accumulate_grad_batches": window}
+    quiet(strategy=strategy, precision="bf16-mixed", **accumulated).fit(module, loader(32, 4))
+    return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "window", "manual"),
+    [
+        ({}, 1, False),
+        ({}, 2, False),
+        ({}, 1, True),
+        ({"activation_checkpointing": [Reusing]}, 1, False),
+        ({"reshard_after_forward": 2}, 1, False),
+        ({"activation_checkpointing": [Reusing]}, 1, True),
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_of_autocast_alone(options: dict[str, Any], window: int, manual: bool) -> None:
+    # D-01, D-07: weights that are used twice in a block and in two calls of it share a cast, as they do in plain torch
+    for same in on_ranks(_both, 2, options, window, manual):
+        assert all(same), same
