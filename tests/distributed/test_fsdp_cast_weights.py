@@ -87,6 +87,7 @@ CHECKPOINTED = {"activation_checkpointing": [Block]}
     [
         ("bf16-mixed", 2, {}, 0),
         ("bf16-mixed", 2, CHECKPOINTED, 0),
+        ("bf16-mixed", 2, {"param_dtype": HALF}, 0),
         ("16-mixed", 2, {}, 0),
         ("bf16-mixed", 4, {"reshard_after_forward": 2}, UNIT // 2),  # whole on two ranks together
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from drivetrain_strategies._activation_checkpointing import ForwardSwap, modules_of
+from drivetrain_strategies._norms import norms_of, with_float32_weights
 from drivetrain_strategies._step_module import StepModule
 from drivetrain_strategies.fsdp._device_mesh import Mesh
 from drivetrain_strategies.fsdp._originals import Original
@@ -42,8 +44,11 @@ def change_forwards(
     classes: Sequence[type[nn.Module]] | None,
     checkpointing: Callable[[Callable[..., Any]], Callable[..., Any]],
     compile_options: dict[str, Any] | None,
+    gathered_in_half: bool = False,
 ) -> ForwardSwap:
     """Activation checkpointing first, compilation around it; sharding comes around both, as hooks.
+
+    Norms whose weights are gathered in half precision compute in float32 where their kernels ask for it.
 
     Args:
         module: the bare module.
@@ -51,8 +56,12 @@ def change_forwards(
         classes: of modules to checkpoint; None for none.
         checkpointing: wraps a forward.
         compile_options: for `torch.compile`; None compiles nothing.
+        gathered_in_half: whether weights are, that are kept in float32.
     """
     swap = ForwardSwap()
+    if gathered_in_half:
+        for norm in norms_of(module):
+            swap.put(norm, partial(with_float32_weights, norm))
     if classes is not None:
         for block in modules_of(module, classes):
             swap.put(block, checkpointing)

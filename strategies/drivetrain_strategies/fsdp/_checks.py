@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed, nearest
+from drivetrain.precision import Precision
 from drivetrain.strategies import refuse_embedding_max_norm
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 from drivetrain_strategies.fsdp._private import NEEDED
@@ -104,6 +105,44 @@ def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> 
             f"reshard_after_forward={reshard_after_forward}, and a copy is spread over {shard} ranks.",
             "as a number it says over how many ranks parameters stay spread between forward and backward.",
             f"use a divisor of {shard}, or True or False.",
+        )
+
+
+def check_param_dtype(
+    param_dtype: torch.dtype | None, policy: MixedPrecisionPolicy | None, precision: Precision | None = None
+) -> None:
+    """Refuse to gather in a dtype in which the run does not compute, or in two.
+
+    Args:
+        param_dtype: what is asked for; None asks for nothing.
+        policy: the user's own.
+        precision: the run's, once it is known.
+
+    Raises:
+        ConfigurationError: names both settings.
+    """
+    if param_dtype is None:
+        return
+    if policy is not None:
+        raise ConfigurationError(
+            f"FSDPStrategy(param_dtype={param_dtype}) together with mixed_precision={policy}.",
+            "both say in which dtype parameters are gathered.",
+            "give one of them; a policy has a param_dtype of its own.",
+        )
+    if precision is None:
+        return
+    computes = precision.compute_dtype
+    if not precision.has_forward_context or computes == precision.param_dtype:
+        raise ConfigurationError(
+            f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}.",
+            f"that precision keeps parameters in the dtype in which it computes, {computes}, and gathers them in it.",
+            "use precision='bf16-mixed' with torch.bfloat16, or leave param_dtype out.",
+        )
+    if param_dtype != computes:
+        raise ConfigurationError(
+            f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}, which computes in {computes}.",
+            "gathered in another dtype, weights would be rounded twice, or travel larger than they are used.",
+            f"use param_dtype={computes}, or leave it out, which gathers {precision.param_dtype}.",
         )
 
 

@@ -39,6 +39,7 @@ from drivetrain_strategies.fsdp._checks import (
     check_module,
     check_offload,
     check_optimizer,
+    check_param_dtype,
     check_reshard_size,
     check_torch,
 )
@@ -93,6 +94,8 @@ class FSDPStrategy(DistributedStrategy):
         process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
         timeout: after which a collective that a rank does not join fails.
         step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
+        param_dtype: in which parameters are gathered: under "bf16-mixed" ``torch.bfloat16``, for half the traffic and
+            weights that are rounded for norms and embeddings, too; None gathers them as they are kept, in float32.
 
     Raises:
         ConfigurationError: arguments that contradict each other.
@@ -125,10 +128,12 @@ class FSDPStrategy(DistributedStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         step_timeout: timedelta | None = DEFAULT_STEP_TIMEOUT,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         check_torch()
         super().__init__(process_group_backend, timeout, step_timeout)
         check_arguments(sharding, reshard_after_forward, replicate_size, shard_size, tensor_parallel)
+        check_param_dtype(param_dtype, mixed_precision)
         self.sharding = sharding
         self.wrap = wrap
         self.reshard_after_forward = False if sharding == "grad_op" else reshard_after_forward
@@ -137,6 +142,7 @@ class FSDPStrategy(DistributedStrategy):
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.mixed_precision = mixed_precision
+        self.param_dtype = param_dtype
         self.ignored = tuple(ignored)
         self.forward_prefetch, self.backward_prefetch = forward_prefetch, backward_prefetch
         self.compile = compile
@@ -170,6 +176,7 @@ class FSDPStrategy(DistributedStrategy):
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
         self._layout = find_layout(placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel)
         check_reshard_size(self.reshard_after_forward, self._layout.shard)
+        check_param_dtype(self.param_dtype, self.mixed_precision, precision)
         super().bind(placement, device, precision, store)
 
     def setup_environment(self) -> None:
@@ -221,7 +228,14 @@ class FSDPStrategy(DistributedStrategy):
             logger.info("%s", plan.table(mesh.layout.shard))
         self._manual = not getattr(module, "automatic_optimization", True)
         compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
-        self._swap = change_forwards(module, plan, self.activation_checkpointing, self._checkpointing, compile_options)
+        self._swap = change_forwards(
+            module,
+            plan,
+            self.activation_checkpointing,
+            self._checkpointing,
+            compile_options,
+            self.param_dtype is not None,
+        )
         start_alike(plan.whole.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._how(), self._originals)
@@ -247,7 +261,7 @@ class FSDPStrategy(DistributedStrategy):
     def _how(self) -> Sharding:
         return Sharding(
             self.reshard_after_forward,
-            mixed_precision_policy(self.precision, self.mixed_precision),
+            mixed_precision_policy(self.precision, self.mixed_precision, self.param_dtype),
             offload_policy(self.cpu_offload, self.device),
             self.device,
         )
