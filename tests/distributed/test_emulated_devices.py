@@ -212,9 +212,16 @@ OFFLOADED = "fsdp, offloaded"
 
 
 def trained(strategy: Any, accelerator: str, precision: str = "32-true", batches: int = 8, **settings: Any) -> Net:
-    size = int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     module = Net(settings.pop("scalar", False))
+    train(module, strategy, accelerator, precision, batches, **settings)
+    return module
+
+
+def train(
+    module: Net, strategy: Any, accelerator: str, precision: str = "32-true", batches: int = 8, **settings: Any
+) -> None:
+    size = int(os.environ["WORLD_SIZE"])
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(*(torch.randn(4 * size * batches, width, generator=generator) for width in (8, 1)))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -231,7 +238,6 @@ def trained(strategy: Any, accelerator: str, precision: str = "32-true", batches
         }
     )
     fit.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=16))
-    return module
 
 
 def _equal(gpu: EmulatedCuda, strategy: str, precision: str) -> bool:
@@ -258,6 +264,8 @@ ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason=
         (OFFLOADED, 2, "16-mixed"),
         pytest.param("deepspeed_stage_1", 2, "32-true", marks=ZERO),
         pytest.param("deepspeed_stage_3", 2, "32-true", marks=ZERO),
+        pytest.param("deepspeed_stage_2", 2, "bf16-mixed", marks=ZERO),
+        pytest.param("deepspeed_stage_3", 2, "bf16-mixed", marks=ZERO),
     ],
 )
 def test_a_run_gives_the_cpus_weights_without_a_race(strategy: str, ranks: int, precision: str) -> None:
@@ -298,6 +306,48 @@ def test_offloaded_shards_need_a_group_for_the_host(ours: bool) -> None:
         assert one.returned == {"ddp": "trained", "fsdp": "trained"}
         assert "FSDPStrategy(cpu_offload=True) in a process group on 'nccl'" in refused
         assert ("backend='cpu:gloo,cuda:nccl'" if ours else "leave process_group_backend out") in refused
+        assert not one.races, one.report
+
+
+class Adapted(Net):
+    """With weights that are frozen: in float32 eight times 64 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(8))).requires_grad_(False)
+        self.bytes_on_device = self.peak = 0
+
+    def on_train_start(self) -> None:
+        self.bytes_on_device = torch.cuda.memory_allocated()
+
+    def on_train_end(self) -> None:
+        self.peak = torch.cuda.max_memory_allocated()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        used = self.frozen(batch[0].repeat(1, 16)).mean()
+        return super().training_step(batch, batch_idx) + used.float()
+
+
+def _frozen_under_zero(gpu: EmulatedCuda, stage: int) -> tuple[int, int, bool]:
+    torch.manual_seed(0)
+    module = Adapted()
+    before = [one.detach().clone() for one in module.frozen.parameters()]
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    torch.cuda.reset_peak_memory_stats()
+    train(module, f"deepspeed_stage_{stage}", "cuda", "bf16-mixed", limit_val_batches=0)
+    after = [one.detach().cpu() for one in module.frozen.parameters()]
+    return module.bytes_on_device, module.peak, all(map(torch.equal, before, after))
+
+
+@ZERO
+@pytest.mark.parametrize("stage", [1, 2])
+def test_frozen_weights_wait_in_the_hosts_memory_under_zero(stage: int) -> None:
+    # O-01: in float32, exactly as they were; the device has them in bf16 alone, from the start
+    for one in on_ranks(2, _frozen_under_zero, stage):
+        held, peak, same = one.returned
+        assert same
+        assert 256 << 10 <= held <= (256 + 64 + 32) << 10
+        assert peak <= (256 + 2 * 64 + 32) << 10  # one in float32 at a time, and the one that was sent before
         assert not one.races, one.report
 
 

@@ -111,27 +111,38 @@ class DeepSpeedRun:
             take_up_parts(module, setting.control.world_size)
             self._taken = TakenOptimizer(module, optimizers[0]) if optimizers else None
             self._traces = ModuleTraces(module)
+            starts = bool(optimizers) or "optimizer" in self._config or setting.stage == 3
             with prints_hidden():
                 if setting.stage == 3:
                     self._partition(recording)
                 else:
-                    self._share()
-                if optimizers or "optimizer" in self._config or setting.stage == 3:
+                    self._share(starts)
+                if starts:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._exact, self._zero, self._publish)
         if self._taken is not None:
             self._taken.bring(self._state)
 
-    def _share(self) -> None:
-        """Stages 1 and 2: every rank holds the whole; masters want the weights as they were before any rounding."""
+    def _share(self, starts: bool) -> None:
+        """Stages 1 and 2: every rank holds the whole; masters want the weights as they were before any rounding.
+
+        Those wait in the host's memory: on the device there is one in float32 at a time, and of frozen ones none stays.
+
+        Args:
+            starts: whether an engine comes, which computes with weights in half precision.
+        """
         module, setting = self._module, self._setting
-        module.to(setting.device)
         half = setting.precision.half
         for parameter in module.parameters():
-            dist.broadcast(parameter.data, 0)
+            whole = parameter.data = parameter.data.to(setting.device)
+            dist.broadcast(whole, 0)
             if half is not None and parameter.dtype != half:
-                self._exact[id(parameter)] = Place(parameter.data, tuple(parameter.shape), None)
+                if starts:
+                    parameter.data = whole.to(half)
+                    whole = whole.cpu()
+                self._exact[id(parameter)] = Place(whole, tuple(parameter.shape), None)
+        module.to(setting.device)  # buffers
 
     def _partition(self, recording: Recording | None) -> None:
         module, setting = self._module, self._setting
@@ -210,15 +221,22 @@ class DeepSpeedRun:
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
+        call = partial(step, *args)
+        if torch.is_autocast_enabled():  # asks for CUDA's, as DeepSpeed does, whose engine then switches it off
+            call = partial(self._under_autocast, call)
         order, self._order = self._order, None  # in the first step only
         self._inside = True
         try:
             if order is None:
-                return unboxed(self._engine(partial(step, *args)))
+                return unboxed(self._engine(call))
             with explained(self), order.compared():
-                return unboxed(self._engine(partial(step, *args)))
+                return unboxed(self._engine(call))
         finally:
             self._inside = False
+
+    def _under_autocast(self, call: Callable[[], Any]) -> Any:
+        with self._setting.precision.forward_context():
+            return call()
 
     def backward(self, loss: torch.Tensor) -> None:
         if self._zero is None:
@@ -279,7 +297,7 @@ class DeepSpeedRun:
         before = {key: one.data for key, one in wanted.items()}
         with torch.no_grad():
             for key, place in self.state.places(wanted):
-                wanted[key].data = whole_of(place.read())
+                wanted[key].data = whole_of(place.read()).to(self._setting.device)
         try:
             yield
             if write:
@@ -365,7 +383,7 @@ class DeepSpeedRun:
             # Whole on every rank, if rounded where it trained; and no view of DeepSpeed's buffers any longer.
             value = values.get(name)
             if isinstance(value, torch.Tensor):
-                parameter.data = value
+                parameter.data = value.to(parameter.device)
             else:
                 dtype = parameter.dtype if value is None else value.dtype
                 parameter.data = parameter.data.to(dtype, copy=True)
