@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import checkpoint, data, instructions, memory, profile, scale, start, step, strategies
+from benchmarks.pages import put
 from benchmarks.peers import PEERS
 from benchmarks.work import WORKS
 
@@ -47,14 +48,6 @@ def conditions(arguments: str) -> str:
     return f'{processor}, {versions}; `make bench ARGS="{arguments}"`. One thread a process.'
 
 
-def write(name: str, text: str, page: Path) -> None:
-    """Put a table into a page, between its marks."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    before, _, rest = page.read_text().partition(begin)
-    _, _, after = rest.partition(end)
-    page.write_text(f"{before}{begin}\n{text}\n\n{end}{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; default: all")
@@ -81,7 +74,7 @@ def main() -> None:
         text = "\n".join([conditions(arguments), *table(options.rounds, **further.get(name, {}))])
         print(f"{text}\n", flush=True)
         if options.write:
-            write(name, text, page)
+            put(name, text, page)
 
 
 def _names(text: str) -> list[str]:

@@ -31,7 +31,7 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         hidden = self.tokens(text[:, :-1]) + self.places.weight
-        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, device=hidden.device)
         for block in self.blocks:
             hidden = block(hidden, mask, is_causal=True)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), text[:, 1:].flatten())

@@ -1,0 +1,177 @@
+"""The few packages that a machine with torch may lack: found missing, brought into a folder beside what is installed.
+
+Nothing is installed into the machine's Python, and never torch: `pip install --target` puts what is missing into a folder
+that PYTHONPATH names. Whatever is there already, and new enough, is used as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".cuda"
+SITE = FOLDER / "site"
+WHEELS = ROOT / "cuda-wheels"
+
+
+@dataclass(frozen=True)
+class Needed:
+    """A distribution, and from which version on it will do."""
+
+    name: str
+    least: str = "0"
+    wanted_by: str = ""  # the optional package that it belongs to
+
+    def is_there(self) -> bool:
+        try:
+            return _numbers(importlib.metadata.version(self.name)) >= _numbers(self.least)
+        except importlib.metadata.PackageNotFoundError:
+            return False
+
+
+ALWAYS = (
+    Needed("numpy", "1.26"),
+    Needed("packaging", "22"),
+    Needed("typing-extensions", "4.10"),
+    Needed("fsspec", "2024.2"),
+    Needed("safetensors", "0.4.5"),
+    Needed("lightning-utilities", "0.11"),
+    Needed("torchmetrics", "1.6"),
+    Needed("pytest", "8.3"),
+    Needed("pluggy", "1.5"),
+    Needed("iniconfig", "2"),
+    Needed("pygments", "2.7.2"),
+    Needed("pytest-timeout", "2.3"),
+)
+FOR_DEEPSPEED = tuple(
+    Needed(name, least, "deepspeed")
+    for name, least in (
+        ("deepspeed", "0.19"),
+        ("einops", "0.7"),
+        ("hjson", "3"),
+        ("msgpack", "1"),
+        ("ninja", "1.10"),
+        ("psutil", "5"),
+        ("py-cpuinfo", "8"),
+        ("pydantic", "2"),
+        ("pydantic-core", "2"),
+        ("annotated-types", "0.6"),
+        ("typing-inspection", "0.4"),
+        ("tqdm", "4"),
+    )
+)
+"""With all that they need, torch and its needs apart: they are installed one by one, so that nothing else comes."""
+
+
+def missing() -> list[Needed]:
+    """What this Python, with the folder of packages, has not."""
+    _search_site()
+    return [each for each in (*ALWAYS, *FOR_DEEPSPEED) if not each.is_there()]
+
+
+def provide(wheels: str | None) -> list[str]:
+    """Bring what is missing, from wheels or from the package index; returns lines that say what came of it.
+
+    Args:
+        wheels: a folder of wheels or its archive; None for ``cuda-wheels`` or ``cuda-wheels.tar`` beside the Makefile,
+            where one is there, and for the index else.
+
+    Raises:
+        RuntimeError: something is missing without which nothing runs.
+    """
+    _describe_drivetrain()
+    lacking = missing()
+    if not lacking:
+        return []
+    source = _folder_of(wheels)
+    where = f"from {source}" if source else "from the package index"
+    names = [each.name for each in lacking]
+    said = [f"This Python lacks {', '.join(names)}: they are brought {where} into {SITE.relative_to(ROOT)}."]
+    command = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--upgrade"]
+    command += ["--target", str(SITE)]
+    if source:
+        command += ["--no-index", "--find-links", str(source)]
+        offered = {_plain(path.name.partition("-")[0]) for path in source.glob("*.whl")}
+        names = [name for name in names if _plain(name) in offered]
+    else:
+        command += ["--no-build-isolation", "-c", str(ROOT / "constraints.txt"), "--retries", "0", "--timeout", "15"]
+    errors = ""
+    # All at once, or else one by one: what does not fit this Python, or cannot be built, costs nothing of the rest.
+    for group in ([names], [[name] for name in names]):
+        done = [_pip([*command, *some]) for some in group if some]
+        errors = "\n".join(filter(None, done))
+        if not errors:
+            break
+    _search_site()
+    still = missing()
+    for each in still:
+        said.append(f"Still lacking: {each.name}{f', for {each.wanted_by}' if each.wanted_by else ''}.")
+    if [each for each in still if each in ALWAYS]:
+        lines = "\n".join([*said, errors[-1500:]])
+        raise RuntimeError(
+            f"{lines}\nWithout a network: run `make cuda-wheels` where there is one, and bring the archive "
+            "cuda-wheels.tar that it makes to the root of the repository (or name it: WHEELS=/path)."
+        )
+    return said
+
+
+def python_path() -> str:
+    """For processes that are started: this repository, and after it the folder of packages."""
+    folders = [str(ROOT), str(ROOT / "framework"), str(ROOT / "strategies"), str(SITE)]
+    return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def _search_site() -> None:
+    if str(SITE) not in sys.path:
+        sys.path.append(str(SITE))
+    importlib.invalidate_caches()
+
+
+def _pip(command: list[str]) -> str:
+    variables = {**os.environ, "DS_BUILD_OPS": "0", "PIP_NO_INPUT": "1"}
+    variables.pop("PIP_CONSTRAINT", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    return "" if done.returncode == 0 else (done.stderr or done.stdout)
+
+
+def _folder_of(wheels: str | None) -> Path | None:
+    candidates = [Path(wheels)] if wheels else [WHEELS, WHEELS.with_suffix(".tar")]
+    found = next((path for path in candidates if path.exists()), None)
+    if found is None or found.is_dir():
+        if wheels and found is None:
+            raise RuntimeError(f"There is no {wheels}, which WHEELS names.")
+        return found
+    unpacked = FOLDER / "wheels"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    with tarfile.open(found) as archive:
+        archive.extractall(unpacked, filter="data")
+    return next((path.parent for path in unpacked.rglob("*.whl")), unpacked)
+
+
+def _describe_drivetrain() -> None:
+    """Let strategies be found by name, as an editable install does: by a folder with the entry points alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    folder = SITE / f"{project['name']}-{project['version']}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+    (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

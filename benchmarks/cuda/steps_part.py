@@ -1,0 +1,131 @@
+"""What a step costs on a device, over the loop written by hand. The loops take turns."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.cuda.devices import DEVICE, devices, full_precision, on_ranks
+from benchmarks.cuda.loops import Job, by_engine, by_hand, gpt, small
+from benchmarks.cuda.nets import GPT_124M, TINY, flops_a_token
+from benchmarks.cuda.outcome import Outcome
+from benchmarks.cuda.parts import Piece
+from benchmarks.slopes import Slopes, ratios, spread, time_loops
+from benchmarks.turns import Turns
+from drivetrain.callbacks._peak_flops import known_peak_flops
+
+COLUMNS = ["Network", "loop", "ms a step", "over by hand", "processor, ms", "over by hand", "tokens/s", "MFU", "MiB"]
+AGAIN = "by hand, again"
+"""Tells how far apart two loops come out that are the same."""
+ROUNDS, TURN, TURNS = 7, 5, 9
+APART = {"32-true": 1e-5, "bf16-mixed": 1e-2}
+"""How far, relatively, the weights' checksums may lie: sums of a device's atomics come in any order."""
+
+
+def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
+    name = piece.name.removeprefix("gpt-124m-")
+    if name != piece.name:
+        ranks = count if piece.ranks == 0 else piece.ranks
+        found = on_ranks(_of_ranks, ranks, rehearse, name, rehearse, timeout=piece.seconds)[0]
+        return _told(f"gpt-124m, `{name}` on {ranks}, bf16-mixed", *found)
+    with devices(count, rehearse):
+        job, rounds = _job(piece.name, rehearse), 2 if rehearse else ROUNDS
+        slopes, peaks, sums = _alone(job, rounds)
+        rate = _rate(job, rehearse) if piece.name == "gpt-124m" else None
+    return _told(f"{piece.name}, {job.precision}", slopes, peaks, sums, rate)
+
+
+def _job(name: str, rehearse: bool, strategy: str = "single_device") -> Job:
+    if name != "gpt-124m":
+        return Job(small(name, rehearse))
+    work = gpt(TINY, 2, 4) if rehearse else gpt()
+    return Job(work, "bf16-mixed", strategy)
+
+
+def _alone(job: Job, rounds: int) -> tuple[dict[str, Slopes], dict[str, float], str]:
+    full_precision()
+    loops = {"by hand": partial(by_hand, job), "engine": partial(by_engine, job), AGAIN: partial(by_hand, job)}
+    peaks = {}
+    for name, loop in loops.items():  # the first run of each, whose start-up is in nobody's time
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        loop(job.work.short)
+        peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+    said: list[str] = []
+    slopes = time_loops(loops, job.work.short, job.work.long, rounds, compare=partial(_compare, job, said))
+    return slopes, peaks, said[-1]
+
+
+def _compare(job: Job, said: list[str], steps: int, sums: dict[str, float]) -> None:
+    """Note how near the weights came.
+
+    Raises:
+        SystemExit: not near enough for the same work.
+    """
+    apart = max(abs(value - sums["by hand"]) for value in sums.values()) / max(abs(sums["by hand"]), 1e-9)
+    if not apart <= APART[job.precision]:
+        raise SystemExit(f"The loops did different work: after {steps} steps their weights sum to {sums}")
+    said.append("equal to the last bit" if apart == 0 else f"within {apart:.1e} of each other")
+
+
+def _rate(job: Job, rehearse: bool) -> tuple[int, float | None]:
+    """Tokens of a step, and the share of the device's peak that one token a second takes."""
+    shape = TINY if rehearse else GPT_124M
+    peak = known_peak_flops(torch.device(DEVICE), torch.bfloat16)
+    share = None if peak is None else flops_a_token(job.work.net(), shape) / peak
+    return shape.batch * shape.length, share
+
+
+def _of_ranks(strategy: str, rehearse: bool) -> tuple[Any, ...]:
+    """On one rank: loops side by side, which take turns within one run."""
+    job = _job("gpt-124m", rehearse, strategy)
+    turn, number = (1, 2) if rehearse else (TURN, TURNS)
+    turns = Turns(turn, job.work.batch, settle=torch.cuda.synchronize)
+    steps = turn * (number + 2)
+    loops = {name: partial(loop, job, steps, turns.data) for name, loop in _LOOPS.items()}
+    peaks = {}
+    for name, loop in _LOOPS.items():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        loop(job, 2)
+        peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+    said: list[str] = []
+    slopes = turns.run(loops, compare=partial(_compare, job, said))
+    return slopes, peaks, said[-1], _rate(job, rehearse)
+
+
+_LOOPS = {"by hand": by_hand, "engine": by_engine, AGAIN: by_hand}
+
+
+def _told(
+    title: str,
+    slopes: dict[str, Slopes],
+    peaks: dict[str, float],
+    sums: str,
+    rate: tuple[int, float | None] | None = None,
+) -> Outcome:
+    outcome = Outcome(COLUMNS, notes=[f"the loops' weights are {sums}"])
+    base = slopes["by hand"]
+    for name, its in slopes.items():
+        row = [title, name]
+        for values, others in ((its.wall, base.wall), (its.busy, base.busy)):
+            row.append(spread([1e3 * value for value in values], 3))
+            row.append("" if its is base else spread(ratios(values, others), 3))
+        speed = share = None
+        if rate is not None:
+            speed = rate[0] / statistics.median(its.wall)
+            share = None if rate[1] is None else speed * rate[1]
+        row += ["" if speed is None else f"{speed:,.0f}", "" if share is None else f"{share:.1%}"]
+        row.append(f"{peaks[name]:,.1f}")
+        outcome.rows.append(row)
+        outcome.figures[f"{title}: {name}"] = {
+            "wall_s": its.wall,
+            "busy_s": its.busy,
+            "tokens_a_second": speed,
+            "mfu": share,
+            "peak_mib": peaks[name],
+        }
+    return outcome
