@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +35,14 @@ def train_by_engine(
     module: Trained | None = None,
     net: Callable[[], GPT] = GPT,
     data: Data = TensorDataset,
+    accelerator: str = "cpu",
+    **settings: Any,
 ) -> float:
-    """Train on this rank's part of the data; returns a checksum of the weights."""
+    """Train on this rank's part of the data, with further settings of `Fit`; returns a checksum of the weights."""
     torch.manual_seed(0)
     module = module or Trained(net())
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     loader = DataLoader(data(texts(steps * BATCH * ranks)), batch_size=BATCH)
-    Fit(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=1, barebones=True).fit(module, loader)
+    options = {"max_epochs": 1, "barebones": True, **settings}
+    Fit(strategy=strategy, accelerator=accelerator, devices=ranks, **options).fit(module, loader)
     return checksum(module.net)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.nets import BATCH, GPT, Data, checksum, texts
+
+
+def on_device(batches: Iterable[Any], device: str) -> Iterable[Any]:
+    """Batches on the device; where that is the host's memory, what is there already."""
+    return batches if device == "cpu" else ([part.to(device) for part in batch] for batch in batches)
 
 
 def ddp(net: GPT) -> nn.Module:
@@ -36,15 +42,31 @@ WRAPS: dict[str, Callable[[GPT], nn.Module]] = {"ddp": ddp, "fsdp": fsdp, "fsdp_
 """By the name of the strategy that does the same."""
 
 
-def train_by_hand(strategy: str, steps: int, make: Callable[[], GPT] = GPT, data: Data = TensorDataset) -> float:
-    """Train on this rank's part of the data; returns a checksum of the weights."""
+def train_by_hand(
+    strategy: str,
+    steps: int,
+    make: Callable[[], GPT] = GPT,
+    data: Data = TensorDataset,
+    device: str = "cpu",
+    wrap: Callable[[GPT], nn.Module] | None = None,
+) -> float:
+    """Train on this rank's part of the data; returns a checksum of the weights.
+
+    Args:
+        strategy: one of `WRAPS`.
+        steps: to train.
+        make: makes the network.
+        data: makes the data set.
+        device: the kind of device.
+        wrap: what to wrap the network in instead.
+    """
     torch.manual_seed(0)
-    net = make()
-    model = WRAPS[strategy](net)
+    net = make().to(device)
+    model = (wrap or WRAPS[strategy])(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = texts(steps * BATCH * ranks).view(steps, ranks, BATCH, -1)[:, rank].flatten(0, 1)
-    for (text,) in DataLoader(data(mine), batch_size=BATCH):
+    for (text,) in on_device(DataLoader(data(mine), batch_size=BATCH), device):
         optimizer.zero_grad()
         model(text).backward()
         optimizer.step()

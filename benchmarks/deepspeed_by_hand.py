@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.by_hand import on_device
 from benchmarks.nets import BATCH, GPT, Data, checksum, texts
 from drivetrain_strategies import DeepSpeedStrategy
 
@@ -23,7 +24,9 @@ def zero(name: str) -> DeepSpeedStrategy:
     return DeepSpeedStrategy(stage=stage, stage3_param_persistence_threshold=0 if stage == 3 else None)
 
 
-def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT, data: Data = TensorDataset) -> float:
+def train_by_deepspeed(
+    stage: int, steps: int, make: Callable[[], GPT] = GPT, data: Data = TensorDataset, device: str = "cpu"
+) -> float:
     """Train on this rank's part of the data; returns a checksum of the weights."""
     import deepspeed
 
@@ -31,7 +34,7 @@ def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT, da
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it asks for a compiler
     os.environ.setdefault("LOCAL_RANK", str(rank))
     torch.manual_seed(0)
-    net = make()
+    net = make().to(device)
     section: dict[str, Any] = {"stage": stage, "reduce_bucket_size": sum(one.numel() for one in net.parameters())}
     if stage == 3:
         section["stage3_param_persistence_threshold"] = 0
@@ -43,7 +46,7 @@ def train_by_deepspeed(stage: int, steps: int, make: Callable[[], GPT] = GPT, da
     }
     engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=1e-3), config=config)
     mine = texts(steps * BATCH * ranks).view(steps, ranks, BATCH, -1)[:, rank].flatten(0, 1)
-    for (text,) in DataLoader(data(mine), batch_size=BATCH):
+    for (text,) in on_device(DataLoader(data(mine), batch_size=BATCH), device):
         engine.backward(engine(text))
         engine.step()
     whole = deepspeed.zero.GatheredParameters(list(net.parameters())) if stage == 3 else contextlib.nullcontext()

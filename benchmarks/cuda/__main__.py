@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 def _run_part(part: Part, folder: Path, about: dict[str, Any], options: argparse.Namespace) -> None:
     """Run those pieces of a part that are still to be run, as far as its time goes."""
-    until = time.monotonic() + min(options.limit, part.seconds, MOST)
+    until = time.monotonic() + min(options.limit, MOST if options.rehearse else part.seconds)
     print(f"{part.name}: {part.title}, {len(part.pieces)} pieces, {until - time.monotonic():.0f} s at most", flush=True)
     for number, piece in enumerate(part.pieces, 1):
         path = report.path_of(folder, piece)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from drivetrain.testing import EmulatedCuda, emulated_cuda, run_distributed
 
 DEVICE = "cuda"
-EMULATION = "the emulation has none of it"
+EMULATED = "Emulated H100"  # so that its peak is known
 
 
 @contextlib.contextmanager
@@ -22,8 +22,20 @@ def devices(count: int, rehearse: bool) -> Iterator[EmulatedCuda | None]:
     if not rehearse:
         yield None
         return
-    with emulated_cuda(count) as gpu:
-        yield gpu
+    with emulated_cuda(count, name=EMULATED) as gpu:
+        _emulated.append(gpu)
+        try:
+            yield gpu
+        finally:
+            _emulated.clear()
+
+
+def emulated() -> EmulatedCuda | None:
+    """The emulated devices of this process, where there are any."""
+    return _emulated[0] if _emulated else None
+
+
+_emulated: list[EmulatedCuda] = []
 
 
 def on_ranks(fn: Callable[..., Any], ranks: int, rehearse: bool, *args: Any, timeout: float = 400.0) -> list[Any]:

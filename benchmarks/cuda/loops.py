@@ -87,9 +87,11 @@ def by_hand(job: Job, steps: int, data: Data | None = None) -> float:
     return checksum(net)
 
 
-def by_engine(job: Job, steps: int, data: Data | None = None, **settings: Any) -> float:
-    """The same, under `Fit`."""
-    module = Trained(job)
+def by_engine(
+    job: Job, steps: int, data: Data | None = None, kind: type[Trained] | None = None, **settings: Any
+) -> float:
+    """The same, under `Fit` with further settings."""
+    module = (kind or Trained)(job)
     strategy: str | Strategy = job.strategy
     if strategy == "fsdp-bf16":
         strategy = FSDPStrategy(mixed_precision=BF16)
@@ -132,6 +134,10 @@ def gpt(shape: Shape = GPT_124M, short: int = 5, long: int = 35) -> Work:
 
 def fused_adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+
+
+def plain_adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-4)
 
 
 def small(name: str, rehearse: bool) -> Work:

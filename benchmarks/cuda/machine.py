@@ -39,7 +39,7 @@ def described(rehearsed_devices: int = 0) -> dict[str, Any]:
         oldest = ".".join(map(str, OLDEST))
         return {**found, "lacks": f"its torch is {torch.__version__}, older than {oldest}"}
     if rehearsed_devices:
-        found["devices"] = [{"name": "Emulated CUDA", "memory": 80 << 30}] * rehearsed_devices
+        found["devices"] = [{"name": "Emulated H100", "memory": 80 << 30}] * rehearsed_devices
         return found
     if torch.version.cuda is None:
         return {**found, "lacks": f"its torch {torch.__version__} is built without CUDA"}

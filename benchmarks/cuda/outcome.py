@@ -37,7 +37,7 @@ class Outcome:
     def status(self) -> str:
         if self.failures:
             return FAILED
-        return NOT_SHOWN if self.not_shown and not self.rows else OK
+        return NOT_SHOWN if self.not_shown else OK
 
     def record(self) -> dict[str, Any]:
         return {"status": self.status, "reason": "\n".join(self.failures), **asdict(self)}

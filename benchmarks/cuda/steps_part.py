@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -48,15 +50,20 @@ def _job(name: str, rehearse: bool, strategy: str = "single_device") -> Job:
 def _alone(job: Job, rounds: int) -> tuple[dict[str, Slopes], dict[str, float], str]:
     full_precision()
     loops = {"by hand": partial(by_hand, job), "engine": partial(by_engine, job), AGAIN: partial(by_hand, job)}
-    peaks = {}
-    for name, loop in loops.items():  # the first run of each, whose start-up is in nobody's time
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        loop(job.work.short)
-        peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+    # The first run of each, whose start-up is in nobody's time.
+    peaks = {name: _peak(partial(loop, job.work.short)) for name, loop in loops.items()}
     said: list[str] = []
     slopes = time_loops(loops, job.work.short, job.work.long, rounds, compare=partial(_compare, job, said))
     return slopes, peaks, said[-1]
+
+
+def _peak(run: Callable[[], float]) -> float:
+    """The most MiB that the run has of the device at once."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() / 2**20
 
 
 def _compare(job: Job, said: list[str], steps: int, sums: dict[str, float]) -> None:
@@ -86,12 +93,7 @@ def _of_ranks(strategy: str, rehearse: bool) -> tuple[Any, ...]:
     turns = Turns(turn, job.work.batch, settle=torch.cuda.synchronize)
     steps = turn * (number + 2)
     loops = {name: partial(loop, job, steps, turns.data) for name, loop in _LOOPS.items()}
-    peaks = {}
-    for name, loop in _LOOPS.items():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        loop(job, 2)
-        peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+    peaks = {name: _peak(partial(loop, job, 2)) for name, loop in _LOOPS.items()}
     said: list[str] = []
     slopes = turns.run(loops, compare=partial(_compare, job, said))
     return slopes, peaks, said[-1], _rate(job, rehearse)

@@ -253,7 +253,7 @@ def in_place(extension: ModuleType, devices: int, properties: DeviceProperties) 
         put(cuda, "_is_in_bad_fork", in_bad_fork)
         put(cuda, "_cudart", object())  # there, and of no use
         put(cuda, "_exchange_device", exchange)
-        put(cuda, "_maybe_exchange_device", exchange)
+        put(cuda, "_maybe_exchange_device", lambda index: exchange(index))  # torch.compile tells the two apart
         put(cuda, "_device_count_nvml", lambda: devices)
         for module in (cuda, cuda.graphs):
             put(module, "is_current_stream_capturing", lambda: False)
