@@ -22,6 +22,7 @@ from drivetrain.callbacks import Checkpoint
 
 COLUMNS = ["Strategy", "run", "found"]
 BY_HAND = "by hand"
+PLANTED = "a race that was planted"
 STEPS = 6
 
 
@@ -50,7 +51,10 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
     for name, said in found.items():
         outcome.rows.append([f"`{piece.name}`", name, " ".join(said.split())[:300] or "nothing"])
         outcome.figures[name] = said
-        if said and name != BY_HAND:
+        if name == PLANTED:
+            if not said:
+                outcome.failures.append("the race that was planted was not found: nobody looks")
+        elif said and name != BY_HAND:
             where = "; the loop by hand is told the same kind of thing" if found[BY_HAND] else ""
             outcome.failures.append(f"{name}: {said[-1500:]}{where}")
     if rehearse:
@@ -70,6 +74,7 @@ def _looked_at(strategy: str) -> dict[str, str]:
         "a hook on batches": lambda: by_engine(job, STEPS, kind=Augmented),
         "validation, values logged": lambda: _evaluated(job),
         "an asynchronous save": lambda: _saved(job),
+        PLANTED: _race,
     }
     return {name: _found_in(run) for name, run in runs.items()}
 
@@ -86,6 +91,15 @@ def _found_in(run: Callable[[], Any]) -> str:
     if gpu is not None and (gpu.races or gpu.frees_in_use):
         return gpu.report()
     return ""
+
+
+def _race() -> None:
+    """Read on one stream what another writes."""
+    written = torch.ones(4, device=DEVICE)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        read = written + 1
+    torch.cuda.synchronize()
+    del read
 
 
 def _evaluated(job: Job) -> None:

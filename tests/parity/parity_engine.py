@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from parity_cases import BY_NAME, SEED, Case
+from parity_device import DEVICE
 from parity_nets import Batch, Gan, Net
 from parity_reference import Trace, stream
 from parity_strategies import Candidate
@@ -135,8 +136,9 @@ class Recorder(Callback):
 
 
 def whole(value: Any) -> Any:
-    """A tensor that is spread over the ranks, gathered; anything else as it is."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    """A tensor that is spread over the ranks, gathered, in the host's memory; anything else as it is."""
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 class Parts(IterableDataset[Batch]):
@@ -155,7 +157,7 @@ def settings(candidate: Candidate, ranks: int) -> dict[str, Any]:
     return {
         "strategy": candidate.strategy(),
         "devices": ranks,
-        "accelerator": "cpu",
+        "accelerator": DEVICE,
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -188,7 +190,7 @@ def train(case: Case, candidate: Candidate, rank: int, ranks: int, precision: st
         ).fit(module, loader)
     record = recorder.record
     record.warnings = [str(warning.message) for warning in caught]
-    record.trace.weights = {name: value.detach().clone() for name, value in module.net.state_dict().items()}
+    record.trace.weights = {name: value.detach().cpu().clone() for name, value in module.net.state_dict().items()}
     return record
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import parity_device
 import torch.distributed as dist
 from parity_cases import BY_NAME, CASES, OVERFLOW, SEVERAL, Case
 from parity_engine import Record, train_all
@@ -36,7 +38,7 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
             # Of two samples a rank the first step overflows, in one optimizer's gradients: there torch's scaler, and
             # with it the reference, steps the other one, where a step of ours is made or skipped as a whole.
             jobs.append((SEVERAL.name, "16-mixed"))
-    return jobs
+    return [job for job in jobs if not parity_device.CASES or job[0] in parity_device.CASES]
 
 
 @dataclass
@@ -52,7 +54,9 @@ def run(candidate: Candidate, ranks: int) -> Results:
     # What is refused comes first: it must not show in what the same processes do afterwards (G-07).
     jobs = sorted(jobs_of(candidate, ranks), key=lambda job: candidate.refusal(job) is None)
     looks = not candidate.only
-    if ranks == 1:
+    if parity_device.DEVICE != "cpu":
+        by_rank = on_ranks(_work_on_device, ranks, candidate, ranks, jobs, process_group=None, timeout=500)
+    elif ranks == 1:
         by_rank = [_work(candidate, 1, jobs, looks)]
     else:
         by_rank = on_ranks(_work, ranks, candidate, ranks, jobs, looks, timeout=500)
@@ -64,6 +68,12 @@ def _work(candidate: Candidate, ranks: int, jobs: Sequence[Job], looks: bool) ->
     rank = dist.get_rank() if ranks > 1 else 0
     findings = look(candidate, ranks, rank) if looks else Findings()
     return train_all(jobs, candidate, rank, ranks), findings
+
+
+def _work_on_device(candidate: Candidate, ranks: int, jobs: Sequence[Job]) -> tuple[list[Record], Findings]:
+    rank = int(os.environ["RANK"])
+    with parity_device.group(rank):
+        return train_all(jobs, candidate, rank, ranks), Findings()
 
 
 def case_of(job: Job) -> Case:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from parity_cases import SEED, Case
+from parity_device import DEVICE
 from parity_nets import Batch, Gan, Net, numbers
 from parity_split import compute_in_two
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ def reference(
     net = case.net()
     if in_two:
         compute_in_two(net)
+    net.to(DEVICE)
     dtype = DTYPES.get(precision)
     if dtype is not None:
         net.to(dtype)
@@ -96,6 +98,8 @@ def reference(
                 trace.batches.append(torch.cat(rows).tolist())
             if dtype is not None:
                 window = [[tuple(_cast(part, dtype) for part in batch) for batch in rank] for rank in window]
+            if DEVICE != "cpu":
+                window = [[tuple(part.to(DEVICE) for part in batch) for batch in rank] for rank in window]
             window = window if by_rank else [[_one(window)]]
             before = trace.steps[-1] if trace.steps else 0
             stepped = loop.window(window)
@@ -126,7 +130,7 @@ class Loop:
         self.net = net
         self.optimizers = optimizers
         self.autocast = AUTOCAST.get(precision)
-        self.scaler = torch.amp.GradScaler("cpu") if precision == "16-mixed" else None
+        self.scaler = torch.amp.GradScaler(DEVICE) if precision == "16-mixed" else None
         self.trace = trace
         self.zero = zero
         self.halves = copy.deepcopy(net) if zero and self.autocast is not None else None
@@ -261,7 +265,7 @@ class Loop:
             torch.nn.utils.clip_grad_norm_(parameters, value)
 
     def context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+        return nullcontext() if self.autocast is None else torch.autocast(DEVICE, self.autocast)
 
 
 def _bias_at_last(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import parity_device
 from averaging import Averaging, AveragingInContext
 from cpu_kernels import FP16
 from drivetrain import Strategy
@@ -69,7 +70,7 @@ PRECISIONS_BY_ZERO = {
     "64-true": "its optimizers keep float32 masters",
     "bf16-true": "without float32 masters",
 }
-if not FP16:
+if not FP16 and parity_device.DEVICE == "cpu":
     PRECISIONS_BY_ZERO["16-mixed"] = "for which this device has no kernels"
 
 
@@ -142,3 +143,9 @@ STRATEGIES = [
     ),
     Candidate("deepspeed_stage_3_offload", ranks=2, only=("plain", "clipped by norm", "accumulated"), zero=3),
 ]
+if parity_device.DEVICE != "cpu":
+    STRATEGIES = [
+        replace(candidate, ranks=parity_device.RANKS, also_on=())
+        for candidate in STRATEGIES
+        if candidate.name in parity_device.STRATEGIES and (candidate.ranks > 1 or parity_device.RANKS == 1)
+    ]

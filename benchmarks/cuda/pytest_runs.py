@@ -1,0 +1,68 @@
+"""Runs a part of the test suite in a process of its own, and reads what came of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cuda.parts import ROOT
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How tests came out.
+
+    Attributes:
+        names: of those that passed.
+        skipped: what was skipped, and why.
+        failed: what failed, and what it said.
+        code: pytest's.
+    """
+
+    names: list[str]
+    skipped: dict[str, str]
+    failed: dict[str, str]
+    code: int
+
+    @property
+    def passed(self) -> int:
+        """How many."""
+        return len(self.names)
+
+
+def run_tests(arguments: Sequence[str], rehearsed_devices: int, variables: dict[str, str] | None = None) -> Ran:
+    """Run pytest with these arguments, on so many emulated devices or, for 0, on the machine's."""
+    # No settings of the user's, no plugins that come with other packages: theirs know nothing of ranks and devices.
+    environment = {**os.environ, **(variables or {}), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-q"]
+    if rehearsed_devices:
+        environment["REHEARSED_DEVICES"] = str(rehearsed_devices)
+        command += ["-p", "benchmarks.cuda.rehearsed_tests"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tests.xml"
+        done = subprocess.run([*command, f"--junitxml={file}", *arguments], cwd=ROOT, env=environment, check=False)
+        if not file.exists():
+            return Ran([], {}, {"pytest": f"it ended with code {done.returncode} and left no result"}, done.returncode)
+        return _read(ElementTree.parse(file), done.returncode)
+
+
+def _read(tree: ElementTree.ElementTree, code: int) -> Ran:
+    names: list[str] = []
+    skipped, failed = {}, {}
+    for case in tree.iter("testcase"):
+        name = case.attrib["name"]
+        bad = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
+        passed_over = case.find("skipped")
+        if bad is not None:
+            failed[name] = bad.attrib.get("message", "") or (bad.text or "")[-800:]
+        elif passed_over is not None:
+            skipped[name] = passed_over.attrib.get("message", "")
+        else:
+            names.append(name)
+    return Ran(names, skipped, failed, code)
