@@ -89,7 +89,9 @@ def _run_part(part: Part, folder: Path, about: dict[str, Any], options: argparse
         record = _run_piece(piece, path, min(piece.seconds, left), about, options)
         write_json(path, record)
         reason = record.get("reason", "").strip().splitlines()
-        print(f"    {record['status']} after {record['seconds']:.1f} s{f': {reason[-1]}' if reason else ''}", flush=True)
+        print(
+            f"    {record['status']} after {record['seconds']:.1f} s{f': {reason[-1]}' if reason else ''}", flush=True
+        )
 
 
 def _run_piece(

@@ -115,6 +115,11 @@ def _saved(job: Job) -> None:
 
 
 def _fit(job: Job, **settings: Any) -> Fit:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     options = {"max_epochs": 1, **quiet, **settings}
     return Fit(accelerator=DEVICE, devices=1, strategy=job.strategy, **options)

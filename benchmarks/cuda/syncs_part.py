@@ -94,7 +94,9 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
         outcome.figures[way.name] = {"by hand": hand and dict(hand), "engine": dict(engine)}
         if sum(engine.values()) > may:
             places = "; ".join(f"{times} at {place}" for place, times in engine.most_common(5))
-            outcome.failures.append(f"{way.name}: {sum(engine.values())} waits in {STEADY} steps, {may} may be: {places}")
+            outcome.failures.append(
+                f"{way.name}: {sum(engine.values())} waits in {STEADY} steps, {may} may be: {places}"
+            )
     outcome.notes.append(f"counted in {STEADY} steps after {FIRST}")
     return outcome
 

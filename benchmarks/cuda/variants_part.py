@@ -38,7 +38,9 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
             slopes, apart = _timed(job, 1 if rehearse else 3) if job.compile is None else _timed_compiled(job, rehearse)
             hand, engine = (slopes[name] for name in ("by hand", "engine"))
             cells = [spread([1e3 * value for value in one.wall], 3) for one in (hand, engine)]
-            outcome.rows.append([title, job.precision, *cells, spread(ratios(engine.wall, hand.wall), 3), f"{apart:.1e}"])
+            outcome.rows.append(
+                [title, job.precision, *cells, spread(ratios(engine.wall, hand.wall), 3), f"{apart:.1e}"]
+            )
             outcome.figures[title] = {"by hand": hand.wall, "engine": engine.wall, "apart": apart}
             if not apart <= NEAR[job.precision]:
                 outcome.failures.append(f"{title}: the weights' checksums lie {apart:.1e} apart")
@@ -153,7 +155,12 @@ def _epoch_mean(rehearse: bool, outcome: Outcome) -> None:
     _forget_graphs(rehearse)
     job = _compiled({"mode": "reduce-overhead"}, rehearse)
     module = Logging(job)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     fit = Fit(accelerator="cuda", devices=1, precision=job.precision, max_epochs=1, log_every_n_steps=50, **quiet)
     fit.fit(module, job.loader(12, None, whole=False))
     logged, mean = float(fit.callback_metrics["loss_epoch"]), statistics.fmean(map(float, module.losses))

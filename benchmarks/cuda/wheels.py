@@ -43,7 +43,9 @@ def main() -> None:
     wheels = sorted(WHEELS.glob("*.whl"))
     forbidden = [path.name for path in wheels if re.match(r"(torch|nvidia|triton)-", path.name)]
     if forbidden or size > LARGEST:
-        raise SystemExit(f"{archive.name} has {size / 1e6:.1f} MB, at most 60 are wanted; {forbidden} have no place in it.")
+        raise SystemExit(
+            f"{archive.name} has {size / 1e6:.1f} MB, at most 60 are wanted; {forbidden} have no place in it."
+        )
     print(
         f"{archive.name}: {len(wheels)} wheels, {size / 1e6:.1f} MB, for Python {', '.join(options.pythons)} on Linux "
         "x86_64. Bring it to the root of the repository on the machine with the GPU, and run `make cuda` there."

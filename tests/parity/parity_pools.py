@@ -38,6 +38,8 @@ def jobs_of(candidate: Candidate, ranks: int) -> list[Job]:
             # Of two samples a rank the first step overflows, in one optimizer's gradients: there torch's scaler, and
             # with it the reference, steps the other one, where a step of ours is made or skipped as a whole.
             jobs.append((SEVERAL.name, "16-mixed"))
+    if parity_device.DEVICE != "cpu" and candidate.name == "ddp":
+        jobs = [job for job in jobs if job[0] != "sparse embedding"]  # NCCL reduces no sparse gradients
     return [job for job in jobs if not parity_device.CASES or job[0] in parity_device.CASES]
 
 
