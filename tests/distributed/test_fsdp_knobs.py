@@ -43,6 +43,34 @@ def test_what_is_ignored_stays_whole() -> None:
     assert on_ranks(_ignored, 2)[0] == {"net.head.weight", "net.head.bias", *norms}
 
 
+class Together(DeepRegression):
+    """Its optimizer steps many parameters at once, as AdamW does by itself on a GPU."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **{self.how: True})
+        return self.optimizer
+
+
+def _together(how: str) -> tuple[Tensor, list[Any]]:
+    module = Together(how)
+    strategy = "single_device" if not dist.is_initialized() else FSDPStrategy(ignored=["net.head.*", nn.LayerNorm])
+    quiet(strategy=strategy).fit(module, loader(16, 4 if dist.is_initialized() else 8))
+    return weights(module), [group[how] for group in module.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_an_optimizer_of_shards_and_whole_parameters_steps_them_one_by_one(how: str) -> None:
+    # D-08: torch refuses lists of both; on a GPU AdamW makes such lists by itself
+    expected, _ = _together(how)
+    for found, settings in on_ranks(_together, 2, how):
+        torch.testing.assert_close(found, expected, **TIGHT)
+        assert settings == [True], "it is the user's again"
+
+
 # What is gathered ahead
 
 

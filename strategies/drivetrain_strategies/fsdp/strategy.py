@@ -45,6 +45,7 @@ from drivetrain_strategies.fsdp._checks import (
 )
 from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, find_layout, require_mesh
 from drivetrain_strategies.fsdp._gradients import Gradients
+from drivetrain_strategies.fsdp._kinds_apart import KindsApart, mixes
 from drivetrain_strategies.fsdp._meta import BareModule
 from drivetrain_strategies.fsdp._optimizers import Adoptions
 from drivetrain_strategies.fsdp._originals import Original, originals_of
@@ -167,7 +168,7 @@ class FSDPStrategy(DistributedStrategy):
         self._gradients: Gradients | None = None
         self._order: UnitOrder | None = None
         self._adoptions: Adoptions | None = None
-        self._whole_steps: list[whole_step.WholeStep] = []
+        self._own_steps: list[whole_step.WholeStep | KindsApart] = []
         self._manual = False
         self._inside = False
 
@@ -293,7 +294,9 @@ class FSDPStrategy(DistributedStrategy):
             check_optimizer(optimizer)
             lbfgs.take(optimizer)
             if isinstance(optimizer, whole_step.KINDS):
-                self._whole_steps.append(whole_step.WholeStep(optimizer))
+                self._own_steps.append(whole_step.WholeStep(optimizer))
+            elif mixes(optimizer):
+                self._own_steps.append(KindsApart(optimizer))
         return super().setup_optimizers(optimizers)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -466,7 +469,7 @@ class FSDPStrategy(DistributedStrategy):
             leave_shards(self.module, self._originals, self.gather_limit, tell=self.rank == 0)
         for optimizer in self.optimizers:
             lbfgs.give_back(optimizer)
-        for step in self._whole_steps:
+        for step in self._own_steps:
             step.undo()
         self.precision.found_inf_reducer = None
         if self._mesh is not None:

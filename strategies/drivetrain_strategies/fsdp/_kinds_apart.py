@@ -1,0 +1,62 @@
+"""Optimizers that step many parameters at once, of which some are shards and others whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class KindsApart:
+    """Steps an optimizer once for its shards, and once for what is whole: torch refuses lists of both.
+
+    On a GPU its optimizers make such lists by themselves (``foreach``), elsewhere where they are told to. They keep
+    their state by parameter, so that the order is all the same.
+
+    Args:
+        optimizer: one for which `mixes` is true; its ``step`` is replaced until `undo`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Any = optimizer
+        self._before = optimizer.__dict__.get("step")
+        self._step: Callable[..., Any] = optimizer.step
+        self._optimizer.__dict__["step"] = self.step
+
+    def undo(self) -> None:
+        """Put the optimizer's own ``step`` back."""
+        del self._optimizer.__dict__["step"]
+        if self._before is not None:
+            self._optimizer.__dict__["step"] = self._before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step; returns the closure's loss where there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._optimizer.param_groups
+        parameters = [group["params"] for group in groups]
+        try:
+            for kind in dict.fromkeys(map(_kind, (one for some in parameters for one in some))):
+                for group, some in zip(groups, parameters, strict=True):
+                    group["params"] = [one for one in some if _kind(one) == kind]
+                self._step()
+        finally:
+            for group, some in zip(groups, parameters, strict=True):
+                group["params"] = some
+        return loss
+
+
+def mixes(optimizer: Optimizer) -> bool:
+    """Whether the optimizer would put parameters of several kinds into one list. Single numbers go with any."""
+    parameters = [one for group in optimizer.param_groups if "foreach" in group for one in group["params"]]
+    return len({_kind(one) for one in parameters if one.dim() or isinstance(one, DTensor)}) > 1
+
+
+def _kind(parameter: nn.Parameter) -> Any:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
