@@ -166,7 +166,7 @@ def _refuse(text: str) -> int:
 
 
 def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 assert sum(part.seconds for part in parts(1)) <= ALL

@@ -1,7 +1,7 @@
 """The few packages that a machine with torch may lack: found missing, brought into a folder beside what is installed.
 
-Nothing is installed into the machine's Python, and never torch: `pip install --target` puts what is missing into a folder
-that PYTHONPATH names. Whatever is there already, and new enough, is used as it is.
+Nothing is installed into the machine's Python, and never torch: `pip install --target` puts what is missing into a
+folder that PYTHONPATH names. Whatever is there already, and new enough, is used as it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plugin of pytest: tests that need a device find emulated ones, in pytest's process and (tests/worlds.py) on ranks."""
+"""A plugin of pytest: tests that need a device find emulated ones, here and (tests/worlds.py) on ranks."""
 
 from __future__ import annotations
 

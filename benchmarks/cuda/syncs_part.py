@@ -102,7 +102,7 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
 
 
 def _counted(strategy: str) -> list[tuple[str, Counter[str] | None, Counter[str]]]:
-    """On one rank: for each way, by name, where the loop by hand waits, where there is one, and where the engine does."""
+    """On one rank: for each way, by name, where the loop by hand waits, if there is one, and where the engine does."""
     found = []
     if strategy in STAGES:
         os.environ["DS_ACCELERATOR"] = DEVICE

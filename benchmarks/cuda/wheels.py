@@ -1,4 +1,4 @@
-"""`make cuda-wheels`: packs what a machine with torch and without a network lacks for `make cuda`, never torch itself."""
+"""`make cuda-wheels`: packs what a machine with torch, without a network, lacks for `make cuda`; never torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from drivetrain.testing import requires_cuda
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
 
-pytestmark = requires_cuda()
+pytestmark = [pytest.mark.cuda, requires_cuda()]
 
 ACCELERATOR = "cuda"
 SETTINGS: dict[str, Any] = {

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from small_runs import Regression, failing, loader, quiet
@@ -41,6 +42,7 @@ def _runs(strategy: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.cuda
 @requires_cuda(2)
 def test_who_waits_in_a_kernel_for_a_failed_rank_hears_of_it() -> None:  # G-01, G-07
     for strategy in ("ddp", "fsdp"):

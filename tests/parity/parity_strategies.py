@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import parity_device
+
 from averaging import Averaging, AveragingInContext
 from cpu_kernels import FP16
 from drivetrain import Strategy

@@ -164,6 +164,7 @@ def test_a_loader_that_reuses_its_memory_is_right_under_accumulation(kind: str, 
         torch.testing.assert_close(trained, by_hand(module(), window), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.cuda
 @requires_cuda()
 @pytest.mark.parametrize("where", ["pinned", "on the device"])
 @pytest.mark.parametrize("window", [1, 3])

@@ -16,7 +16,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import requires_cuda
 
-DEVICES = ["cpu", pytest.param("cuda", marks=requires_cuda())]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, requires_cuda()])]
 X = torch.arange(12.0).reshape(4, 3) / 12
 
 

@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import FullPrecision
 from drivetrain.testing import requires_cuda
 
-DEVICES = ["cpu", pytest.param("cuda", marks=requires_cuda())]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, requires_cuda()])]
 
 
 def parameters(device: str = "cpu", dtypes: tuple[torch.dtype, ...] = (torch.float32,)) -> list[nn.Parameter]:
@@ -134,6 +134,7 @@ def test_clipping_never_waits_for_the_device(algorithm: str) -> None:
             norm.item()
 
 
+@pytest.mark.cuda
 @requires_cuda()
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_never_waits_for_a_gpu(algorithm: str) -> None:

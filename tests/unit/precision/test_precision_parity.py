@@ -14,7 +14,7 @@ from torch.nn.functional import mse_loss
 from drivetrain.precision import Precision, resolve_precision
 from drivetrain.testing import requires_cuda
 
-DEVICES = ["cpu", pytest.param("cuda", marks=requires_cuda())]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, requires_cuda()])]
 STEPS = 12
 
 

@@ -1,0 +1,192 @@
+"""O-05: one device. `make cuda PART=tests` runs this on a GPU, its rehearsal on an emulated one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from device_runs import REHEARSED, Net, rows, trained, weights
+from torch import Tensor, nn
+
+from drivetrain.callbacks import Checkpoint, LambdaCallback, ThroughputMonitor
+from drivetrain.callbacks._peak_flops import known_peak_flops
+from drivetrain.checkpoint import load
+from drivetrain.precision import MixedPrecision
+from drivetrain.testing import requires_cuda
+
+pytestmark = [pytest.mark.cuda, requires_cuda()]
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Any:
+    """Products of float32 matrices in float32, whatever the machine's default."""
+    kept = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(kept)
+
+
+@pytest.mark.parametrize(
+    ("precision", "near"), [("32-true", 1e-4), ("64-true", 1e-9), ("bf16-mixed", 2e-2), ("16-mixed", 2e-2)]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_comes_to_the_cpus_weights(precision: str, near: float, fused: bool) -> None:
+    # O-05
+    found = []
+    for accelerator in ("cuda", "cpu"):
+        module = Net(fused=fused)
+        settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
+        trained(module, accelerator=accelerator, precision=precision, **settings)
+        found.append(weights(module))
+    torch.testing.assert_close(*found, atol=near, rtol=near)
+    assert not torch.equal(found[0], weights(Net()))
+
+
+def test_the_device_that_was_asked_for_is_used_and_put_back() -> None:
+    # O-05, O-02
+    last, seen = torch.cuda.device_count() - 1, []
+    looks = LambdaCallback(on_train_batch_end=lambda *_: seen.append(torch.cuda.current_device()))
+    trained(Net(), devices=[last], callbacks=[looks])
+    assert set(seen) == {last}
+    assert torch.cuda.current_device() == 0
+
+
+def test_an_asynchronous_save_is_of_its_step_though_training_goes_on(tmp_path: Path) -> None:
+    # O-05, O-02: large enough for the copy to be under way while the next steps write
+    width = 1 << (12 if REHEARSED else 20)
+    kept = []
+
+    def keep(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            kept.append(torch.cat([value.detach().flatten() for value in module.net.state_dict().values()]))
+
+    saves = Checkpoint(tmp_path, save_async=True, every_n_train_steps=4, save_top_k=-1)
+    callbacks = [LambdaCallback(on_train_batch_end=keep), saves]
+    trained(Net(width=width), callbacks=callbacks, enable_checkpointing=True)
+    (path,) = [each for each in tmp_path.iterdir() if each.is_dir() and "step=4" in each.name]
+    saved = load(path).weights()
+    names = [f"net.{name}" for name in Net(width=width).net.state_dict()]
+    assert torch.equal(torch.cat([saved[name].flatten() for name in names]), kept[0].cpu())
+
+
+def test_a_resumed_run_goes_on_to_the_last_bit_dropout_included(tmp_path: Path) -> None:
+    # O-05: the device's generator is saved
+    whole = Net(dropout=0.3)
+    trained(whole, deterministic=True, seed=3)
+    begun = Net(dropout=0.3)
+    saves = Checkpoint(tmp_path, every_n_train_steps=4)
+    trained(begun, deterministic=True, seed=3, max_steps=4, callbacks=[saves], enable_checkpointing=True)
+    (path,) = [each for each in tmp_path.iterdir() if each.is_dir()]
+    resumed = Net(dropout=0.3)
+    trained(resumed, deterministic=True, seed=3, ckpt_path=path)
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+def test_a_checkpoint_of_the_device_goes_on_in_the_hosts_memory(tmp_path: Path) -> None:
+    # O-05
+    saves = Checkpoint(tmp_path, every_n_train_steps=4)
+    trained(Net(), max_steps=4, callbacks=[saves], enable_checkpointing=True)
+    (path,) = [each for each in tmp_path.iterdir() if each.is_dir()]
+    here, there = Net(), Net()
+    trained(here, accelerator="cpu", ckpt_path=path)
+    trained(there)
+    torch.testing.assert_close(weights(here), weights(there), atol=1e-4, rtol=1e-4)
+
+
+def test_no_step_waits_for_the_device() -> None:
+    # O-05, O-04: torch raises where one does
+    def switch(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode({4: "error", 12: "default"}.get(batch_idx, torch.cuda.get_sync_debug_mode()))
+
+    settings = {"gradient_clip_val": 0.5, "callbacks": [LambdaCallback(on_train_batch_start=switch)]}
+    try:
+        fit = trained(Net(), rows(16, pin_memory=True), **settings)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert fit.global_step == 16
+
+
+def test_predictions_are_those_of_the_module() -> None:
+    # O-05
+    module = Net()
+    fit = trained(module)
+    predictions = torch.cat([each.cpu() for each in fit.predict(module, rows(2))])
+    with torch.no_grad():
+        expected = module.net.cpu()(torch.cat([x for x, _ in rows(2)]))
+    torch.testing.assert_close(predictions, expected, atol=1e-4, rtol=1e-4)
+
+
+class LoggingFromBoth(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("auxiliary", loss.detach() if batch_idx % 2 else torch.tensor(0.0), on_epoch=True)
+        return loss
+
+
+def test_a_key_can_be_logged_from_the_host_and_from_the_device() -> None:
+    # O-05
+    assert float(trained(LoggingFromBoth()).callback_metrics["auxiliary"]) > 0
+
+
+def test_gradients_on_the_host_are_unscaled_by_the_scale() -> None:
+    # O-05, O-04
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    precision = MixedPrecision("16-mixed", "cuda")
+    precision.backward((weight.cuda() * 2).sum())
+    precision.unscale(optimizer)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((4,), 2.0))
+
+
+def test_throughput_is_told_and_its_peak_can_be_asked_for() -> None:
+    # O-05
+    fit = trained(Net(), rows(16), callbacks=[ThroughputMonitor()], log_every_n_steps=4)
+    assert fit.global_step == 16
+    for dtype in (torch.float32, torch.bfloat16):
+        peak = known_peak_flops(torch.device("cuda"), dtype)
+        assert peak is None or peak > 1e12
+
+
+NOTEBOOK = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+from drivetrain import Fit, TrainModule
+from benchmarks.cuda.devices import devices
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+rehearsed = int(os.environ.get("REHEARSED_DEVICES", "0"))
+with devices(rehearsed, bool(rehearsed)):
+    fit = Fit(accelerator="gpu", devices=DEVICES, strategy="ddp", launcher="fork", max_epochs=1, **quiet)
+    fit.fit(Net(), DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4))
+print("it has trained")
+"""
+
+
+def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path) -> None:
+    # O-05, O-03: nothing has asked the driver before the fork
+    script = tmp_path / "notebook.py"
+    script.write_text(NOTEBOOK.replace("DEVICES,", f"{min(2, torch.cuda.device_count())},"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert "it has trained" in done.stdout, done.stderr[-3000:]

@@ -1,0 +1,67 @@
+"""O-05: strategies on NCCL with a group that the run makes, on one device and on as many as there are."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from device_runs import Net, rows, trained, weights
+from torch import Tensor
+
+from drivetrain.callbacks import Checkpoint
+from drivetrain.testing import requires_cuda
+from worlds import on_ranks
+
+pytestmark = [pytest.mark.cuda, requires_cuda()]
+
+ZERO = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+STRATEGIES = ["ddp", "fsdp", *(pytest.param(f"deepspeed_stage_{stage}", marks=ZERO) for stage in (1, 2, 3))]
+RANKS = [1, pytest.param(2, marks=requires_cuda(2))]
+NEAR = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 3e-2}
+
+
+def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
+    torch.set_float32_matmul_precision("highest")
+    module = Net()
+    settings = {"gradient_clip_val": 0.5, "max_epochs": 2, "seed": 1}
+    trained(module, strategy=strategy, devices=ranks, precision=precision, **settings)
+    return weights(module)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("precision", list(NEAR))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_comes_to_the_weights_of_one_device(strategy: str, precision: str, ranks: int) -> None:
+    # O-05, B-01
+    args = strategy, ranks, precision
+    found = on_ranks(_trained, ranks, *args, process_group=None, timeout=150)
+    assert all(torch.equal(each, found[0]) for each in found)
+    if ranks == 1:
+        torch.testing.assert_close(found[0], _trained("single_device", 1, precision), **_near(precision))
+
+
+def _near(precision: str) -> dict[str, float]:
+    return {"atol": NEAR[precision], "rtol": NEAR[precision]}
+
+
+def _saved(folder: str, strategy: str, ranks: int) -> Tensor:
+    module = Net()
+    saves = Checkpoint(folder, every_n_train_steps=2, save_top_k=-1)
+    trained(module, strategy=strategy, devices=ranks, seed=1, callbacks=[saves], enable_checkpointing=True)
+    return weights(module)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_checkpoint_of_a_strategy_goes_on_in_one_process(strategy: str, ranks: int) -> None:
+    # O-05
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_ranks(_saved, ranks, folder, strategy, ranks, process_group=None, timeout=150)
+        (path,) = Path(folder).glob("*step=2")
+        module = Net()
+        loader = rows(batch_size=8 * ranks)  # the same global batches
+        trained(module, loader, accelerator="cpu", seed=1, ckpt_path=path)
+        torch.testing.assert_close(weights(module), found[0], **_near("32-true"))
