@@ -26,10 +26,16 @@ QUICK := tests/unit tests/distributed/test_ddp.py tests/distributed/test_clippin
 
 DEMO ?= --strategy ddp --devices 2 --accelerator cpu
 
-.PHONY: help demo test quick faults fuzz lint format types bench docs parity clean distclean
+# The first Python that has torch; `make cuda PYTHON=...` names another. A rehearsal takes the tests' own.
+CUDA_PYTHON = $(if $(REHEARSE),$(BIN)/python,$(if $(filter command environment,$(origin PYTHON)),$(PYTHON),$(or \
+	$(shell for candidate in python3 python3.11 python3.12 python3.13 python $(BIN)/python; do \
+	$$candidate -c 'import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))' \
+	2>/dev/null && echo $$candidate && break; done),$(PYTHON))))
+
+.PHONY: help demo test quick faults fuzz lint format types bench cuda cuda-wheels docs parity clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about two minutes
 	@$(BIN)/python examples/gpt_stdlib.py $(DEMO)
@@ -61,6 +67,13 @@ types: $(VENV)/.stamp-dev ## Type-check both packages, and what users write on t
 bench: $(BENCH)/.stamp ## Time steps and checkpoints against PyTorch by hand, the disk, and others
 	@$(BENCH)/bin/python -m benchmarks $(ARGS)
 
+cuda: $(if $(REHEARSE),$(VENV)/.stamp-dev) ## Run all that needs a GPU, in parts, with the torch that is there (PART=steps FRESH=1 REHEARSE=1)
+	@$(CUDA_PYTHON) -m benchmarks.cuda $(PART) $(if $(REHEARSE),--rehearse) \
+		$(if $(FRESH),--fresh=$(if $(filter failed,$(FRESH)),failed,all)) $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+cuda-wheels: $(VENV)/.stamp-dev ## Pack what a machine with torch, but without a network, lacks for it (ARGS="--pythons 3.13")
+	@$(BIN)/python -m benchmarks.cuda.wheels $(ARGS)
+
 parity: $(VENV)/.stamp-dev ## Print the matrix of strategies and parity cases
 	@$(BIN)/python -m tests.parity $(ARGS)
 
@@ -69,11 +82,11 @@ docs: $(VENV)/.stamp-docs ## Build the documentation into site/, warnings being 
 	@echo "The documentation is in site/index.html"
 
 clean: ## Remove what builds, tests and runs left behind
-	rm -rf site dist runs drivetrain_logs checkpoints .hypothesis .mypy_cache .ruff_cache .pytest_cache
+	rm -rf site dist runs cuda-rehearsal drivetrain_logs checkpoints .hypothesis .mypy_cache .ruff_cache .pytest_cache
 	find framework strategies tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the virtual environments
-	rm -rf $(VENV) $(BENCH)
+	rm -rf $(VENV) $(BENCH) .cuda cuda-wheels cuda-wheels.tar
 
 %/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or say 'make PYTHON=/path/to/python'." >&2; exit 1; }

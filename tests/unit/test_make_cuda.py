@@ -1,0 +1,227 @@
+"""O-05: `make cuda` on a machine without a GPU: what it refuses, how it goes on, and all of it rehearsed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cuda import outcome, packages, report
+from benchmarks.cuda.parts import ALL, MOST, ROOT, Part, Piece, chosen, parts
+from benchmarks.cuda.processes import run
+from drivetrain.testing import requires_emulated_cuda, requires_linux
+
+PIECES = {
+    "tests": "tests/loss_scaling",
+    "parity": "parity/single_device",
+    "syncs": "syncs/ddp",
+    "steps": "steps/gpt-124m",
+    "memory": "memory/ddp",
+    "sanitizer": "sanitizer/single_device",
+    "variants": "variants/cuda-graphs",
+}
+"""One of each part, so that the suite rehearses the whole in little time; `make cuda REHEARSE=1` runs all."""
+
+
+def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "benchmarks.cuda", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **{**pipes, **settings})
+
+
+@pytest.mark.slow
+@requires_emulated_cuda()
+@pytest.mark.timeout(300)
+def test_a_rehearsal_that_was_stopped_goes_on_and_its_report_has_every_part(tmp_path: Path) -> None:
+    # O-05
+    asked = ["--rehearse", "--folder", str(tmp_path), *PIECES.values()]
+    first = tmp_path / "parts" / "tests-loss_scaling.json"
+    stopped = started(*asked)
+    until = time.monotonic() + 150
+    while not first.exists() and stopped.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    stopped.send_signal(signal.SIGINT)
+    said, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130, said
+    assert "Stopped: the same command goes on from here." in said
+    before = json.loads((tmp_path / "report.json").read_text())
+    done = {part["name"]: [piece["status"] for piece in part["pieces"]] for part in before["parts"]}
+    assert done["tests"] == ["ok"]
+    assert done["variants"] == []
+
+    again = started(*asked)
+    said, _ = again.communicate(timeout=250)
+    assert again.returncode == 0, said
+    assert "tests/loss_scaling: ok, as it was run before" in said
+    whole = json.loads((tmp_path / "report.json").read_text())
+    about = whole["about"]
+    assert about["torch"] == torch.__version__
+    assert [device["name"] for device in about["devices"]] == ["Emulated H100"] * 2
+    assert {"python", "processor", "commit", "command", "cuda"} <= about.keys()
+    for part, name in PIECES.items():
+        (piece,) = next(each["pieces"] for each in whole["parts"] if each["name"] == part)
+        assert f"{piece['part']}/{piece['name']}" == name
+        assert piece["status"] == ("not shown here" if part in ("sanitizer", "variants") else "ok"), piece["reason"]
+        assert piece["rows"], part
+        assert all(len(row) == len(piece["columns"]) for row in piece["rows"]), part
+        assert {"seconds", "date", "commit", "torch", "log"} <= piece.keys()
+    by_name = {each["name"]: each for each in whole["parts"]}
+    ((steps,),) = (by_name["steps"]["pieces"],)
+    assert steps["figures"]["gpt-124m, bf16-mixed: engine"]["mfu"] > 0
+    assert steps["notes"] == ["the loops' weights are equal to the last bit"]
+    ((sanitizer,),) = (by_name["sanitizer"]["pieces"],)
+    assert sanitizer["figures"]["a race that was planted"] != ""
+    assert {found for name, found in sanitizer["figures"].items() if name != "a race that was planted"} == {""}
+    page = (tmp_path / "report.md").read_text()
+    assert "A rehearsal on emulated devices" in page
+    assert f"torch {torch.__version__}" in page
+    for part in parts(2):
+        assert f"### {part.title}\n" in page
+    assert "not shown here: torch's sanitizer" in page
+    assert "CUDA graphs: torch.compile ran with backend='eager'" in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
+def test_without_a_gpu_it_says_what_was_looked_for_and_what_to_do() -> None:
+    # O-05
+    refused = started("steps")
+    said, _ = refused.communicate(timeout=60)
+    assert refused.returncode == 2
+    assert f"torch {torch.__version__} is built without CUDA" in said
+    assert "make cuda PYTHON=" in said
+    assert "make cuda REHEARSE=1" in said
+
+
+def test_the_parts_fit_into_the_time_that_there_is() -> None:
+    # O-05
+    for devices in (1, 8):
+        assert sum(part.seconds for part in parts(devices)) <= ALL
+        assert all(part.seconds <= MOST for part in parts(devices))
+        assert all(piece.seconds <= part.seconds for part in parts(devices) for piece in part.pieces)
+    names = [part.name for part in parts(1)]
+    assert names == ["tests", "parity", "syncs", "steps", "memory", "sanitizer", "variants"], "in order of worth"
+
+
+def test_every_file_with_tests_for_a_device_is_a_piece() -> None:
+    # O-05
+    files = {piece.name for piece in parts(1)[0].pieces}
+    assert {"on_a_device", "strategies_on_a_device", "fsdp_cuda", "nccl_failures", "loss_scaling"} <= files
+
+
+def test_parts_and_pieces_are_asked_for_by_name() -> None:
+    # O-05
+    assert [part.name for part in chosen(["steps", "memory/fsdp"], 1)] == ["steps", "memory"]
+    assert [piece.name for piece in chosen(["steps", "memory/fsdp"], 1)[1].pieces] == ["fsdp"]
+    with pytest.raises(ValueError, match="no part 'stepss'; there are tests, parity"):
+        chosen(["stepss"], 1)
+    with pytest.raises(ValueError, match=r"no part 'steps/gtp'; there are steps/linear"):
+        chosen(["steps/gtp"], 1)
+
+
+def test_with_several_devices_parity_is_on_all_of_them_too() -> None:
+    # O-05
+    one, four = ({piece.name for part in parts(count) for piece in part.pieces} for count in (1, 4))
+    assert {"fsdp-on-all", "deepspeed_stage_3-on-all"} <= four - one
+
+
+@requires_linux()
+def test_a_command_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    # O-05
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '300'], process_group=0).pid, flush=True)"
+    ended = run([sys.executable, "-c", f"{child}; time.sleep(300)"], 1.5, tmp_path / "log", {}, "it")
+    assert ended.code is None
+    assert "its time was over" in ended.how
+    state = Path(f"/proc/{int(ended.tail)}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_command_that_dies_says_how(tmp_path: Path) -> None:
+    # O-05
+    ended = run([sys.executable, "-c", "import os; print('so far'); os.abort()"], 30, tmp_path / "log", {}, "it")
+    assert ended.how == "it was ended by SIGABRT"
+    assert ended.tail.startswith("so far")
+
+
+ABOUT = {"devices": [{"name": "A100"}] * 2, "python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "commit": "abc"}
+ABOUT |= {"processor": "any", "cores": 16, "command": "python -m benchmarks.cuda", "nccl": "2.28.9", "driver": "580"}
+
+
+def test_what_failed_crashed_or_lacks_a_package_is_in_the_report_with_its_reason(tmp_path: Path) -> None:
+    # O-05
+    ends = {"linear": "ok", "mlp": "failed", "gpt": "crashed", "gpt-124m": "a package is missing"}
+    for name, status in ends.items():
+        record = {"status": status, "reason": f"because of {name}", "seconds": 1.0, "log": "a.log", "commit": "abc"}
+        rows = {"columns": ["Network"], "rows": [[name]], "date": "today", "name": name, "part": "steps"}
+        outcome.write_json(report.path_of(tmp_path, Piece("steps", name, 1)), {**record, **rows})
+    report.path_of(tmp_path, Piece("steps", "gpt-124m-ddp", 1)).write_text('{"status": "o')  # cut short
+    page = report.write(tmp_path, ABOUT, 2)
+    assert (
+        "2 x A100; any, 16 cores; Python 3.12.3, torch 2.11.0, CUDA 13.0, driver 580, NCCL 2.28.9; commit abc" in page
+    )
+    assert "| A step over the loop written by hand (`steps`) | 1 | 3 | 0 | 2 | 4 |" in page
+    for name, status in ends.items():
+        assert (f"**{status}**: because of {name} (logs/a.log)" in page) == (status != "ok")
+    merged = json.loads((tmp_path / "report.json").read_text())
+    assert next(part for part in merged["parts"] if part["name"] == "steps")["not_run"] == [
+        "gpt-124m-ddp",
+        "gpt-124m-fsdp",
+    ]
+
+
+def test_what_a_piece_found_decides_how_it_came_out() -> None:
+    # O-05
+    rows = {"columns": ["a"], "rows": [["1"]]}
+    assert outcome.Outcome(**rows).status == "ok"
+    assert outcome.Outcome(**rows, not_shown=["graphs"]).status == "not shown here"
+    assert outcome.Outcome(**rows, failures=["it differs"], not_shown=["graphs"]).record()["reason"] == "it differs"
+
+
+def test_what_is_packed_is_all_that_is_needed_and_never_torch() -> None:
+    # O-05: installed one by one, so whatever a packed one requires has to be packed, or come with torch
+    import importlib.metadata
+    import re
+
+    packed = {each.name for each in (*packages.ALWAYS, *packages.FOR_DEEPSPEED)}
+    assert not [name for name in packed if re.match("torch$|nvidia|triton", name)]
+    with_torch = {"torch", "setuptools"}
+    for name in packed:
+        for requirement in importlib.metadata.requires(name) or []:
+            needed, _, condition = requirement.partition(";")
+            if "extra ==" in condition or re.search(r"platform|python_version\s*<|python_full_version\s*<", condition):
+                continue
+            plain = re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", needed)[0]).lower()  # type: ignore[index]
+            assert plain in packed | with_torch, f"{name} needs {plain}"
+
+
+def test_a_package_that_is_too_old_counts_as_missing() -> None:
+    # O-05
+    assert packages.Needed("pytest", "8.3").is_there()
+    assert not packages.Needed("pytest", "8000.1").is_there()
+    assert not packages.Needed("no-such-package").is_there()
+
+
+def test_a_piece_that_was_run_by_another_torch_is_run_again(tmp_path: Path) -> None:
+    # O-05
+    from benchmarks.cuda.__main__ import _stands
+
+    before = {"status": "failed", "torch": "2.11.0", "devices": [1]}
+    about = {"torch": "2.11.0", "devices": [1]}
+    assert _stands(before, about, None)
+    assert not _stands(before, about, "all")
+    assert not _stands(before, about, "failed")
+    assert _stands({**before, "status": "ok"}, about, "failed")
+    assert not _stands(before, {**about, "torch": "2.13.0"}, None)
+
+
+def test_a_part_is_pieces_with_their_key() -> None:
+    assert [piece.key for piece in Part("steps", "", 1, (Piece("steps", "gpt", 1),)).pieces] == ["steps/gpt"]
