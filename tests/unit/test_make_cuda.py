@@ -40,7 +40,7 @@ def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @requires_emulated_cuda()
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_rehearsal_that_was_stopped_goes_on_and_its_report_has_every_part(tmp_path: Path) -> None:
     # O-05
     asked = ["--rehearse", "--folder", str(tmp_path), *PIECES.values()]
@@ -59,7 +59,7 @@ def test_a_rehearsal_that_was_stopped_goes_on_and_its_report_has_every_part(tmp_
     assert done["variants"] == []
 
     again = started(*asked)
-    said, _ = again.communicate(timeout=250)
+    said, _ = again.communicate(timeout=400)
     assert again.returncode == 0, said
     assert "tests/loss_scaling: ok, as it was run before" in said
     whole = json.loads((tmp_path / "report.json").read_text())
