@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def gpt(shape: Shape = GPT_124M, short: int = 5, long: int = 35) -> Work:
     """A GPT of that shape with AdamW, as it is trained on a device."""
     return Work(
         "gpt-124m",
-        partial(GPT2, shape),
+        lambda: copy.deepcopy(_prototype(shape)),
         _next_token,
         fused_adamw,
         lambda steps: TensorDataset(tokens(steps * shape.batch, shape)),
@@ -130,6 +131,11 @@ def gpt(shape: Shape = GPT_124M, short: int = 5, long: int = 35) -> Work:
         long,
         long,
     )
+
+
+@functools.cache  # its numbers are drawn once: that takes seconds, and every loop begins with the same
+def _prototype(shape: Shape) -> GPT2:
+    return GPT2(shape)
 
 
 def fused_adamw(net: nn.Module) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,5 +48,14 @@ def write_json(path: Path, value: Any) -> None:
     """All of it or nothing: who is ended midway leaves the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    draft.write_text(json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
     os.replace(draft, path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not a number: it stands there as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

@@ -59,11 +59,11 @@ def parts(devices: int) -> list[Part]:
     """All of them, for a machine with so many devices."""
     several = (0,) if devices > 1 else ()
     return [
-        Part("tests", "Tests that need a device", 420, _tests(devices)),
+        Part("tests", "Tests that need a device", 390, _tests(devices)),
         Part(
             "parity",
             "Parity on NCCL with the loop written by hand",
-            300,
+            270,
             tuple(
                 Piece("parity", name if ranks else f"{name}-on-all", 120, ranks, _needs(name))
                 for ranks in (1, *several)
@@ -73,7 +73,7 @@ def parts(devices: int) -> list[Part]:
         Part(
             "syncs",
             "Where the host waits for the device, by CUDA's own count",
-            90,
+            120,
             tuple(Piece("syncs", name, 40, needs=_needs(name)) for name in ("single_device", *STRATEGIES)),
         ),
         Part(
@@ -89,7 +89,7 @@ def parts(devices: int) -> list[Part]:
         Part(
             "memory",
             "Memory of a device over the loop written by hand",
-            120,
+            150,
             tuple(Piece("memory", name, 60, 0, _needs(name)) for name in ("fsdp", "fsdp-bf16", *ZERO, "ddp")),
         ),
         Part(

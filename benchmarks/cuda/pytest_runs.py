@@ -40,6 +40,8 @@ def run_tests(arguments: Sequence[str], rehearsed_devices: int, variables: dict[
     """Run pytest with these arguments, on so many emulated devices or, for 0, on the machine's."""
     # No settings of the user's, no plugins that come with other packages: theirs know nothing of ranks and devices.
     environment = {**os.environ, **(variables or {}), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    # For tests of deterministic runs: cuBLAS reads it once, before the first of them.
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     command = [sys.executable, "-m", "pytest", "-p", "pytest_timeout", "-p", "no:cacheprovider", "-q"]
     if rehearsed_devices:
         environment["REHEARSED_DEVICES"] = str(rehearsed_devices)

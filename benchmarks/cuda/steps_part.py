@@ -22,9 +22,10 @@ from drivetrain.callbacks._peak_flops import known_peak_flops
 COLUMNS = ["Network", "loop", "ms a step", "over by hand", "processor, ms", "over by hand", "tokens/s", "MFU", "MiB"]
 AGAIN = "by hand, again"
 """Tells how far apart two loops come out that are the same."""
-ROUNDS, TURN, TURNS = 7, 5, 9
-APART = {"32-true": 1e-5, "bf16-mixed": 1e-2}
-"""How far, relatively, the weights' checksums may lie: sums of a device's atomics come in any order."""
+ROUNDS, TURN, TURNS = 5, 5, 9
+APART = {"32-true": 1e-3, "bf16-mixed": 5e-2}
+"""How far, relatively, the weights' checksums may lie: sums of a device's atomics come in any order, and AdamW makes
+much of the sign of a gradient that is nearly zero."""
 
 
 def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
@@ -32,12 +33,12 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
     if name != piece.name:
         ranks = count if piece.ranks == 0 else piece.ranks
         found = on_ranks(_of_ranks, ranks, rehearse, name, rehearse, timeout=piece.seconds)[0]
-        return _told(f"gpt-124m, `{name}` on {ranks}, bf16-mixed", *found)
+        return _told(f"gpt-124m, `{name}` on {ranks}, bf16-mixed", *found[:3], APART["bf16-mixed"], found[3])
     with devices(count, rehearse):
         job, rounds = _job(piece.name, rehearse), 2 if rehearse else ROUNDS
-        slopes, peaks, sums = _alone(job, rounds)
+        slopes, peaks, apart = _alone(job, rounds)
         rate = _rate(job, rehearse) if piece.name == "gpt-124m" else None
-    return _told(f"{piece.name}, {job.precision}", slopes, peaks, sums, rate)
+    return _told(f"{piece.name}, {job.precision}", slopes, peaks, apart, APART[job.precision], rate)
 
 
 def _job(name: str, rehearse: bool, strategy: str = "single_device") -> Job:
@@ -47,14 +48,14 @@ def _job(name: str, rehearse: bool, strategy: str = "single_device") -> Job:
     return Job(work, "bf16-mixed", strategy)
 
 
-def _alone(job: Job, rounds: int) -> tuple[dict[str, Slopes], dict[str, float], str]:
+def _alone(job: Job, rounds: int) -> tuple[dict[str, Slopes], dict[str, float], float]:
     full_precision()
     loops = {"by hand": partial(by_hand, job), "engine": partial(by_engine, job), AGAIN: partial(by_hand, job)}
     # The first run of each, whose start-up is in nobody's time.
     peaks = {name: _peak(partial(loop, job.work.short)) for name, loop in loops.items()}
-    said: list[str] = []
-    slopes = time_loops(loops, job.work.short, job.work.long, rounds, compare=partial(_compare, job, said))
-    return slopes, peaks, said[-1]
+    seen: list[float] = []
+    slopes = time_loops(loops, job.work.short, job.work.long, rounds, compare=partial(_compare, seen))
+    return slopes, peaks, max(seen)
 
 
 def _peak(run: Callable[[], float]) -> float:
@@ -66,16 +67,10 @@ def _peak(run: Callable[[], float]) -> float:
     return torch.cuda.max_memory_allocated() / 2**20
 
 
-def _compare(job: Job, said: list[str], steps: int, sums: dict[str, float]) -> None:
-    """Note how near the weights came.
-
-    Raises:
-        SystemExit: not near enough for the same work.
-    """
-    apart = max(abs(value - sums["by hand"]) for value in sums.values()) / max(abs(sums["by hand"]), 1e-9)
-    if not apart <= APART[job.precision]:
-        raise SystemExit(f"The loops did different work: after {steps} steps their weights sum to {sums}")
-    said.append("equal to the last bit" if apart == 0 else f"within {apart:.1e} of each other")
+def _compare(seen: list[float], steps: int, sums: dict[str, float]) -> None:
+    """Note how far, relatively, the weights' checksums lie apart."""
+    base = sums["by hand"]
+    seen.append(max(abs(value - base) for value in sums.values()) / max(abs(base), 1e-9))
 
 
 def _rate(job: Job, rehearse: bool) -> tuple[int, float | None]:
@@ -92,11 +87,17 @@ def _of_ranks(strategy: str, rehearse: bool) -> tuple[Any, ...]:
     turn, number = (1, 2) if rehearse else (TURN, TURNS)
     turns = Turns(turn, job.work.batch, settle=torch.cuda.synchronize)
     steps = turn * (number + 2)
-    loops = {name: partial(loop, job, steps, turns.data) for name, loop in _LOOPS.items()}
+    device = torch.cuda.current_device()
+
+    def on_device(loop: Callable[..., float]) -> float:
+        torch.cuda.set_device(device)  # a thread begins with the first one
+        return loop(job, steps, turns.data)
+
+    loops = {name: partial(on_device, loop) for name, loop in _LOOPS.items()}
     peaks = {name: _peak(partial(loop, job, 2)) for name, loop in _LOOPS.items()}
-    said: list[str] = []
-    slopes = turns.run(loops, compare=partial(_compare, job, said))
-    return slopes, peaks, said[-1], _rate(job, rehearse)
+    seen: list[float] = []
+    slopes = turns.run(loops, compare=partial(_compare, seen))
+    return slopes, peaks, max(seen), _rate(job, rehearse)
 
 
 _LOOPS = {"by hand": by_hand, "engine": by_engine, AGAIN: by_hand}
@@ -106,10 +107,14 @@ def _told(
     title: str,
     slopes: dict[str, Slopes],
     peaks: dict[str, float],
-    sums: str,
+    apart: float,
+    may_be: float,
     rate: tuple[int, float | None] | None = None,
 ) -> Outcome:
-    outcome = Outcome(COLUMNS, notes=[f"the loops' weights are {sums}"])
+    near = "equal to the last bit" if apart == 0 else f"within {apart:.1e} of each other"
+    outcome = Outcome(COLUMNS, notes=[f"the loops' weights are {near}"])
+    if not apart <= may_be:
+        outcome.failures.append(f"the loops did different work: their weights' checksums lie {apart:.1e} apart")
     base = slopes["by hand"]
     for name, its in slopes.items():
         row = [title, name]

@@ -186,6 +186,12 @@ def test_what_a_piece_found_decides_how_it_came_out() -> None:
     assert outcome.Outcome(**rows, failures=["it differs"], not_shown=["graphs"]).record()["reason"] == "it differs"
 
 
+def test_a_number_that_is_none_is_written_as_text(tmp_path: Path) -> None:
+    # O-05: a loss that became NaN must not cost the report
+    outcome.write_json(tmp_path / "a.json", {"apart": float("nan"), "times": (1.0, float("inf"))})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"apart": "nan", "times": [1.0, "inf"]}
+
+
 def test_what_is_packed_is_all_that_is_needed_and_never_torch() -> None:
     # O-05: installed one by one, so whatever a packed one requires has to be packed, or come with torch
     import importlib.metadata
