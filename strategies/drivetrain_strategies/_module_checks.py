@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from drivetrain.errors import ConfigurationError
 
@@ -25,6 +26,8 @@ def refuse_device_map(module: nn.Module) -> None:
             )
     where: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):  # split by the user over the run's devices, where the rest will come
+            continue
         where.setdefault(parameter.device, name)
     where.pop(torch.device("meta"), None)
     if len(where) > 1:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
@@ -213,7 +214,7 @@ OFFLOADED = "fsdp, offloaded"
 
 def trained(strategy: Any, accelerator: str, precision: str = "32-true", batches: int = 8, **settings: Any) -> Net:
     torch.manual_seed(0)
-    module = Net(settings.pop("scalar", False))
+    module: Net = settings.pop("module", Net)(settings.pop("scalar", False))
     train(module, strategy, accelerator, precision, batches, **settings)
     return module
 
@@ -492,3 +493,31 @@ def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path, c
         [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
     )
     assert "it has trained" in done.stdout, done.stderr[-3000:]
+
+
+# Layers that are split by hand
+
+
+class Split(Net):
+    """Splits its inner layers over the ranks, as the page on strategies does; the last one is whole."""
+
+    def configure_model(self) -> None:
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor"], plan)
+
+
+def _split(gpu: EmulatedCuda) -> bool:
+    found = []
+    for accelerator in ("cuda", "cpu", "cuda"):
+        strategy = FSDPStrategy(tensor_parallel=2)
+        found.append(trained(strategy, accelerator, module=Split).state_dict().values())
+    return all(
+        torch.equal(one.cpu(), other) for each in (0, 2) for one, other in zip(found[each], found[1], strict=True)
+    )
+
+
+def test_layers_that_are_split_over_devices_train_beside_whole_ones() -> None:
+    # O-01, O-05: the split ones are on the devices by then, the others are not yet
+    for one in on_ranks(2, _split):
+        assert one.returned
+        assert not one.races, one.report
