@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -506,18 +507,43 @@ class Split(Net):
         parallelize_module(self.net, self.device_mesh["tensor"], plan)
 
 
-def _split(gpu: EmulatedCuda) -> bool:
+class SplitTokens(Split):
+    """Whose backward, too, sends what split layers made: an embedding and, with the same weight, the last layer."""
+
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 10, bias=False))
+        self.net[3].weight = self.net[0].weight
+
+    def configure_model(self) -> None:
+        replicated = Replicate()
+        plan = {
+            "0": RowwiseParallel(input_layouts=replicated),
+            "1": ColwiseParallel(output_layouts=replicated),
+            "3": ColwiseParallel(output_layouts=replicated),
+        }
+        parallelize_module(self.net, self.device_mesh["tensor"], plan)
+        self.net[3].weight = self.net[0].weight  # each was given a parameter of its own
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        words = (batch[0].abs() * 3).long().clamp(max=9)
+        return nn.functional.cross_entropy(self.net(words).flatten(0, 1), words.flatten())
+
+
+def _split(kind: type[Net]) -> bool:
     found = []
     for accelerator in ("cuda", "cpu", "cuda"):
         strategy = FSDPStrategy(tensor_parallel=2)
-        found.append(trained(strategy, accelerator, module=Split).state_dict().values())
+        found.append(trained(strategy, accelerator, module=kind, limit_val_batches=0).state_dict().values())
     return all(
         torch.equal(one.cpu(), other) for each in (0, 2) for one, other in zip(found[each], found[1], strict=True)
     )
 
 
-def test_layers_that_are_split_over_devices_train_beside_whole_ones() -> None:
-    # O-01, O-05: the split ones are on the devices by then, the others are not yet
-    for one in on_ranks(2, _split):
+@pytest.mark.parametrize(("kind", "ranks"), [(Split, 2), (SplitTokens, 4)])
+def test_layers_that_are_split_over_devices_train_beside_whole_ones(kind: type[Net], ranks: int) -> None:
+    # O-01: the split ones are on the devices by then, the others are not yet; the third run is of meshes that equal
+    # the first one's, whose groups are gone, while the script's own stays
+    for one in on_ranks(ranks, _with_group, _split, kind):
         assert one.returned
         assert not one.races, one.report

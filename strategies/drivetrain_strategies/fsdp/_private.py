@@ -8,7 +8,7 @@ between the versions of torch that this runs on, from 2.11 on, what is there is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -352,12 +352,36 @@ def remove_tensor_parallel_hooks(module: nn.Module) -> None:
                     del hooks[key]
 
 
-def forget_meshes() -> None:
+def forget_meshes(device: torch.device | None = None) -> None:
     """Empty DTensor's caches of how operations lay out their results.
 
     Meshes are equal by their sizes and names: a result computed in a later run would be given the mesh of an earlier
     one, whose process groups are gone ("Could not resolve the process group registered under the name ...").
+
+    Args:
+        device: on which backward had operations of DTensors. Each thread has caches of its own, and those of a device's
+            backward run in a thread of autograd's; one of the CPU's runs in its caller's.
     """
+    _empty_caches()
+    if device is not None and device.type != "cpu":
+        with suppress(RuntimeError), torch.enable_grad():  # a device that has failed runs nothing more
+            _EmptyingBehind.apply(torch.zeros((), device=device, requires_grad=True)).backward()
+
+
+class _EmptyingBehind(torch.autograd.Function):
+    """Empties the caches of the thread in which its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        _empty_caches()
+        return gradient
+
+
+def _empty_caches() -> None:
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()

@@ -474,6 +474,6 @@ class FSDPStrategy(DistributedStrategy):
         self.precision.found_inf_reducer = None
         if self._mesh is not None:
             self._mesh.close()
-            forget_meshes()
+            forget_meshes(self.device if self.tensor_parallel > 1 else None)
         self._reset()
         super().teardown()
