@@ -365,7 +365,8 @@ def forget_meshes(device: torch.device | None = None) -> None:
     _empty_caches()
     if device is not None and device.type != "cpu":
         with suppress(RuntimeError), torch.enable_grad():  # a device that has failed runs nothing more
-            _EmptyingBehind.apply(torch.zeros((), device=device, requires_grad=True)).backward()
+            start = torch.zeros((), device=device, requires_grad=True)
+            _EmptyingBehind.apply(start).backward()  # type: ignore[no-untyped-call]
 
 
 class _EmptyingBehind(torch.autograd.Function):
@@ -376,7 +377,7 @@ class _EmptyingBehind(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         _empty_caches()
         return gradient
 
