@@ -17,6 +17,7 @@ import torch
 from benchmarks.cuda import outcome, packages, report
 from benchmarks.cuda.parts import ALL, MOST, ROOT, Part, Piece, chosen, parts
 from benchmarks.cuda.processes import run
+from benchmarks.pages import put
 from drivetrain.testing import requires_emulated_cuda, requires_linux
 
 PIECES = {
@@ -176,6 +177,19 @@ def test_what_failed_crashed_or_lacks_a_package_is_in_the_report_with_its_reason
         "gpt-124m-ddp",
         "gpt-124m-fsdp",
     ]
+
+
+def test_the_report_goes_into_the_page_on_benchmarks(tmp_path: Path) -> None:
+    # O-05
+    page = tmp_path / "benchmarks.md"
+    page.write_text((ROOT / "docs" / "benchmarks.md").read_text())
+    before = page.read_text()
+    put(report.NAME, report.write(tmp_path, ABOUT, 2).rstrip(), page)
+    after = page.read_text()
+    assert "2 x A100; any, 16 cores" in after
+    assert "It was not run on a GPU yet" not in after
+    assert after.partition("<!-- cuda -->")[0] == before.partition("<!-- cuda -->")[0]
+    assert after.partition("<!-- end of cuda -->")[2] == before.partition("<!-- end of cuda -->")[2]
 
 
 def test_what_a_piece_found_decides_how_it_came_out() -> None:
