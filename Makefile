@@ -1,5 +1,5 @@
-# Every target sets up what it needs in .venv, bench in .venv-bench, from nothing: Python 3.11 or newer, a C compiler and
-# make are enough.
+# Every target sets up what it needs in .venv, bench, test-floor and test-newest in environments of their own, from
+# nothing: Python 3.11 or newer, a C compiler and make are enough.
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -11,6 +11,8 @@ PYTHON ?= $(shell for candidate in python3 python3.11 python3.12 python3.13 pyth
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+FLOOR := .venv-floor
+NEWEST := .venv-newest
 PIP_INSTALL := -m pip install -qq --disable-pip-version-check -c constraints.txt
 SETUP := pyproject.toml constraints.txt
 
@@ -20,6 +22,11 @@ export PIP_BUILD_CONSTRAINT := constraints.txt
 
 # Tests run in this many processes, file by file (tests/conftest.py); those that train on ranks start these besides.
 WORKERS ?= 2
+
+# The oldest torch that pyproject.toml allows. It, and the newest, want another setuptools than the one that is pinned.
+FLOOR_TORCH = $(shell sed -n 's/^ *"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
+install_into = PIP_CONSTRAINT=$(1)/constraints.txt PIP_BUILD_CONSTRAINT=$(1)/constraints.txt \
+	$(1)/bin/python -m pip install -qq --disable-pip-version-check
 
 # All of one process, and of several what others rest on.
 QUICK := tests/unit tests/distributed/test_ddp.py tests/distributed/test_clipping.py tests/distributed/test_checkpoint_files.py
@@ -32,7 +39,7 @@ CUDA_PYTHON = $(if $(REHEARSE),$(BIN)/python,$(if $(filter command environment,$
 	$$candidate -c 'import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))' \
 	2>/dev/null && echo $$candidate && break; done),$(PYTHON))))
 
-.PHONY: help demo test quick faults fuzz lint format types bench cuda cuda-wheels docs parity clean distclean
+.PHONY: help demo test test-floor test-newest quick faults fuzz lint format types bench cuda cuda-wheels docs parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -42,6 +49,13 @@ demo: $(VENV)/.stamp-demo ## Train a byte-level GPT on two processes, in about t
 
 test: $(VENV)/.stamp-dev ## Run the whole test suite (ARGS="-k name" narrows it, WORKERS=0 keeps it in one process)
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-floor: $(FLOOR)/.stamp ## The same on the oldest torch that is allowed, a download of 3 GB
+	@$(FLOOR)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-newest: $(NEWEST)/.stamp ## The same on the newest torch that there is, a download of 3 GB
+	@$(call install_into,$(NEWEST)) --upgrade torch || echo "The newest torch could not be asked for: going on with the one that is there."
+	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in about a minute (lint and types apart)
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
@@ -86,7 +100,7 @@ clean: ## Remove what builds, tests and runs left behind
 	find framework strategies tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the virtual environments
-	rm -rf $(VENV) $(BENCH) .cuda cuda-wheels cuda-wheels.tar
+	rm -rf $(VENV) $(BENCH) $(FLOOR) $(NEWEST) .cuda cuda-wheels cuda-wheels.tar
 
 %/bin/python:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer was found: install one, or say 'make PYTHON=/path/to/python'." >&2; exit 1; }
@@ -110,4 +124,10 @@ $(VENV)/.stamp-docs: $(SETUP) | $(BIN)/python
 $(BENCH)/.stamp: $(SETUP) | $(BENCH)/bin/python
 	@echo "Setting up $(BENCH) with the extra 'bench' (once, and after a change of pins) ..."
 	@$(BENCH)/bin/python $(PIP_INSTALL) -e '.[bench]'
+	@touch $@
+
+$(FLOOR)/.stamp $(NEWEST)/.stamp: %/.stamp: $(SETUP) | %/bin/python
+	@echo "Setting up $* with the extra 'dev' and a torch of its own (once, and after a change of pins) ..."
+	@grep -vE '^(torch|setuptools)==' constraints.txt > $*/constraints.txt
+	@$(call install_into,$*) -e '.[dev]' torch$(if $(filter $(FLOOR),$*),==$(FLOOR_TORCH))
 	@touch $@

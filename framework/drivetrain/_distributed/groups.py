@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 def set_timeout(timeout: timedelta, groups: Iterable[Any] | None = None) -> None:
     """Let every collective of these groups fail after ``timeout``; None for every group of this process."""
-    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
+    private: Any = dist.distributed_c10d
+    setter = getattr(dist, "set_timeout", None) or private._set_pg_timeout  # public from torch 2.15 on
+    for group in list(private._world.pg_map) if groups is None else groups:
         with contextlib.suppress(ValueError):  # a group that this rank is not in
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            setter(timeout, group)
 
 
 def uses_nccl() -> bool:

@@ -191,7 +191,7 @@ class Sharded:
                 self._gave_gradient.add(id(one))
             elif whole.requires_grad:
                 self._asked_for_zeros[id(one)] = one
-                whole.grad = torch.zeros_like(whole)
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
 
     def take_unused(self) -> list[_WatchedParam]:
         """Those that had no gradient in the last backward that exchanged them; asked once."""
@@ -279,7 +279,7 @@ class Sharded:
     def forget_gradients(self) -> None:
         """Drop what a window has added up and not exchanged."""
         for parameter in self.parameters:
-            parameter.unsharded_accumulated_grad = None
+            _set_those_there(parameter, unsharded_accumulated_grad=None)  # torch 2.15 adds up in the gradient itself
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 

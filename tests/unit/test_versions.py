@@ -1,0 +1,150 @@
+"""What `docs/versions.md` says of private names of other packages holds for those that are installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain.testing import requires_package
+from drivetrain_strategies.deepspeed._library import import_library
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "versions.md").read_text()
+ROW = re.compile(r"^\| `(?P<owner>[\w.]+)` \| (?P<names>`.*?) \| .* \|$", re.MULTILINE)
+STATED = [(row["owner"], row["names"]) for row in ROW.finditer(PAGE)]
+
+# Public, for all that their names begin so; and marks that Python gives to every named tuple.
+PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace"}
+PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: what counts is the name
+OWN_ASKING = "_emulated_cuda"  # asks for its names as it begins, and refuses a torch without them
+
+
+def _owned_by(*packages: str) -> list[Any]:
+    return [pytest.param(*row, id=row[0]) for row in STATED if row[0].split(".")[0] in packages]
+
+
+@pytest.mark.parametrize(("owner", "names"), _owned_by("torch", "torchmetrics", "multiprocessing", "subprocess"))
+def test_private_names_are_there(owner: str, names: str) -> None:  # O-06
+    if owner.endswith("NCCL") and not dist.is_nccl_available():
+        pytest.skip("needs a build of torch with NCCL")
+    assert not _missing(owner, names)
+
+
+@requires_package("deepspeed")
+@pytest.mark.parametrize(("owner", "names"), _owned_by("deepspeed"))
+def test_private_names_of_deepspeed_are_there(owner: str, names: str) -> None:  # O-06
+    import_library()
+    assert not _missing(owner, names)
+
+
+def test_each_table_is_read() -> None:
+    assert len(STATED) == len(re.findall(r"^\| `[\w.]+` \| `", PAGE, re.MULTILINE)) > 50
+    assert _missing("torch.nn.Module", "`_modules` `_modulos`") == ["_modulos"]
+    assert _missing("torch.nn.Module", "`_modulos` or `_modules` `_parameters` `_modulos` or none") == []
+
+
+def test_every_private_name_that_is_used_is_stated() -> None:  # O-06
+    stated = {name for _, names in STATED for name in re.findall(r"`(\w+)`", names)}
+    own = {name for path in _sources() for name in _defined_in(path)}
+    found = {name: where for path in _sources() for name, where in _foreign_private_names(path)}
+    assert {name: where for name, where in found.items() if name not in stated | own} == {}
+
+
+def _missing(owner: str, names: str) -> list[str]:
+    """Those of ``names`` that neither the owner has, nor the source of its class or module sets."""
+    found = _resolved(owner)
+    said = names.replace("` or `", "|").replace("` or none", "|none`")
+    choices = [choice.split("|") for choice in re.findall(r"`([\w|]+)`", said)]
+    return [" or ".join(each) for each in choices if not any(name == "none" or _has(found, name) for name in each)]
+
+
+def _has(owner: Any, name: str) -> bool:
+    return hasattr(owner, name) or re.search(rf"\b{name}\b", _code_of(owner)) is not None
+
+
+def _resolved(path: str) -> Any:
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+def _code_of(owner: Any) -> str:
+    """The source, without comments and docstrings, of a module, or of the modules of a class and its bases."""
+    if isinstance(owner, types.FunctionType):
+        modules = [owner.__module__]
+    else:
+        modules = [owner.__name__] if inspect.ismodule(owner) else [kind.__module__ for kind in owner.__mro__]
+    code = []
+    for module in dict.fromkeys(modules):
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is not None and file.endswith(".py"):
+            code += [_names_in(Path(file))]
+    return " ".join(code)
+
+
+def _names_in(path: Path) -> str:
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.append(node.attr)
+        elif isinstance(node, ast.Name):
+            names.append(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            names.append(node.value)
+    return " ".join(names)
+
+
+def _sources() -> Iterator[Path]:
+    for root in ("framework", "strategies"):
+        yield from (path for path in (ROOT / root).rglob("*.py") if OWN_ASKING not in path.parts)
+
+
+def _foreign_private_names(path: Path) -> Iterator[tuple[str, str]]:
+    """Names with one underscore before them that the file uses, and that no file of ours defines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        where = f"{os.path.relpath(path, ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("drivetrain"):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            names = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        else:
+            continue
+        for name in names:
+            if re.match(r"_[^_]", name) and name not in PUBLIC | PARTS_OF_MODULES:
+                yield name, where
+
+
+def _defined_in(path: Path) -> set[str]:
+    own = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            own.add(node.attr)
+    return own
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
