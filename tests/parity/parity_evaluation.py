@@ -216,10 +216,14 @@ def _count_own_exchanges(findings: Findings, common: dict[str, Any], strategy: D
     )
 
 
+# What FSDP calls, and newer versions of DeepSpeed; torch 2.11 knows it under its older name.
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
 def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate: Candidate) -> None:
     """After each micro-batch, how often the gradients of all units were reduced so far."""
     count = [0]
-    reduce_scatter = dist.reduce_scatter_single
+    reduce_scatter = getattr(dist, REDUCE_SCATTER)
 
     def counted(*arguments: Any, **options: Any) -> Any:
         count[0] += 1
@@ -228,7 +232,7 @@ def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate
     def note(*_: Any) -> None:
         findings.reductions.append(count[0])
 
-    dist.reduce_scatter_single = counted
+    setattr(dist, REDUCE_SCATTER, counted)
     try:
         size = 8 // (common["devices"] // candidate.tensor)
         loader = DataLoader(TensorDataset(*classes(80)), batch_size=size)
@@ -236,7 +240,7 @@ def _count_reduce_scatters(findings: Findings, common: dict[str, Any], candidate
             scored(candidate.tensor > 1), loader
         )
     finally:
-        dist.reduce_scatter_single = reduce_scatter
+        setattr(dist, REDUCE_SCATTER, reduce_scatter)
     units = findings.reductions[3]  # of the first window
     findings.reductions = [reduced // units if reduced % units == 0 else -1 for reduced in findings.reductions]
 
@@ -253,8 +257,7 @@ def _count_exchanges(findings: Findings, common: dict[str, Any]) -> None:
 
         return call
 
-    scatter = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"  # in 2.11
-    names = ("all_reduce", "reduce", scatter)
+    names = ("all_reduce", "reduce", REDUCE_SCATTER)
     functions = {name: getattr(dist, name) for name in names}
     for name, function in functions.items():
         setattr(dist, name, counted(function))

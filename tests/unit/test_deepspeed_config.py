@@ -18,6 +18,7 @@ from drivetrain.strategies.run_settings import RunSettings
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, Asked, read_config, resolve
 from drivetrain_strategies.deepspeed._library import import_library
+from drivetrain_strategies.deepspeed._needed import check_names
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 
 RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
@@ -255,7 +256,18 @@ def test_an_old_one(tmp_path: Path) -> None:
         "from drivetrain_strategies import DeepSpeedStrategy\n"
         "DeepSpeedStrategy()"
     )
-    assert "deepspeed 0.16.4 is installed, and 0.19 or newer is needed" in done.stderr
+    assert "deepspeed 0.16.4 is installed, and 0.19.8 or newer is needed" in done.stderr
+
+
+def test_one_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06
+    import_library()
+    check_names()
+    monkeypatch.delattr("deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3._pre_step")
+    monkeypatch.delattr("deepspeed.runtime.utils.combine_grad_norm_groups")
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)Stage3\._pre_step', 'utils\.combine_grad_norm.*deepspeed==0\.19"
+    ):
+        check_names()
 
 
 @pytest.mark.slow

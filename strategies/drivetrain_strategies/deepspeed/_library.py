@@ -7,13 +7,15 @@ import importlib.util
 import io
 import logging
 import os
+import re
 from contextlib import AbstractContextManager, redirect_stdout
 from importlib.metadata import version
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
 
-OLDEST = (0, 19)
+OLDEST = "0.19.8"
+"""The first that has all names of `_needed.py`."""
 
 _IMPORT_SETS = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """An environment variable that its import leaves behind."""
@@ -34,13 +36,16 @@ def check_library() -> None:
             "pip install 'drivetrain[deepspeed]'; no compiler is needed (DS_BUILD_OPS=0).",
         )
     installed = version("deepspeed")
-    if tuple(int(part) for part in installed.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if _numbers(installed) < _numbers(OLDEST):
         raise ConfigurationError(
-            f"deepspeed {installed} is installed, and {oldest} or newer is needed.",
-            "older engines cannot leave the accumulation of gradients to their caller.",
-            f"pip install 'deepspeed>={oldest}'.",
+            f"deepspeed {installed} is installed, and {OLDEST} or newer is needed.",
+            "older engines lack names by which the strategy drives them.",
+            f"pip install 'deepspeed>={OLDEST}'.",
         )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def import_library() -> Any:

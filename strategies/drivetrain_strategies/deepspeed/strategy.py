@@ -55,6 +55,7 @@ from drivetrain_strategies.deepspeed._config import (
 )
 from drivetrain_strategies.deepspeed._faults import check_by_deepspeed, check_operations, compiling_explained
 from drivetrain_strategies.deepspeed._library import Quiet, check_library, import_library
+from drivetrain_strategies.deepspeed._needed import check_names
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed._run import DeepSpeedRun, Setting
 from drivetrain_strategies.deepspeed._traces import World
@@ -185,6 +186,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
+        check_names()
         self._quiet = Quiet().__enter__()
         if self.precision.name == "16-mixed":
             # Before any group is made: a rank that takes its leave closes connections that others are making.

@@ -1,0 +1,32 @@
+"""O-01, O-06: what the emulation takes of torch is there in a build with a CUDA of its own, in which it cannot run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.testing._emulated_cuda import building, torch_cuda
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="the emulation runs in this build of torch")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(building._compiler() is None, reason="needs a C++ compiler")
+def test_its_source_compiles() -> None:  # O-06
+    compiler = building._compiler()
+    assert compiler is not None
+    done = subprocess.run([*building._command(compiler), "-fsyntax-only"], capture_output=True, text=True, check=False)
+    assert [line for line in done.stderr.splitlines() if "error" in line] == []
+    assert done.returncode == 0
+
+
+def test_the_names_that_it_stands_in_for_are_there() -> None:  # O-06
+    torch_cuda.refuse_another_torch()
+    names = set(re.findall(r'"(_cuda_\w+)":', Path(torch_cuda.__file__).read_text()))
+    assert len(names) > 20
+    assert not {name for name in names if not hasattr(torch._C, name)}
