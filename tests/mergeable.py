@@ -18,6 +18,6 @@ class MergeablePearson(torchmetrics.PearsonCorrCoef):
         self.var_y = self.var_y + incoming_state["var_y"] + y**2 * n * m / (n + m)
         self.corr_xy = self.corr_xy + incoming_state["corr_xy"] + x * y * n * m / (n + m)
         self.mean_x, self.mean_y = self.mean_x + x * m / (n + m), self.mean_y + y * m / (n + m)
-        for name in ("max_abs_dev_x", "max_abs_dev_y"):
+        for name in self._defaults.keys() & {"max_abs_dev_x", "max_abs_dev_y"}:  # not in torchmetrics 1.6
             setattr(self, name, torch.maximum(getattr(self, name), incoming_state[name]))
         self.n_total = n + m

@@ -1,4 +1,4 @@
-"""What of DeepSpeed's engine is reached beside its public methods. The one place that knows its insides (0.19.8; `_needed.py`).
+"""What of DeepSpeed's engine is reached beside its public methods. The one place that knows its insides.
 
 Three classes of DeepSpeed's stand behind one face here: ZeRO 1 and 2, the bf16 optimizer that it takes at stage 1, and
 ZeRO 3. Each keeps float32 masters of this rank's part of every parameter in flat tensors, which are what the torch

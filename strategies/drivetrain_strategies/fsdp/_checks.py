@@ -33,7 +33,7 @@ def check_torch() -> None:
         raise ConfigurationError(
             f"FSDPStrategy cannot run on torch {torch.__version__}.",
             f"it has no {listed(missing)}, which parameters without a gradient need.",
-            "install torch 2.11 to 2.13, or use strategy='ddp' or 'deepspeed_stage_3'.",
+            "install torch 2.11 to 2.15, or use strategy='ddp' or 'deepspeed_stage_3'.",
         )
 
 

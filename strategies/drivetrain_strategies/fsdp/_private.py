@@ -34,8 +34,11 @@ NEEDED = (
     (FSDPParamGroup, "_to_sharded"),
     (FSDPParamGroup, "_to_sharded_post_forward"),
     (FSDPParamGroup, "_to_unsharded"),
+    (FSDPParamGroup, "_init_mp_dtypes"),
+    (FSDPParam, "_setattr_on_modules"),
     (FSDPParam, "init_unsharded_param"),
     (FSDPParam, "reset_sharded_param"),
+    (DeviceMesh, "_get_root_mesh"),
 )
 """Methods without which nothing here works."""
 
