@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import re
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from drivetrain.testing import requires_package
-from drivetrain_strategies.deepspeed._library import import_library
+from drivetrain.testing import requires_command, requires_package
+from drivetrain_strategies.deepspeed._library import OLDEST, import_library
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "versions.md").read_text()
@@ -59,6 +60,18 @@ def test_every_private_name_that_is_used_is_stated() -> None:  # O-06
     own = {name for path in _sources() for name in _defined_in(path)}
     found = {name: where for path in _sources() for name, where in _foreign_private_names(path)}
     assert {name: where for name, where in found.items() if name not in stated | own} == {}
+
+
+@requires_command("make")
+def test_the_lower_bounds_are_those_that_are_tested() -> None:  # O-06
+    project = (ROOT / "pyproject.toml").read_text()
+    floor = re.search(r'"torch>=([\d.]+)"', project)
+    assert floor is not None
+    made = subprocess.run(
+        ["make", "-n", "-B", ".venv-floor/.stamp"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert f" torch=={floor[1]}\n" in made
+    assert f'"deepspeed>={OLDEST},' in project
 
 
 def _missing(owner: str, names: str) -> list[str]:
