@@ -81,7 +81,7 @@ class Phased(TrainModule):
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
-        return nn.functional.mse_loss(self.net(x).float(), y)
+        return nn.functional.mse_loss(self.net(x).float(), y.float())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.take("training_step", self.global_step)

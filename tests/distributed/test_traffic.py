@@ -12,6 +12,7 @@ from benchmarks.by_hand import WRAPS, train_by_hand
 from benchmarks.calls import python_calls_a_step
 from benchmarks.nets import GPT
 from benchmarks.traffic import Traffic, a_step
+from drivetrain_strategies.fsdp._private import forget_meshes
 from worlds import on_ranks
 
 narrow = partial(GPT, width=16, heads=2)
@@ -20,7 +21,8 @@ narrow = partial(GPT, width=16, heads=2)
 NET = narrow()
 P = G = sum(parameter.nbytes for parameter in NET.parameters())
 B = P - sum(parameter.nbytes for parameter in NET.blocks.parameters())
-CALLS_OVER = {"ddp": 15, "fsdp": 110, "fsdp_grad_op": 90}  # 583, 10,731 and 9,903 by hand
+CALLS_OVER = {"ddp": 15, "fsdp": 125, "fsdp_grad_op": 105}
+"""585, 10,731 and 9,903 by hand on torch 2.13, which we exceed by 1, 108 and 82; by 2, 117 and 96 on torch 2.11."""
 FORMULAS = {"ddp": 2 * G / 2, "fsdp": (2 * P - B + G) / 2, "fsdp_grad_op": (P + G) / 2}
 
 
@@ -32,8 +34,18 @@ def _sent(strategy: str) -> Any:
         dist.all_reduce(torch.zeros(4))
     assert known.collectives == {"all-reduce": 1}
     assert known.sent == 16  # two ranks send half of 16 bytes to each other, twice
-    loops = partial(train_by_hand, strategy, make=narrow), partial(train_by_engine, strategy, net=narrow)
+    loops = partial(_by_hand_anew, strategy), partial(train_by_engine, strategy, net=narrow)
     return [(a_step(loop), loop(3), python_calls_a_step(loop, 1, 3, runs=3)) for loop in loops]
+
+
+def _by_hand_anew(strategy: str, steps: int) -> Any:
+    """Without what an earlier run left in DTensor's caches, as a run of ours begins.
+
+    torch 2.11 looks there for an optimizer's operations by all their numbers, of which some are others at each step:
+    only where the same steps are made again does it find them.
+    """
+    forget_meshes()
+    return train_by_hand(strategy, steps, make=narrow)
 
 
 @pytest.mark.parametrize("strategy", list(WRAPS))
