@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, MutableMapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -82,18 +84,16 @@ def _rebuilt_object(batch: Any, values: Values) -> Any:
         for name, value in getattr(result, "__dict__", {}).items():
             # Past the class's own `__setattr__`: a frozen dataclass is copied, not changed.
             object.__setattr__(result, name, _rebuilt(value, values))
-        for name in _slots(kind := type(result)):
-            if hasattr(result, name):
-                getattr(kind, name).__set__(result, _rebuilt(getattr(result, name), values))
+        for slot in _slots(type(result)):
+            with contextlib.suppress(AttributeError):  # one that is empty
+                slot.__set__(result, _rebuilt(slot.__get__(result), values))
     return result
 
 
-def _slots(kind: type) -> list[str]:
-    found: list[str] = []
-    for base in kind.__mro__:
-        names = base.__dict__.get("__slots__", ())
-        found += [names] if isinstance(names, str) else names
-    return [name for name in found if not name.startswith("__")]
+def _slots(kind: type) -> list[MemberDescriptorType]:
+    """The slots of a class and its bases, past properties of the same names: Python 3.13's paths have one."""
+    classes = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [slot for names in classes for slot in names.values() if isinstance(slot, MemberDescriptorType)]
 
 
 def _is_array(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 
 from drivetrain.testing._emulated_cuda import building, torch_cuda
 
+HEADERS = Path(sysconfig.get_path("include")) / "Python.h"
+
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="the emulation runs in this build of torch")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(building._compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(building._compiler() is None or not HEADERS.is_file(), reason="needs a C++ compiler and Python.h")
 def test_its_source_compiles() -> None:  # O-06
     compiler = building._compiler()
     assert compiler is not None
