@@ -97,7 +97,7 @@ def test_bytecodes_are_those_of_the_steps() -> None:
     single, double = (bytecodes_a_step(lambda steps, times=times: run(steps, times)) for times in (1, 2))  # type: ignore[misc]
     name = once.__qualname__
     assert single[name] > 0
-    assert double[name] == pytest.approx(2 * single[name], abs=0.1)  # Python 3.13 counts some at the first call alone
+    assert double[name] == 2 * single[name]
 
 
 def test_without_valgrind_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
