@@ -26,7 +26,8 @@ ROW = re.compile(r"^\| `(?P<owner>[\w.]+)` \| (?P<names>`.*?) \| .* \|$", re.MUL
 STATED = [(row["owner"], row["names"]) for row in ROW.finditer(PAGE)]
 
 # Public, for all that their names begin so; and marks that Python gives to every named tuple.
-PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace"}
+# ``_saved_self`` is what a node of the graph keeps, of which torch's notes on autograd tell.
+PUBLIC = {"_strip_protocol", "_exit", "_getframe", "_current_frames", "_fields", "_make", "_replace", "_saved_self"}
 PARTS_OF_MODULES = {"_C", "_python_dispatch"}  # torch.utils._python_dispatch.name: what counts is the name
 OWN_ASKING = "_emulated_cuda"  # asks for its names as it begins, and refuses a torch without them
 
