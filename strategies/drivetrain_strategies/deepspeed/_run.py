@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from drivetrain_strategies._materialize import Recording
 from drivetrain_strategies._unit_order import UnitOrder
 from drivetrain_strategies._weights_left import are_gathered
 from drivetrain_strategies.deepspeed._faults import explained, start_explained
+from drivetrain_strategies.deepspeed._frozen import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
 from drivetrain_strategies.deepspeed._leaving import leave_parts, take_up_parts
 from drivetrain_strategies.deepspeed._library import prints_hidden
@@ -86,6 +87,7 @@ class DeepSpeedRun:
         self._arrivals: GradientOrder | None = None
         self._idle: list[nn.Parameter] = []
         self._inside = self._collecting = self._told_skipped = self._restored = False
+        self._frozen = FrozenWeights(nn.Module(), setting.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
 
@@ -121,6 +123,7 @@ class DeepSpeedRun:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
         self._state = State(module, self._exact, self._zero, self._publish)
+        self._frozen = FrozenWeights(module, setting.stage, rounded=setting.precision.half is not None)
         if self._taken is not None:
             self._taken.bring(self._state)
 
@@ -216,11 +219,17 @@ class DeepSpeedRun:
                         whole = place.local if place.span is not None else place.local.reshape(-1)[span.start :]
                         fragment.master.copy_(whole[: span.stop - span.start])
 
+    def load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Take weights by name, as `State.load_weights` does."""
+        self.state.load_weights(state, strict)
+        self._frozen.accept()
+
     # In the loop
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
+        self._frozen.check()
         call = partial(step, *args)
         if torch.is_autocast_enabled():  # asks for CUDA's, as DeepSpeed does, whose engine then switches it off
             call = partial(self._under_autocast, call)
@@ -346,6 +355,9 @@ class DeepSpeedRun:
         if setting.stage == 3 and not are_gathered(nbytes, setting.gather_limit, "DeepSpeedStrategy", tell):
             return
         weights = self.state.weights()
+        lost = self._frozen.lost()
+        if lost is not None:  # after the last step, when nobody refuses any more
+            logger.warning("%s Why: %s Fix: %s", lost.what, lost.why, lost.fix)
         parameters = dict(self._module.named_parameters())
         whole = {name: whole_of(weights[name]) for name in parameters}
         if self._taken is not None:

@@ -371,7 +371,7 @@ class DeepSpeedStrategy(DistributedStrategy):
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
         if self.module is not None:
-            self._running.state.load_weights(state, strict)
+            self._running.load_weights(state, strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
         return self._running.state.optimizer()

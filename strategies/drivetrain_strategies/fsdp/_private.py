@@ -46,6 +46,7 @@ CastsOf = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
 """From the modules of a unit and torch's `FSDPParam` of its weights to what keeps track of their casts."""
 
 _TRAINS = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
+_VERSION = attrgetter("_version")
 
 
 class _WatchedGroup(FSDPParamGroup):
@@ -120,6 +121,10 @@ class Sharded:
         self._silencers: list[Any] | None = None
         self._shards: list[Any] = []
         self._wholes: list[Any] = []
+        self._version_made: dict[int, int] = {}
+        self._frozen: list[_WatchedParam] = []
+        self._frozen_wholes: list[Any] = []
+        self._frozen_versions: tuple[int, ...] = ()
         for group in self._groups:
             casts = None if casts_of is None else casts_of(group.modules, group.fsdp_params)
             group.__class__ = _WatchedGroup if casts is None else _CastingGroup
@@ -218,6 +223,7 @@ class Sharded:
             self._silencers = None
 
     def _made(self, parameter: _WatchedParam) -> None:
+        self._version_made[id(parameter)] = parameter._unsharded_param._version
         self._list_made()
         if self._silencers is not None:
             self._silence(parameter)
@@ -259,6 +265,12 @@ class Sharded:
             and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
         ]
 
+    def moved_while_whole(self) -> list[_WatchedParam]:
+        """Those that are frozen, and whose whole tensor was written to: torch drops it, and the shard is as before."""
+        if tuple(map(_VERSION, self._frozen_wholes)) == self._frozen_versions:
+            return []
+        return [one for one in self._frozen if one._unsharded_param._version != self._version_made[id(one)]]
+
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
         """The plain names of parameters; `StepModule`, the root, holds the user's module as its own."""
         names = {id(one): name for name, one in self._module.named_parameters()}
@@ -278,6 +290,9 @@ class Sharded:
         made = [one for one in self.parameters if hasattr(one, "_unsharded_param")]
         self._shards = [one.sharded_param for one in made]
         self._wholes = [one._unsharded_param for one in made]
+        self._frozen = [one for one in made if not one.sharded_param.requires_grad]
+        self._frozen_wholes = [one._unsharded_param for one in self._frozen]
+        self._frozen_versions = tuple(self._version_made[id(one)] for one in self._frozen)
 
     def forget_gradients(self) -> None:
         """Drop what a window has added up and not exchanged."""

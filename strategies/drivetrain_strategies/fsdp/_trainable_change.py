@@ -10,6 +10,7 @@ from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import changed_within_window
+from drivetrain_strategies._moved_by_hand import GATHERED, moved_by_hand
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._private import Sharded
 
@@ -46,11 +47,15 @@ def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
 
 
 def refuse_while_whole(sharded: Sharded) -> None:
-    """Refuse that parameters were frozen or unfrozen while they were gathered: torch would undo it unseen.
+    """Refuse that parameters were frozen, unfrozen or moved while they were gathered: torch would undo it unseen.
 
     Raises:
         ConfigurationError: names them.
     """
+    moved = sharded.moved_while_whole()
+    if moved:
+        sharded.reshard()
+        raise moved_by_hand(sharded.names_of(moved), "FSDPStrategy", GATHERED)
     changed = sharded.changed_while_whole()
     if changed:
         sharded.reshard()
