@@ -145,12 +145,20 @@ class Reusing(nn.Module):
         return x + self.once(x) * self.once.weight.mean()  # read in float32, too
 
 
+class OtherDtype(Reusing):
+    """Computes in a dtype of its own, whatever the precision says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return super().forward(x)
+
+
 class Twice(nn.Module):
     """Runs its blocks twice, the second time from the last to the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Reusing() for _ in range(3))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,9 +168,9 @@ class Twice(nn.Module):
 
 
 class Reused(Regression):
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self, manual: bool = False, block: type[nn.Module] = Reusing) -> None:
         super().__init__()
-        self.net = seeded(Twice)  # type: ignore[assignment]
+        self.net = seeded(lambda: Twice(block))
         self.automatic_optimization = not manual
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -211,15 +219,15 @@ def train_sharded_by_hand(module: Any, samples: int, window: int = 1) -> list[to
 PLAIN = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _both(options: dict[str, Any], window: int, manual: bool) -> list[bool]:
-    by_hand = Reused()
-    if options:
-        for block in by_hand.net.blocks:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+def _both(options: dict[str, Any], window: int, manual: bool, block: type[nn.Module] = Reusing) -> list[bool]:
+    by_hand = Reused(block=block)
+    if options and "wrap" not in options:
+        for unit in by_hand.net.blocks:
+            forward = unit.forward
+            unit.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     shard_by_hand(by_hand.net, by_hand.net.blocks, PLAIN)
     expected = train_sharded_by_hand(by_hand, 32, window)
-    module = Reused(manual)
+    module = Reused(manual, block)
     strategy = FSDPStrategy(**options)
     accumulated = {} if manual else {"accumulate_grad_batches": window}
     quiet(strategy=strategy, precision="bf16-mixed", **accumulated).fit(module, loader(32, 4))
@@ -241,4 +249,10 @@ def _both(options: dict[str, Any], window: int, manual: bool) -> list[bool]:
 def test_the_bits_are_those_of_autocast_alone(options: dict[str, Any], window: int, manual: bool) -> None:
     # D-01, D-07: weights that are used twice in a block and in two calls of it share a cast, as they do in plain torch
     for same in on_ranks(_both, 2, options, window, manual):
+        assert all(same), same
+
+
+def test_a_block_may_be_under_an_autocast_of_its_own() -> None:
+    # D-01: autocast keeps one cast of a weight, in the dtype of whoever uses it first
+    for same in on_ranks(_both, 2, {"wrap": [OtherDtype]}, 1, False, OtherDtype):
         assert all(same), same

@@ -30,7 +30,7 @@ from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 NEEDED = (
     (FSDPModule, "_get_fsdp_state"),
     (FSDPParamGroup, "post_backward"),
-    (FSDPParamGroup, "pre_forward"),
+    (FSDPParamGroup, "post_forward"),
     (FSDPParamGroup, "_to_sharded"),
     (FSDPParamGroup, "_to_sharded_post_forward"),
     (FSDPParamGroup, "_to_unsharded"),
@@ -69,11 +69,10 @@ class _CastingGroup(_WatchedGroup):
 
     casts: WeightCasts
 
-    def pre_forward(self, *arguments: Any) -> Any:
-        result = super().pre_forward(*arguments)
+    def post_forward(self, *arguments: Any) -> Any:
         if self.post_forward_mesh_info is not None:  # else the weights stay, and the casts may
             self.casts.find()
-        return result
+        return super().post_forward(*arguments)
 
     def _to_unsharded(self) -> None:
         super()._to_unsharded()  # type: ignore[no-untyped-call]

@@ -50,10 +50,11 @@ class WeightCasts:
         self._nothing: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def find(self) -> None:
-        """Let autocast cast the gathered weights now, and note where. Called before their first use, within autocast.
+        """Note where autocast has put the casts of the gathered weights. Called after their use, within autocast.
 
         Its cache cannot be asked. But whoever multiplies a weight by nothing, a matrix without columns, gets a product
-        that takes no time, and whose backward holds the cast that is in the cache.
+        that takes no time, and whose backward holds the cast that is in the cache. Not before their use: autocast keeps
+        one cast of a weight, in the dtype of whoever uses it first, and a forward may choose another for itself.
         """
         if not torch.is_autocast_enabled(self._device_type) or not torch.is_autocast_cache_enabled():
             return
@@ -63,7 +64,10 @@ class WeightCasts:
             for one in self._parameters:
                 whole = one._unsharded_param
                 if whole.requires_grad and type(whole) is nn.Parameter:
-                    node: Any = torch.matmul(whole, self._nothing_for(whole)).grad_fn
+                    try:
+                        node: Any = torch.matmul(whole, self._nothing_for(whole)).grad_fn
+                    except RuntimeError:  # its cast is of another dtype, and stays
+                        continue
                     while node is not None and not hasattr(node, "_saved_self"):
                         node = node.next_functions[0][0]
                     if node is not None and node._saved_self is not None:
