@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -70,6 +71,64 @@ def test_an_optimizer_of_shards_and_whole_parameters_steps_them_one_by_one(how: 
     for found, settings in on_ranks(_together, 2, how):
         torch.testing.assert_close(found, expected, **TIGHT)
         assert settings == [True], "it is the user's again"
+
+
+class Counted(Optimizer):
+    """Steps by lists, with a rate that falls with the number of steps, which it keeps in its groups, as some do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "foreach": None, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            moved = [one for one in group["params"] if one.grad is not None]
+            rate = -group["lr"] / group["k"]
+            if group["foreach"] is False:
+                for one in moved:
+                    one.add_(one.grad, alpha=rate)
+            else:
+                torch._foreach_add_(moved, [one.grad for one in moved], alpha=rate)
+
+
+class Hooked(Together):
+    """Its optimizer has hooks, of which one lets the weights decay."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.seen: list[int] = []
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        self.optimizer = Counted(parameters) if self.how == "counted" else torch.optim.SGD(parameters, foreach=True)
+        self.optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: self.note())
+        self.optimizer.register_step_post_hook(lambda optimizer, args, kwargs: self.decay())
+        return self.optimizer
+
+    def note(self) -> None:
+        self.seen += [len(group["params"]) for group in self.optimizer.param_groups]
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        for group in self.optimizer.param_groups:
+            for one in group["params"]:
+                one.mul_(0.9)
+
+
+def _hooked(how: str) -> tuple[Tensor, list[int], list[int]]:
+    module = Hooked(how)
+    strategy = "single_device" if not dist.is_initialized() else FSDPStrategy(ignored=["net.head.*", nn.LayerNorm])
+    quiet(strategy=strategy).fit(module, loader(16, 4 if dist.is_initialized() else 8))
+    return weights(module), module.seen, [group.get("k", 0) for group in module.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("how", ["counted", "hooks"])
+def test_such_a_step_is_one_step_to_hooks_and_to_optimizers_that_count(how: str) -> None:  # D-08
+    expected, seen, counts = _hooked(how)
+    for found, seen_there, counts_there in on_ranks(_hooked, 2, how):
+        torch.testing.assert_close(found, expected, **TIGHT)
+        assert (seen_there, counts_there) == (seen, counts)
 
 
 # What is gathered ahead

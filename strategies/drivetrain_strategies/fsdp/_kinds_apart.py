@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ class KindsApart:
     """Steps an optimizer once for its shards, and once for what is whole: torch refuses lists of both.
 
     On a GPU its optimizers make such lists by themselves (``foreach``), elsewhere where they are told to. They keep
-    their state by parameter, so that the order is all the same.
+    their state by parameter, so that the order is all the same. Others may count steps in their groups: these are
+    stepped once, and told to make no lists. An optimizer's own hooks are called once a step, and see all parameters.
 
     Args:
         optimizer: one for which `mixes` is true; its ``step`` is replaced until `undo`.
@@ -25,6 +27,7 @@ class KindsApart:
         self._optimizer: Any = optimizer
         self._before = optimizer.__dict__.get("step")
         self._step: Callable[..., Any] = optimizer.step
+        self._is_torchs = type(optimizer).step.__module__.startswith("torch.")
         self._optimizer.__dict__["step"] = self.step
 
     def undo(self) -> None:
@@ -39,6 +42,15 @@ class KindsApart:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if not self._is_torchs:
+            with _without_lists(self._optimizer):
+                self._step()
+            return loss
+        with _hooks_around(self._optimizer):
+            self._step_each_kind()
+        return loss
+
+    def _step_each_kind(self) -> None:
         groups = self._optimizer.param_groups
         parameters = [group["params"] for group in groups]
         try:
@@ -49,7 +61,34 @@ class KindsApart:
         finally:
             for group, some in zip(groups, parameters, strict=True):
                 group["params"] = some
-        return loss
+
+
+@contextmanager
+def _hooks_around(optimizer: Any) -> Iterator[None]:
+    """Call the optimizer's own hooks before and after, and none within."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    for hook in before.values():
+        hook(optimizer, (optimizer,), {})
+    optimizer._optimizer_step_pre_hooks = optimizer._optimizer_step_post_hooks = {}
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+    for hook in after.values():
+        hook(optimizer, (optimizer,), {})
+
+
+@contextmanager
+def _without_lists(optimizer: Optimizer) -> Iterator[None]:
+    groups = [group for group in optimizer.param_groups if "foreach" in group]
+    said = [group["foreach"] for group in groups]
+    for group in groups:
+        group["foreach"] = False
+    try:
+        yield
+    finally:
+        for group, foreach in zip(groups, said, strict=True):
+            group["foreach"] = foreach
 
 
 def mixes(optimizer: Optimizer) -> bool:
