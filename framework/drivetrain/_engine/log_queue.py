@@ -34,10 +34,18 @@ class LogQueue:
         self.hand_on()
 
     def hand_on(self, wait: bool = False) -> None:
-        """Hand on the rows that are complete; where ``wait``, wait for the others."""
+        """Hand on the rows that are complete; where ``wait``, wait for the others.
+
+        Raises:
+            Exception: the first that a logger raised, once all of these rows were offered to all loggers.
+        """
         rows = self._rows
+        problem: Exception | None = None
         while rows and (wait or rows[0].is_complete):
-            rows.popleft().hand_on()
+            found = rows.popleft().hand_on()
+            problem = problem or found
+        if problem is not None:
+            raise problem
 
 
 class _Row:
@@ -53,8 +61,13 @@ class _Row:
     def is_complete(self) -> bool:
         return self._readback is None or self._readback.has_arrived
 
-    def hand_on(self) -> None:
+    def hand_on(self) -> Exception | None:
         if self._readback is not None:
             self._values.update(zip(self._names, self._readback.numbers(), strict=True))
+        problem = None
         for logger in self._loggers:
-            logger.log_metrics(self._values, self._step)
+            try:
+                logger.log_metrics(self._values, self._step)
+            except Exception as error:  # the others are to have the row
+                problem = problem or error
+        return problem

@@ -1,0 +1,39 @@
+"""Rows that wait for their numbers, and loggers that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from drivetrain._engine.log_queue import LogQueue, _Row
+from drivetrain.loggers import Logger
+
+
+class Keeping(Logger):
+    """Keeps the rows, but for those of the steps at which its disk is full."""
+
+    name = version = "kept"
+
+    def __init__(self, full_at: tuple[int, ...] = ()) -> None:
+        self.full_at = full_at
+        self.steps: list[int] = []
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        if step in self.full_at:
+            raise OSError(f"no space left at {step}")
+        self.steps.append(step)
+
+
+def test_what_one_logger_fails_to_write_the_others_get() -> None:
+    # O-04: on a GPU several rows may be left at the end of a run
+    full, other = Keeping(full_at=(1, 2)), Keeping()
+    queue = LogQueue()
+    with pytest.raises(OSError, match="at 1"):
+        queue.put([full, other], {"loss": 1.0}, 1)
+    for step in (2, 3):  # as where their numbers had not arrived
+        queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
+    with pytest.raises(OSError, match="at 2"):
+        queue.hand_on(wait=True)
+    assert (full.steps, other.steps) == ([3], [1, 2, 3])
