@@ -164,6 +164,51 @@ def test_statistics_of_batch_normalisation_are_the_averages(tmp_path: Path) -> N
     near(found, wanted)
 
 
+class PartlyFrozen(Net):
+    """One batch normalisation is kept in evaluation, one is not called, one is frozen, and one trains."""
+
+    def __init__(self) -> None:
+        super().__init__(normed=True)
+        self.kept, self.idle, self.frozen = (nn.BatchNorm1d(4) for _ in range(3))
+        self.frozen.track_running_stats = False  # as finetuning with train_bn=False leaves it
+        for layer in (self.kept, self.idle, self.frozen):
+            layer.running_mean.fill_(0.5)
+
+    def on_train_epoch_start(self) -> None:
+        self.kept.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.kept(x) + self.frozen(x))
+
+
+def test_statistics_that_the_data_does_not_move_stay(tmp_path: Path) -> None:  # L-01
+    module = PartlyFrozen()
+    quiet(max_epochs=5, callbacks=[StochasticWeightAveraging(0.05)]).fit(module, DataLoader(rows(), batch_size=BATCH))
+    for layer in (module.kept, module.idle, module.frozen):
+        assert layer.running_mean.tolist() == [0.5] * 4
+        assert layer.running_var.tolist() == [1.0] * 4
+    assert int(module.norm.num_batches_tracked) == SAMPLES // BATCH
+    assert torch.isfinite(module.norm.running_mean).all()
+
+
+class ByHand(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def test_manual_optimization_with_batch_normalisation_is_refused_before_it_trains() -> None:  # L-01
+    averaging = StochasticWeightAveraging([0.05, 0.05])
+    with pytest.raises(ConfigurationError, match="optimizes by hand and normalises"):
+        quiet(max_epochs=5, callbacks=[averaging]).fit(ByHand(normed=True), DataLoader(rows(), batch_size=BATCH))
+    assert averaging.updates == 0
+    quiet(max_epochs=5, callbacks=[averaging]).fit(ByHand(), DataLoader(rows(), batch_size=BATCH))
+    assert averaging.updates == 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_they_are_those_of_all_ranks_micro_batches(strategy: str, tmp_path: Path) -> None:  # L-01
     x = rows().tensors[0].split(BATCH // 2)

@@ -455,3 +455,39 @@ def test_a_ranks_own_buffers_are_averaged_where_they_are(tmp_path: Path) -> None
             for _, validated in ranks:  # on rank 0's, as validation is
                 torch.testing.assert_close(validated[number // 6 - 1], wanted)
     assert not torch.equal(ranks[0][0][-1], ranks[1][0][-1])
+
+
+class Assigning(Net):
+    """Its buffer and its head's bias are assigned to in each step, and a parameter is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.wave = nn.Parameter(torch.randn((), dtype=torch.complex64))
+        self.after: list[dict[str, Tensor]] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.wave.abs()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen = self.seen * 0.5 + float(batch[0].mean())
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.head.bias.data = self.head.bias.data.clamp(-0.05, 0.05)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append({name: self.state_dict()[name].clone() for name in ("seen", "head.bias", "wave")})
+
+
+@pytest.mark.parametrize("validated", [False, True])
+def test_what_is_assigned_to_and_what_is_complex_are_averaged(validated: bool) -> None:  # L-01
+    module = Assigning()
+    loader = DataLoader(rows(), batch_size=BATCH)
+    quiet(max_epochs=2, callbacks=[ema()]).fit(module, loader, loader if validated else None)
+    wanted = module.after[0]
+    for later in module.after[1:]:
+        wanted = {name: one + (later[name] - one) * 0.2 for name, one in wanted.items()}
+    for name, value in wanted.items():
+        torch.testing.assert_close(module.state_dict()[name], value, msg=name)

@@ -37,6 +37,9 @@ class Averages:
         self._weights: dict[str, Tensor] = {}  # views of what trains, or copies
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and weights, by device and dtype
         self._copied = False  # the strategy gives copies, which do not follow what trains
+        self._parameters: list[Tensor] = []  # those whose storage is averaged as it is
+        self._buffer_slots: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: tuple[int, ...] = ()
         self._training: dict[str, Tensor] = {}  # while the averages are in their place
 
     @property
@@ -61,11 +64,22 @@ class Averages:
             averages.append(self.of[name])
             weights.append(weight)
         self._pairs = list(by_kind.values())
+        parameters = self._strategy.named_parameters()
+        self._parameters = [
+            one for name, one in parameters.items() if name in held and held[name].data_ptr() == one.data_ptr()
+        ]
+        self._buffer_slots = [
+            (layer._buffers, name)
+            for prefix, layer in self._module.named_modules()
+            for name in layer._buffers
+            if (f"{prefix}.{name}" if prefix else name) in held
+        ]
+        self._places = self._where()
 
     @torch.no_grad()
     def update(self, average: Average, count: int) -> None:
         """Take the weights as they are into the averages, which have had ``count`` before; the first is copied."""
-        if self._copied:
+        if self._copied or self._where() != self._places:
             self.follow()
         for averages, weights in self._pairs:
             wide = [one.to(averages[0].dtype) for one in weights] if weights[0].dtype != averages[0].dtype else weights
@@ -119,6 +133,11 @@ class Averages:
 
     # What this rank holds
 
+    def _where(self) -> tuple[int, ...]:
+        """Where weights and buffers lie: elsewhere once ``.data`` or a buffer is assigned to."""
+        buffers = (slot.get(name) for slot, name in self._buffer_slots)
+        return tuple(0 if one is None else one.data_ptr() for one in (*self._parameters, *buffers))
+
     def _held(self) -> dict[str, Tensor]:
         return {name: one.local if isinstance(one, ParameterShard) else one for name, one in self._values().items()}
 
@@ -133,7 +152,7 @@ class Averages:
         state: Mapping[str, Any] = self._strategy.model_state()
         for name, value in state.items():
             wanted = name in trains if name in parameters else name in once
-            if wanted and isinstance(value, Tensor | ParameterShard) and value.dtype.is_floating_point:
+            if wanted and isinstance(value, Tensor | ParameterShard) and _has_a_mean(value.dtype):
                 found[name] = self._strategy.shard_of(value)
         return found
 
@@ -153,6 +172,10 @@ class Averages:
 
 _TRAINING = "training: "
 """Before the names of weights that the averages have taken the place of."""
+
+
+def _has_a_mean(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

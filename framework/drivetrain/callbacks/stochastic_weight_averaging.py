@@ -36,7 +36,8 @@ class StochasticWeightAveraging(WeightAveraging):
 
     Raises:
         ConfigurationError: an argument is wrong; at the run's start, ``swa_epoch_start`` is a part and ``max_epochs``
-            is not known, or ``swa_lrs`` has another number of values than there are groups.
+            is not known, ``swa_lrs`` has another number of values than there are groups, or a module with batch
+            normalisation optimizes by hand.
     """
 
     priority = 50  # learning rates are set before they are logged
@@ -102,10 +103,17 @@ class StochasticWeightAveraging(WeightAveraging):
             )
 
     def on_train_start(self, trainer: RunContext, module: Any) -> None:
-        """See whether each group has its learning rate."""
+        """See whether each group has its learning rate, and whether the statistics can be had."""
         groups = sum(len(one.param_groups) for one in trainer.optimizers)
         if not isinstance(self.swa_lrs, int | float) and len(self.swa_lrs) != groups:
             raise _refused("swa_lrs", self.swa_lrs, f"the optimizers have {groups} group(s)", "give one rate for each")
+        if not module.automatic_optimization and _normalising(module):
+            raise ConfigurationError(
+                f"StochasticWeightAveraging, and {type(module).__name__} optimizes by hand and normalises batches.",
+                "its training_step would be called without gradients at the end, for the averages' statistics, and "
+                "steps its optimizers itself",
+                "use WeightAveraging, or automatic optimization",
+            )
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
         """Set the epoch's learning rates, whatever a scheduler has made of them since."""
@@ -126,8 +134,8 @@ class StochasticWeightAveraging(WeightAveraging):
     def on_train_end(self, trainer: RunContext, module: Any) -> None:
         """Leave the averages in the module, with statistics of batch normalisation that are theirs."""
         super().on_train_end(trainer, module)
-        layers = [one for one in module.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
-        if layers and self.updates:
+        layers = _normalising(module) if self.updates else []
+        if layers:
             _renew_statistics(layers, trainer)
 
     def _rate_of(self, group: int) -> float:
@@ -141,8 +149,21 @@ class StochasticWeightAveraging(WeightAveraging):
         return (1 - math.cos(math.pi * way)) / 2 if self.annealing_strategy == "cos" else way
 
 
+def _normalising(module: Any) -> list[_BatchNorm]:
+    """The layers that follow the statistics of what they are given."""
+    return [
+        one
+        for one in module.modules()
+        if isinstance(one, _BatchNorm) and one.track_running_stats and one.running_mean is not None
+    ]
+
+
 def _renew_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> None:
-    """Let layers gather statistics over the training data: the mean over the micro-batches of all ranks. Collective."""
+    """Let layers gather statistics over the training data: the mean over the micro-batches of all ranks. Collective.
+
+    A layer that met no micro-batch in train mode, as it is kept in evaluation or not called, stays as it was.
+    """
+    before = [{name: buffer.clone() for name, buffer in layer.named_buffers(recurse=False)} for layer in layers]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.reset_running_stats()
@@ -152,17 +173,21 @@ def _renew_statistics(layers: Sequence[_BatchNorm], trainer: RunContext) -> None
     finally:
         for layer, momentum in zip(layers, momenta, strict=True):
             layer.momentum = momentum
-    for layer in layers:
+    for layer, buffers in zip(layers, before, strict=True):
         assert layer.running_mean is not None
         assert layer.running_var is not None
         assert layer.num_batches_tracked is not None
-        count = layer.num_batches_tracked
-        told = torch.cat([layer.running_mean * count, layer.running_var * count, count.to(layer.running_mean)[None]])
-        total = trainer.strategy.reduce(told.double(), "sum")
+        count = layer.num_batches_tracked.double()
+        told = torch.cat([layer.running_mean.double() * count, layer.running_var.double() * count, count[None]])
+        total = trainer.strategy.reduce(told, "sum")
+        if not total[-1]:
+            for name, buffer in layer.named_buffers(recurse=False):
+                buffer.copy_(buffers[name])
+            continue
         mean, variance = (total[:-1] / total[-1]).chunk(2)
         layer.running_mean.copy_(mean)
         layer.running_var.copy_(variance)
-        count.copy_(total[-1])
+        layer.num_batches_tracked.copy_(total[-1])
 
 
 def _refused(name: str, value: Any, why: str, fix: str) -> ConfigurationError:
