@@ -491,3 +491,18 @@ def test_what_is_assigned_to_and_what_is_complex_are_averaged(validated: bool) -
         wanted = {name: one + (later[name] - one) * 0.2 for name, one in wanted.items()}
     for name, value in wanted.items():
         torch.testing.assert_close(module.state_dict()[name], value, msg=name)
+
+
+class Again(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path: Path) -> None:  # L-01
+    loader = DataLoader(rows(), batch_size=BATCH)
+    quiet(max_epochs=2, callbacks=[ema(), Again(tmp_path / "c")]).fit(Net(), loader)
+    assert load(tmp_path / "c").progress["global_step"] == 12
+    assert load(tmp_path / "c").callback_tensors("EMAWeightAveraging")

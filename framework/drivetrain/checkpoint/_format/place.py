@@ -14,7 +14,7 @@ Ticket = dict[str, str]
 
 _OURS = re.compile(
     r"manifest\.json|weights\.safetensors"  # the second one of format 0
-    r"|(model|optimizer-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
+    r"|(model|optimizer-\d+|callback-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
 )
 
 
