@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -506,3 +507,17 @@ def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path
     quiet(max_epochs=2, callbacks=[ema(), Again(tmp_path / "c")]).fit(Net(), loader)
     assert load(tmp_path / "c").progress["global_step"] == 12
     assert load(tmp_path / "c").callback_tensors("EMAWeightAveraging")
+
+
+def _warned(strategy: str, folder: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit = quiet(strategy=STRATEGIES[strategy](), devices=2, max_epochs=1, default_root_dir=folder, callbacks=[ema()])
+        fit.fit(Normed(), DataLoader(rows(), batch_size=4), DataLoader(rows(), batch_size=24))
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 1", "zero 3"])
+def test_what_is_not_averaged_is_not_told_of_as_missing(strategy: str, tmp_path: Path) -> None:  # L-01
+    for said in on_ranks(_warned, 2, strategy, tmp_path, process_group=None):
+        assert not [one for one in said if "do not fit" in one]

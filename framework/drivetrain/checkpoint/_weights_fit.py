@@ -27,10 +27,16 @@ class Misfit:
     misshaped: Sequence[str] = ()
 
     @classmethod
-    def between(cls, own: Mapping[str, Any], saved: Mapping[str, Any]) -> Misfit:
-        """Compare by name what a module has with what there is; what has no ``shape`` is compared by name alone."""
+    def between(cls, own: Mapping[str, Any], saved: Mapping[str, Any], partly: bool = False) -> Misfit:
+        """Compare by name what a module has with what there is; what has no ``shape`` is compared by name alone.
+
+        Args:
+            own: what the module has.
+            saved: what there is.
+            partly: it may be a part: what is not in it is not missing.
+        """
         return cls(
-            [name for name in own if name not in saved],
+            [] if partly else [name for name in own if name not in saved],
             [name for name in saved if name not in own],
             [
                 f"{name} ({tuple(saved[name].shape)} instead of {tuple(value.shape)})"

@@ -293,7 +293,7 @@ class Strategy(ABC):
 
         Args:
             state: by name: whole tensors, sharded ones, or a `ParameterShard` of the region that `model_regions` names.
-            strict: refuse missing and unexpected names.
+            strict: refuse missing and unexpected names; else what ``state`` leaves out stays as it is.
         """
         if self.module is not None:
             self.module.load_state_dict(state, strict=strict)

@@ -156,7 +156,7 @@ class State:
         own = self._module.state_dict(keep_vars=True)
         held = {name: self._held(value) for name, value in own.items()}
         whole = {name: held[name] or value for name, value in own.items()}
-        Misfit.between(whole, state).settle("The weights", type(self._module).__name__, strict)
+        Misfit.between(whole, state, partly=not strict).settle("The weights", type(self._module).__name__, strict)
         extra, wanted = {}, {}
         for name, value in own.items():
             if name not in state:

@@ -86,7 +86,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
         CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
     """
     own = module.state_dict(keep_vars=True)
-    Misfit.between(own, state).settle("The weights", type(module).__name__, strict)
+    Misfit.between(own, state, partly=not strict).settle("The weights", type(module).__name__, strict)
     extra = {}
     for name, place in own.items():
         if name not in state:
