@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,6 +142,20 @@ class Callback:
         """Why the run whose checkpoint holds ``state_dict`` was ended by this callback; None where it was not.
 
         Such a run has nothing left to train.
+        """
+        return None
+
+    def predicted_before(
+        self, trainer: RunContext, module: Any
+    ) -> Callable[[Sequence[Any] | None, int, int], bool] | None:
+        """Return what tells of a batch whether this callback has its outputs from an earlier run.
+
+        Asked once, by predict with ``return_predictions=False``. What all callbacks that answer have is not predicted
+        again: neither the step nor a batch's hooks are called.
+
+        Returns:
+            ``there(indices, batch_idx, dataloader_idx)``, with what `RunContext.batch_indices` will be for the batch;
+            None where there is nothing from before, on all ranks alike.
         """
         return None
 

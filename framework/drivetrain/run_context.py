@@ -59,6 +59,14 @@ class RunContext(Protocol):
     def joining(self) -> bool:
         """True while this rank has no data and only keeps the others company."""
 
+    @property
+    def batch_indices(self) -> Sequence[Any] | None:
+        """The data-set indices of the samples of the batch that this rank predicts, in the order of the batch.
+
+        None outside of prediction, and where samples have no indices: of iterable data sets, of loaders without
+        automatic batching or with an ``__iter__`` of their own, and of several loaders combined.
+        """
+
     # How much there is
 
     @property
@@ -76,6 +84,10 @@ class RunContext(Protocol):
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Micro-batches of each prediction loader."""
+
+    @property
+    def predict_dataloaders(self) -> Sequence[Any]:
+        """The prediction loaders, as they were given; empty in other stages."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:

@@ -11,7 +11,9 @@ from drivetrain._engine.batches import Move, safely
 from drivetrain._engine.run_state import RunState
 from drivetrain._loops.early_exit import EarlyExit
 from drivetrain._loops.evaluate import EvaluateLoop
-from drivetrain._loops.predict import PredictLoop
+from drivetrain._loops.hooks import is_overridden
+from drivetrain._loops.predict import PredictLoop, There
+from drivetrain.callback import Callback
 from drivetrain.strategies.strategy import StepRunner
 
 
@@ -100,7 +102,15 @@ def build_prediction(run: RunState, runner: StepRunner, move: Move | None) -> Ca
         move=_safe(run, "predict", move),
         inference_mode=_inference_mode(run),
         keeps=run.return_predictions,
+        before=partial(_predicted_before, run),
     ).run
+
+
+def _predicted_before(run: RunState) -> list[There]:
+    """What the callbacks that keep outputs say is there from before; nothing where one of them has nothing."""
+    asked = [one for one in run.callbacks if is_overridden("predicted_before", one, Callback)]
+    told = [one.predicted_before(run.trainer, run.module) for one in asked]
+    return [there for there in told if there is not None] if None not in told else []
 
 
 def try_validation(run: RunState, runner: StepRunner, move: Move | None, note: Callable[[], None]) -> None:

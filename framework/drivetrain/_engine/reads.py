@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +89,10 @@ class RunReads(RunContext):
         return self.progress.samples_seen
 
     @property
+    def batch_indices(self) -> Sequence[Any] | None:
+        return None if self.session is None else self.session.position.indices
+
+    @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         return {} if self.session is None else self.session.metrics.callback_metrics()
 
@@ -168,6 +173,11 @@ class RunReads(RunContext):
     @property
     def num_predict_batches(self) -> list[int | float]:
         return self._limits("predict")
+
+    @property
+    def predict_dataloaders(self) -> Sequence[Any]:
+        data = None if self.session is None else self.session.data
+        return () if data is None or "predict" not in data.sources else data.evaluated
 
     def _limits(self, stage: str) -> list[int | float]:
         data = None if self.session is None else self.session.data

@@ -16,6 +16,7 @@ from drivetrain._engine.stage_loaders import (
     find_loaders,
     limit_of,
     loader_method,
+    several_loaders,
     shorter,
     training_source,
 )
@@ -72,6 +73,8 @@ class StageData:
         """Whether it has exactly as many, whatever a loader says."""
         self.batch_size: int | None = None
         """Samples of one rank's training micro-batch; None where the loader does not say."""
+        self.evaluated: tuple[Any, ...] = ()
+        """The evaluation loaders as the user gave them."""
         self.sources: dict[str, list[BatchSource]] = {}
         """Evaluation loaders by stage."""
         self.limits: dict[str, list[int | None]] = {}
@@ -164,6 +167,7 @@ class StageData:
             return
         if within_fit and trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
+        self.evaluated = tuple(several_loaders(loaders))
         self.sources[stage] = evaluation_sources(stage, loaders, self._dealing)
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
         self.lengths[stage] = [

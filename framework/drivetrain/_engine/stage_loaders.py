@@ -85,17 +85,20 @@ def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSo
 
 def evaluation_sources(stage: str, loaders: Any, dealing: Dealing) -> list[BatchSource]:
     """Prepare one or several evaluation loaders of a stage, "validate", "test" or "predict"."""
-    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
-        several = loaders.flattened
-    elif _is_several(loaders):
-        several = list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
-    else:
-        several = [loaders]
-    sources = []
+    several, sources = several_loaders(loaders), []
     for index, loader in enumerate(several):
         name = f"{NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
         sources.append(_prepared(name, loader, dealing, training=False, predicting=stage == "predict"))
     return sources
+
+
+def several_loaders(loaders: Any) -> list[Any]:
+    """Return the evaluation loaders of what was given: one, or several."""
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return loaders.flattened
+    if _is_several(loaders):
+        return list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
+    return [loaders]
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:

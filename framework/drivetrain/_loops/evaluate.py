@@ -44,9 +44,12 @@ def evaluating(module: nn.Module, no_gradient: AbstractContextManager[Any]) -> I
                     child._buffers[name] = buffer.clone()
 
 
-def evaluation_pairs(source: BatchSource, strategy: Strategy, name: str) -> Iterator[tuple[Any, Share]]:
-    """Return what this rank evaluates; where it could leave the others waiting, it goes on until all are through."""
-    pairs = source.epoch(0)
+def evaluation_pairs(source: BatchSource, strategy: Strategy, name: str, first: int = 0) -> Iterator[tuple[Any, Share]]:
+    """Return what this rank evaluates, from its micro-batch ``first`` on.
+
+    Where it could leave the others waiting, it goes on until all are through.
+    """
+    pairs = source.epoch(0, first)
     if source.to_compare:
         from drivetrain._loops.same_data import compared  # for whoever has such data
 

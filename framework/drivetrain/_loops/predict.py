@@ -19,6 +19,8 @@ from drivetrain.data._source import BatchSource
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
+There = Callable[[Sequence[Any] | None, int, int], bool]
+
 
 class PredictLoop:
     """Runs ``predict_step`` over one or several loaders and gathers what it returns.
@@ -36,6 +38,8 @@ class PredictLoop:
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
         keeps: keep what the steps return, for `run` to return it.
+        before: asked once, returns what tells of a batch whether its outputs are there from an earlier run:
+            ``there(indices, batch_idx, dataloader_idx)``, each of which must say so. Empty where nothing was.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class PredictLoop:
         move: Callable[[Any, int], Any] | None,
         inference_mode: bool,
         keeps: bool,
+        before: Callable[[], Sequence[There]],
     ) -> None:
         self._module = module
         self._run = runner
@@ -66,6 +71,8 @@ class PredictLoop:
         self._move = move
         self._inference_mode = inference_mode
         self._keeps = keeps
+        self._before = before
+        self._there: Sequence[There] = ()
         # The plain one predicts alike on every loader.
         several = len(sources) > 1 and is_overridden("predict_step", module, TrainModule)
         self._arguments = StepArguments(module.predict_step, several)
@@ -82,6 +89,7 @@ class PredictLoop:
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
+            self._there = () if self._keeps else self._before()
             own = [
                 self._predict(index, source, limit)
                 for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
@@ -102,17 +110,24 @@ class PredictLoop:
         from drivetrain._loops.outputs import on_host  # by whoever predicts
 
         several = len(self._sources) > 1
-        kept, came, position = [], 0, self._position
+        kept, position = [], self._position
         name = f"prediction loader {index}" if several else "prediction loader"
         before = position.enter("prediction")
-        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
+        came = first = self._first(index, source, limit) if self._there else 0
+        told = source.tell_indices()
+        pairs = evaluation_pairs(source, self._strategy, name, first)
+        for batch_idx, (given, share) in enumerate(islice(pairs, None if limit is None else limit - first), first):
             position.batch_idx = batch_idx
+            indices = position.indices = None if told is None else next(told, None)
             came += not share.joins or share.start >= 0  # nobody else's batch counts
-            if share.joins and not self._strategy.collective_forward:
+            is_there = bool(self._there) and (share.joins or self._is_there(indices, batch_idx, index))
+            if self._together and self._there and self._all_there(is_there):
+                continue
+            if (share.joins or is_there) and not self._together:
                 continue
             batch = given if self._move is None else self._move(given, index)
             arguments = self._arguments(batch, batch_idx, index)
-            if share.joins:
+            if share.joins or is_there:
                 with leaving_no_trace(self._module, self._metrics):
                     self._run(self._module.predict_step, *arguments)
                 continue
@@ -127,8 +142,31 @@ class PredictLoop:
                 kept.append((start, batch_idx, on_host(output, source.lasting)))
             del output  # not held while the next step computes
         position.leave(before)
+        position.indices = None
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return kept if self._strategy.speaks_for_data else []
+
+    @property
+    def _together(self) -> bool:
+        """Whether a forward needs every rank, also one that has nothing to predict."""
+        return self._strategy.collective_forward
+
+    def _first(self, index: int, source: BatchSource, limit: int | None) -> int:
+        """Return the micro-batch to begin with: what is there before it is not even read, where that can be told."""
+        first, shares, indices = 0, source.shares(0), source.indices(0)
+        if shares is not None and indices is not None:
+            for share, ours in islice(zip(shares, indices, strict=False), limit):
+                if not share.joins and not self._is_there(ours, first, index):
+                    break
+                first += 1
+        return min(self._strategy.control.gather_objects(first)) if self._together else first
+
+    def _is_there(self, indices: Sequence[Any] | None, batch_idx: int, index: int) -> bool:
+        return all(there(indices, batch_idx, index) for there in self._there)
+
+    def _all_there(self, is_there: bool) -> bool:
+        """Whether no rank has anything to predict. Collective."""
+        return not self._strategy.control.all_reduce_async(torch.tensor([float(not is_there)])).wait().item()
 
 
 def _merged(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,6 +55,8 @@ class Position:
     """The index of the micro-batch that the loop has come to."""
     weight: float = 0.0
     """Over how many items its loss is a mean; of training's."""
+    indices: Sequence[Any] | None = None
+    """The data-set indices of its samples; of prediction's, where they are known."""
 
     def enter(self, loop: str) -> tuple[str | None, int]:
         """Go through batches from the first; returns what to `leave` with: the loop that has to wait, and its batch."""

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
     from drivetrain.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
+    from drivetrain.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
+    from drivetrain.callbacks.prediction_writer import PredictionWriter as PredictionWriter
     from drivetrain.callbacks.progress_bar import ProgressBar as ProgressBar
     from drivetrain.callbacks.replica_check import ReplicaCheck as ReplicaCheck
     from drivetrain.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BackboneFinetuning": ".finetuning",
     "BaseFinetuning": ".finetuning",
+    "BasePredictionWriter": ".prediction_writer",
     "Checkpoint": ".checkpoint",
     "EMAWeightAveraging": ".weight_averaging",
     "EarlyStopping": ".early_stopping",
@@ -42,6 +45,7 @@ _HOME = {
     "LossSpikeGuard": ".loss_spike_guard",
     "ModelSummary": ".model_summary",
     "NonFiniteGuard": ".non_finite_guard",
+    "PredictionWriter": ".prediction_writer",
     "ProgressBar": ".progress_bar",
     "ReplicaCheck": ".replica_check",
     "RichProgressBar": ".rich_progress_bar",
@@ -54,6 +58,7 @@ _HOME = {
 __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
+    "BasePredictionWriter",
     "Checkpoint",
     "EMAWeightAveraging",
     "EarlyStopping",
@@ -64,6 +69,7 @@ __all__ = [
     "LossSpikeGuard",
     "ModelSummary",
     "NonFiniteGuard",
+    "PredictionWriter",
     "ProgressBar",
     "ReplicaCheck",
     "RichProgressBar",

@@ -11,7 +11,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor, places: Tensor | None = None) -> Tensor:
     """Return the sum of the tensor's bit patterns, each times an odd number of its position's, modulo 2**64.
 
     Integer sums do not depend on the order of additions, so that the result is the same on every device; the factors
@@ -19,6 +19,8 @@ def checksum(tensor: Tensor) -> Tensor:
 
     Args:
         tensor: of any shape, dtype and layout; one on the meta device counts as empty.
+        places: the positions of its elements, int64 of shape (tensor.numel(),), where it is a part of another: the
+            checksums of all parts add up to that of the whole. None counts from 0.
 
     Returns:
         An int64 tensor of shape () on the tensor's device, not waited for.
@@ -30,12 +32,17 @@ def checksum(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
+        if places is not None:
+            places = torch.stack([2 * places, 2 * places + 1], -1).reshape(-1)
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
-        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
+        if places is None:
+            positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
+        else:
+            positions = places[start : start + part.numel()].to(bits.device)
         total += (part * ((positions * _MIX) | 1)).sum()
     return total
 

@@ -10,8 +10,21 @@ from drivetrain.data.datamodule import DataModule
 from drivetrain.data.order import KeyedPermutation, SequentialOrder, order
 
 if TYPE_CHECKING:
+    from drivetrain.data.predictions import Predictions as Predictions
+    from drivetrain.data.predictions import read_predictions as read_predictions
     from drivetrain.data.splitting import split_by_rank as split_by_rank
 
-__all__ = ["CombinedLoader", "DataModule", "KeyedPermutation", "SequentialOrder", "order", "split_by_rank"]
+__all__ = [
+    "CombinedLoader",
+    "DataModule",
+    "KeyedPermutation",
+    "Predictions",
+    "SequentialOrder",
+    "order",
+    "read_predictions",
+    "split_by_rank",
+]
 
-__getattr__, _ = lazy_names(__name__, {"split_by_rank": ".splitting"})
+_HOME = {"Predictions": ".predictions", "read_predictions": ".predictions", "split_by_rank": ".splitting"}
+
+__getattr__, _ = lazy_names(__name__, _HOME)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count, islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from drivetrain.data._streams import Group, SamplerDraws
 from drivetrain.data._workers import KeyedIndex, KeyedIndices, MicroBatch
 from drivetrain.data.order import Order
 from drivetrain.errors import ConfigurationError
+
+Entry = TypeVar("Entry")
 
 _HOST = torch.device("cpu")
 
@@ -42,6 +44,8 @@ class Feed(ABC):
         self._epoch = 0
         self._start = 0
         self._origin = START
+        self.told: deque[list[Any]] | None = None
+        """Where the indices of each request are told as it is made; None where nobody wants to know."""
 
     @abstractmethod
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
@@ -49,6 +53,10 @@ class Feed(ABC):
 
     def shares(self, start: int, origin: Origin = START) -> Iterator[Share] | None:
         """Return what `begin` returns, without beginning anything; None where it shows only as the sampler is read."""
+        return None
+
+    def indices(self, epoch: int) -> Iterator[list[Any]] | None:
+        """See `BatchSource`."""
         return None
 
     @abstractmethod
@@ -76,6 +84,8 @@ class Feed(ABC):
         """See `BatchSource`."""
 
     def _requests(self, block: list[list[Any]], epoch: int, first: int) -> list[Any]:
+        if self.told is not None:
+            self.told.extend(block)
         if not self._keyed:
             return [indices[0] for indices in block] if self._items else block
         keys = map(MicroBatch._make, zip([epoch] * len(block), count(first), strict=False))
@@ -112,6 +122,9 @@ class DealtFeed(Feed):
 
     def shares(self, start: int, origin: Origin = START) -> Iterator[Share]:
         return chain.from_iterable(self._deal.rest(origin.samples).shares(start - origin.number))
+
+    def indices(self, epoch: int) -> Iterator[list[Any]]:
+        return chain.from_iterable(self._deal.indices(self._order_of(epoch)))
 
     def count(self, epoch: int) -> int | None:
         return self.length
@@ -163,7 +176,7 @@ class StreamFeed(Feed):
 
     def begin(self, epoch: int, start: int, origin: Origin = START) -> Iterator[Share]:
         self._epoch, self._start, self._origin, self._shares = epoch, start, origin, deque()
-        return chain(_drained(self._shares), _surplus())
+        return chain(drained(self._shares), _surplus())
 
     def count(self, epoch: int) -> int | None:
         if self._draws_of is None:
@@ -257,9 +270,10 @@ def complete(shares: Iterator[Share]) -> Iterator[NoReturn]:
     )
 
 
-def _drained(shares: deque[Share]) -> Iterator[Share]:
-    while shares:
-        yield shares.popleft()
+def drained(queue: deque[Entry]) -> Iterator[Entry]:
+    """Yield and forget what is in a queue, also what comes into it meanwhile."""
+    while queue:
+        yield queue.popleft()
 
 
 def _surplus() -> Iterator[Share]:

@@ -79,6 +79,14 @@ class IterableSource:
         """Nobody knows how many samples a batch holds before it is there."""
         return
 
+    def indices(self, epoch: int) -> None:
+        """An iterable data set has none."""
+        return
+
+    def tell_indices(self) -> None:
+        """An iterable data set has none."""
+        return
+
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         if origin.samples:
             raise ConfigurationError(

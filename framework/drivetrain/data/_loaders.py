@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -20,7 +21,7 @@ from torch.utils.data import (
 
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.data._clone import LoaderClone, gives_new_memory
-from drivetrain.data._feeds import DealtFeed, Feed, StreamFeed, complete, sized
+from drivetrain.data._feeds import DealtFeed, Feed, StreamFeed, complete, drained, sized
 from drivetrain.data._iterable import IterableSource, count_samples, empty, set_epoch
 from drivetrain.data._sharding import START, Deal, Origin, Share
 from drivetrain.data._source import BatchSource
@@ -158,6 +159,16 @@ class MapSource:
     def shares(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[Share] | None:
         # What a loader gives that iterates in a way of its own shows only when it is there.
         return None if self._items or self._own_way else self._feed.shares(start, origin)
+
+    def indices(self, epoch: int) -> Iterator[list[Any]] | None:
+        return None if self._items or self._own_way else self._feed.indices(epoch)
+
+    def tell_indices(self) -> Iterator[list[Any]] | None:
+        # An index is a whole batch there, or the batches may be others than were asked for.
+        if self._items or self._own_way:
+            return None
+        told = self._feed.told = deque()
+        return drained(told)
 
     @property
     def certain(self) -> bool:

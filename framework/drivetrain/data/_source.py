@@ -66,6 +66,17 @@ class BatchSource(Protocol):
         """Return the shares that `epoch` gives with its batches, without reading any; None where only reading tells."""
         ...
 
+    def indices(self, epoch: int) -> Iterator[list[Any]] | None:
+        """Return the data-set indices of this rank's batches without reading any; None where only reading tells."""
+        ...
+
+    def tell_indices(self) -> Iterator[list[Any]] | None:
+        """Return the data-set indices of the batches that `epoch`, called next, gives: with each batch, the next ones.
+
+        None where the samples of a batch have no indices, or they are not known.
+        """
+        ...
+
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         """Start an epoch and return its batches with this rank's shares of them.
 

@@ -128,6 +128,14 @@ class CombinedSource:
         """Which loader a share comes from shows as they are read."""
         return
 
+    def indices(self, epoch: int) -> None:
+        """Each loader has its own."""
+        return
+
+    def tell_indices(self) -> None:
+        """Each loader has its own."""
+        return
+
     def epoch(self, epoch: int, start: int = 0, origin: Origin = START) -> Iterator[tuple[Any, Share]]:
         if origin.samples:
             raise ConfigurationError(

@@ -95,9 +95,9 @@ class LocalPlace:
     def commit(self, manifest: bytes, identifier: str) -> None:
         with self.open(MANIFEST) as stream:
             stream.write(manifest)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         self._move_into_place()
-        _sync_folder(self._target.parent)
+        sync_folder(self._target.parent)
         self._clean_up()
 
     def abandon(self) -> None:
@@ -303,7 +303,8 @@ def _refuse_what_is_not_ours(target: Path) -> None:
         )
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder last."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import re
 import reprlib
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ import torch
 
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
 from drivetrain.checkpoint._format.documents import decode, encode, parsed
+from drivetrain.checkpoint._format.sealing import is_sealed, sealed
 from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 1
@@ -31,7 +30,6 @@ _LAST_SECOND = 2**36  # of `written`: in the year 4147
 # One folder holds one checkpoint, and nothing that a checkpoint says may point out of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SHA256 = re.compile(r"([0-9a-f]{64})?")
-_SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ def seal(manifest: Manifest) -> bytes:
         "state": None if manifest.state is None else _part_as_json(manifest.state),
         "ranks": [_part_as_json(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
-        "files": {name: _record_as_json(one) for name, one in manifest.files.items()},
+        "files": {name: record_as_json(one) for name, one in manifest.files.items()},
     }
     if nothing_aside:
         raise CheckpointError(
@@ -184,17 +182,17 @@ def seal(manifest: Manifest) -> bytes:
             "progress and hyper-parameters are JSON.",
             "keep tensors in the module, or give them to on_save_checkpoint.",
         )
-    body = json.dumps(document, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
-    if len(body) > LONGEST_MANIFEST - 64:
+    content = sealed(document)
+    if len(content) > LONGEST_MANIFEST:
         raise CheckpointError(
-            f"{MANIFEST} would have {len(body)} bytes.",
+            f"{MANIFEST} would have {len(content)} bytes.",
             f"it may have {LONGEST_MANIFEST}, and holds the checksums of all files and the hyper-parameters.",
             "keep large hyper-parameters in a file, and its name in the module.",
         )
-    return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
+    return content
 
 
-def _record_as_json(record: FileRecord) -> dict[str, Any]:
+def record_as_json(record: FileRecord) -> dict[str, Any]:
     described: dict[str, Any] = {"size": record.size, "crc32": record.crc32}
     return {**described, "sha256": record.sha256} if record.sha256 else described
 
@@ -235,8 +233,7 @@ def unseal(content: bytes, path: str) -> Manifest:
             if found == 0
             else "load it with a newer version of drivetrain.",
         )
-    end = _SEAL.search(content)
-    if end is None or int(end[1], 16) != zlib.crc32(content[: end.start()]):
+    if not is_sealed(content):
         raise _damaged(path, "its checksum is another")
     try:
         return _from_json(document)

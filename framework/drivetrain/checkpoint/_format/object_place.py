@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -14,6 +14,30 @@ from drivetrain.checkpoint._format.place import Ticket
 from drivetrain.errors import CheckpointError
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between tries to put the manifest, and between looks whether it is there
+
+
+def put_surely(filesystem: Any, path: str, content: bytes, is_there: Callable[[], bool]) -> None:
+    """Put a small object, and again where the store refuses, or gives no answer and does not have it.
+
+    Args:
+        filesystem: fsspec's.
+        path: of the object, which may be there.
+        content: of it.
+        is_there: whether it is there by now, as the store says.
+
+    Raises:
+        Exception: it is not known to be there.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            filesystem.pipe_file(path, content)
+            return
+        except Exception as error:  # each store's library has errors of its own
+            if is_there():
+                return
+            if pause is None or isinstance(error, PermissionError):
+                raise
+        time.sleep(pause)
 
 
 class ObjectPlace:
@@ -78,17 +102,12 @@ class ObjectPlace:
 
     def _put_manifest(self, content: bytes, identifier: str) -> None:
         """Put it; where the store refuses, or gives no answer, ask what is there, and put it again."""
-        for pause in (*_PAUSES, None):
-            try:
-                self._filesystem.pipe_file(self._path(MANIFEST), content)
-                return
-            except Exception as error:  # each store's library has errors of its own
-                there = self._there()
-                if there is not None and there.identifier == identifier:
-                    return
-                if pause is None or isinstance(error, PermissionError):
-                    raise
-            time.sleep(pause)
+
+        def is_out() -> bool:
+            there = self._there()
+            return there is not None and there.identifier == identifier
+
+        put_surely(self._filesystem, self._path(MANIFEST), content, is_out)
 
     def _there(self) -> Manifest | None:
         """The manifest that is there now; None where none is, or it cannot be read: what it names is left alone."""

@@ -1,0 +1,67 @@
+"""Which samples an earlier run has predicted."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from drivetrain.data._prediction_files import Entry
+
+
+class PredictedBefore:
+    """Which samples were written by a run before.
+
+    Args:
+        entries: what it has written.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._runs: dict[int, list[tuple[int, int]]] = {}
+        self._batches: dict[tuple[int, int, int], int] = {}
+        for entry in entries:
+            if entry.indices is None:
+                self._batches[entry.loader, entry.batch, entry.rank] = entry.samples
+            else:
+                self._runs.setdefault(entry.loader, []).extend(_runs_in(entry.indices))
+        self._runs = {loader: _merged(runs) for loader, runs in self._runs.items()}
+
+    def has(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> bool:
+        """Whether all of a batch was written."""
+        if indices is None:
+            return (loader, batch, rank) in self._batches
+        return all(self._has(loader, index) for index in indices)
+
+    def samples(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> int:
+        """How many samples a batch has that was written."""
+        return self._batches[loader, batch, rank] if indices is None else len(indices)
+
+    def missing(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None, samples: int) -> Sequence[int]:
+        """Return which of a batch's samples were not written, by their places in the batch."""
+        if indices is None:
+            return () if (loader, batch, rank) in self._batches else range(samples)
+        if loader not in self._runs:
+            return range(samples)
+        return [row for row, index in enumerate(indices) if not self._has(loader, index)]
+
+    def _has(self, loader: int, index: int) -> bool:
+        runs = self._runs.get(loader, [])
+        number = bisect_right(runs, index, key=lambda run: run[0]) - 1
+        return number >= 0 and index < runs[number][1]
+
+
+def _runs_in(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for place in range(1, len(indices) + 1):
+        if place == len(indices) or indices[place] != indices[place - 1] + 1:
+            yield indices[begin], indices[place - 1] + 1
+            begin = place
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(runs):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((first, end))
+    return merged

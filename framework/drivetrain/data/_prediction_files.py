@@ -1,0 +1,233 @@
+"""What written predictions consist of: a document that says of what they are, parts, and a manifest that commits them.
+
+A part is three files: tensors as safetensors, what is no tensor as JSON, and an index that is written last, says whose
+outputs they are, and makes the part count. docs/predictions.md describes them.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from drivetrain.checkpoint._format.checksums import BLOCK
+from drivetrain.checkpoint._format.documents import parsed
+from drivetrain.checkpoint._format.folder import StorageError
+from drivetrain.checkpoint._format.manifest import FileRecord, record_as_json, versions
+from drivetrain.checkpoint._format.reading import damaged
+from drivetrain.checkpoint._format.sealing import is_sealed, sealed
+from drivetrain.errors import CheckpointError
+
+FORMAT = 1
+BEGINNING = "beginning.json"
+MANIFEST = "predictions.json"
+LOCK = "writing.lock"
+LONGEST = 2**28
+"""Bytes of a document."""
+
+_STEM = r"part-\d{5,}-\d{6,}-[0-9a-f]{16}"
+_INDEX = re.compile(rf"({_STEM})\.index\.json")
+_OURS = re.compile(
+    rf"{_STEM}(\.index)?\.json|{_STEM}\.safetensors|\.?{MANIFEST}(-[0-9a-f]+)?|\.?{BEGINNING}(-[0-9a-f]+)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Whose output one is.
+
+    Attributes:
+        loader: which of the loaders.
+        batch: which micro-batch of this loader's on the rank.
+        rank: among those that get different data.
+        samples: how many.
+        indices: of the samples in the data set, in the order of the output; None where they have none.
+    """
+
+    loader: int
+    batch: int
+    rank: int
+    samples: int
+    indices: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Several outputs.
+
+    Attributes:
+        stem: of its files' names.
+        entries: whose outputs they are.
+        files: its tensors, if any, and what is no tensor, by name.
+    """
+
+    stem: str
+    entries: tuple[Entry, ...]
+    files: Mapping[str, FileRecord]
+
+    @property
+    def index(self) -> str:
+        return f"{self.stem}.index.json"
+
+    @property
+    def values(self) -> str:
+        return f"{self.stem}.json"
+
+    @property
+    def tensors(self) -> str:
+        return f"{self.stem}.safetensors"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file name is one that written predictions may hold."""
+    return name == LOCK or _OURS.fullmatch(name) is not None
+
+
+def stems_in(names: Sequence[str]) -> list[str]:
+    """Return the stems of the parts whose index is among the names of files."""
+    return sorted(found[1] for name in names if (found := _INDEX.fullmatch(name)))
+
+
+# Documents
+
+
+def beginning(identity: Mapping[str, Any]) -> bytes:
+    """Return the document that says whose predictions of what these are going to be."""
+    return sealed({"format": FORMAT, "identity": dict(identity)})
+
+
+def manifest(identity: Mapping[str, Any], parts: Sequence[Part], indices: Mapping[str, FileRecord]) -> bytes:
+    """Return what commits the parts.
+
+    Args:
+        identity: as in the beginning.
+        parts: all of them.
+        indices: the record of each part's index, by name.
+    """
+    records = {name: one for part in parts for name, one in part.files.items()} | dict(indices)
+    return sealed(
+        {
+            "format": FORMAT,
+            "identity": dict(identity),
+            "versions": versions(),
+            "block_size": BLOCK,
+            "parts": [part.stem for part in parts],
+            "files": {name: record_as_json(one) for name, one in records.items()},
+        }
+    )
+
+
+def index_of(part: Part) -> bytes:
+    """Return a part's index."""
+    return sealed(
+        {
+            "format": FORMAT,
+            "entries": entries_as_json(part.entries),
+            "files": {name: record_as_json(one) for name, one in part.files.items()},
+        }
+    )
+
+
+def part_of(stem: str, content: bytes, path: str) -> Part:
+    """Return a part from its index.
+
+    Raises:
+        CheckpointError: it is damaged, or not whole.
+    """
+    document = opened(content, f"{stem}.index.json", path)
+    try:
+        return Part(stem, tuple(entries_from_json(document["entries"])), records_in(document))
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged(path, f"{stem}.index.json cannot be read: {type(error).__name__}: {error}") from error
+
+
+def opened(content: bytes, name: str, path: str) -> dict[str, Any]:
+    """Return what one of the documents says.
+
+    Raises:
+        CheckpointError: it is damaged, or not whole, or of another format.
+    """
+    if not is_sealed(content):
+        raise damaged(path, f"the checksum of {name} is another")
+    document = parsed(content)
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(
+            f"The predictions {path!r} are of another format.",
+            f"this version reads format {FORMAT}.",
+            "read them with the version that wrote them.",
+        )
+    return document
+
+
+def records_in(document: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Return the records of files that a document holds."""
+    return {
+        str(name): FileRecord(int(one["size"]), str(one["crc32"]), str(one.get("sha256", "")))
+        for name, one in document["files"].items()
+    }
+
+
+def entries_as_json(entries: Sequence[Entry]) -> list[list[Any]]:
+    """Return entries as JSON has them; indices as runs of consecutive ones, each by its first and how many they are."""
+    return [[one.loader, one.batch, one.rank, one.samples, _runs(one.indices)] for one in entries]
+
+
+def entries_from_json(said: Any) -> Iterator[Entry]:
+    """Yield what `entries_as_json` was given.
+
+    Raises:
+        TypeError: it is nothing of the kind.
+        ValueError: likewise.
+    """
+    for loader, batch, rank, samples, runs in said:
+        numbers = (loader, batch, rank, samples)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"an entry of {numbers}")
+        indices = None
+        if runs is not None:
+            if sum(runs[1::2]) != samples:  # before they take memory
+                raise ValueError(f"{sum(runs[1::2])} indices of {samples} samples")
+            pairs = zip(runs[::2], runs[1::2], strict=True)
+            indices = tuple(index for first, count in pairs for index in range(first, first + count))
+        yield Entry(*numbers, indices)
+
+
+def _runs(indices: Sequence[int] | None) -> list[int] | None:
+    if indices is None:
+        return None
+    runs: list[int] = []
+    for index in indices:
+        if runs and index == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [index, 1]
+    return runs
+
+
+def whole_numbers(indices: Sequence[Any] | None) -> tuple[int, ...] | None:
+    """Return a batch's indices where they are whole numbers, by which samples can be put in order."""
+    if indices is None:
+        return None
+    try:
+        return tuple(operator.index(index) for index in indices)
+    except TypeError:
+        return None
+
+
+@contextmanager
+def speaking_of_predictions(path: str) -> Iterator[None]:
+    """Within it, what the pieces of the checkpoint's format say of a checkpoint is said of predictions."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not error.what.startswith(("The checkpoint ", "There is no checkpoint")):
+            raise
+        what = error.what.replace("The checkpoint", "Of the predictions", 1).replace(
+            " is damaged: ", " not all is whole: "
+        )
+        what = what.replace("There is no checkpoint", "There are no predictions", 1)
+        fix = "predict anew to another path, or delete the folder first."
+        raise type(error)(what, error.why, error.fix if isinstance(error, StorageError) else fix) from error

@@ -1,0 +1,599 @@
+"""Predictions that are written as they come, read back, and gone on with. Row L-03."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
+
+from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain.callbacks import BasePredictionWriter, PredictionWriter
+from drivetrain.data import read_predictions
+from drivetrain.testing import FaultyStore
+
+Make = Callable[[torch.Tensor], Any]
+
+
+class Predicting(TrainModule):
+    """Returns what ``make`` makes of a batch, and remembers which samples it was given."""
+
+    def __init__(self, make: Make = lambda x: x * 2, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.layer = torch.nn.Linear(2, 2)
+        self.make = make
+        self.given: list[list[int]] = []
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        (x,) = batch
+        self.given.append([int(value) for value in x[:, 0]])
+        return self.make(x)
+
+
+def numbered(samples: int, offset: int = 0) -> TensorDataset:
+    """Sample i is (i, 1)."""
+    return TensorDataset(torch.stack([torch.arange(float(samples)) + offset, torch.ones(samples)], 1))
+
+
+def loader(samples: int = 11, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+    return DataLoader(numbered(samples), batch_size=batch_size, **options)
+
+
+def predict(
+    path: Any, module: TrainModule | None = None, loaders: Any = None, *others: Callback, **options: Any
+) -> Any:
+    """Predict with a part for each batch; returns what predict does."""
+    writer = PredictionWriter(path, part_bytes=1)
+    fit = Fit(
+        callbacks=[*others, writer],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    module = Predicting() if module is None else module
+    return fit.predict(module, loader() if loaders is None else loaders, return_predictions=False)
+
+
+class Failing(Callback):
+    """Ends a run at a batch."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_predict_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> Any:
+        if batch_idx == self.at:
+            raise RuntimeError("the machine is gone")
+
+
+def cut_off(path: Any, at: int, module: TrainModule | None = None, loaders: Any = None, **options: Any) -> None:
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        predict(path, module, loaders, Failing(at), **options)
+
+
+def firsts(predictions: Any) -> list[int]:
+    return [int(one[0]) for one in predictions]
+
+
+class Own(Sampler[int]):
+    """An order of the user's own, of all samples or of some."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.tensor([float(number), 1.0]),) for number in range(self.samples)])
+
+
+# What is written comes back
+
+
+def test_a_tree_comes_back_in_its_structure_and_in_order(tmp_path: Path) -> None:  # L-03
+    def make(x: torch.Tensor) -> Any:
+        first = x[:, 0]
+        return {
+            "tensor": x,
+            "tuple": (first.long(), first > 3),
+            "list": [first.bfloat16(), {"deep": x[:, None]}],
+            "text": [f"sample {int(value)}" for value in first],
+            "numbers": [float("inf") if value == 2 else int(value) for value in first],
+        }
+
+    predict(tmp_path / "out", Predicting(make))
+    read = read_predictions(tmp_path / "out")
+    assert len(read) == 11
+    assert read.indices == list(range(11))
+    for number, one in enumerate(read):
+        assert one["tensor"].tolist() == [number, 1]
+        assert one["tuple"][0].dtype == torch.int64
+        assert one["tuple"][0].item() == number
+        assert one["tuple"][1].item() == (number > 3)
+        assert one["list"][0].dtype == torch.bfloat16
+        assert one["list"][1]["deep"].shape == (1, 2)
+        assert one["text"] == f"sample {number}"
+        assert one["numbers"] == (float("inf") if number == 2 else number)
+    assert [one["text"] for one in read[-2:]] == ["sample 9", "sample 10"]
+    with pytest.raises(IndexError):
+        read[11]
+    whole = read.together()
+    assert whole["tensor"][:, 0].tolist() == list(range(11))
+    assert isinstance(whole["tuple"], tuple)
+    assert whole["list"][1]["deep"].shape == (11, 1, 2)
+    assert whole["text"][10] == "sample 10"
+
+
+def test_batches_are_what_predict_returns(tmp_path: Path) -> None:  # L-03
+    module = Predicting(lambda x: {"mean": x.mean(), "rows": x, "note": "a batch"})
+    writer = PredictionWriter(tmp_path / "out")
+    returned = Fit(callbacks=[writer], accelerator="cpu", logger=False).predict(module, loader())
+    read = read_predictions(tmp_path / "out")
+    for one, other in zip(read.batches(), returned, strict=True):
+        assert one["note"] == other["note"]
+        assert torch.equal(one["mean"], other["mean"])
+        assert torch.equal(one["rows"], other["rows"])
+    with pytest.raises(CheckpointError, match="not one for each sample"):
+        read[0]
+
+
+def test_lists_of_an_entry_for_each_sample_are_told_from_several_outputs(tmp_path: Path) -> None:  # L-03
+    # The last batch has three samples, and both lists three entries.
+    predict(tmp_path / "each", Predicting(lambda x: [torch.full((int(n) % 3 + 1, 4), n) for n in x[:, 0]]))
+    for number, one in enumerate(read_predictions(tmp_path / "each")):
+        assert one.tolist() == [[number] * 4] * (number % 3 + 1)
+    predict(tmp_path / "several", Predicting(lambda x: [x, x + 1, x + 2]))
+    for number, one in enumerate(read_predictions(tmp_path / "several")):
+        assert [int(part[0]) for part in one] == [number, number + 1, number + 2]
+
+
+def test_shuffled_and_own_orders_come_back_in_that_of_the_data(tmp_path: Path) -> None:  # L-03
+    order = [7, 1, 9, 0, 3, 8, 2, 10, 5, 4, 6]
+    for name, options in {
+        "shuffled": {"batch_size": 4, "shuffle": True},
+        "own": {"batch_size": 4, "sampler": Own(order)},
+        "batches": {"batch_sampler": BatchSampler(Own(order), 3, drop_last=False)},
+        "workers": {"batch_size": 4, "sampler": Own(order), "num_workers": 2},
+    }.items():
+        predict(tmp_path / name, loaders=DataLoader(numbered(11), **options))
+        read = read_predictions(tmp_path / name)
+        assert firsts(read) == [2 * number for number in range(11)], name
+        assert firsts(read.together()) == [2 * number for number in range(11)], name
+    predict(tmp_path / "some", loaders=DataLoader(numbered(11), batch_size=2, sampler=Own([8, 2, 5])))
+    read = read_predictions(tmp_path / "some")
+    assert (read.indices, firsts(read)) == ([2, 5, 8], [4, 10, 16])
+    predict(tmp_path / "twice", loaders=DataLoader(numbered(11), batch_size=2, sampler=Own([8, 2, 8])))
+    assert firsts(read_predictions(tmp_path / "twice")) == [4, 16, 16]
+
+
+def test_several_loaders_and_streams(tmp_path: Path) -> None:  # L-03
+    class Several(Predicting):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return batch[0] + 100 * dataloader_idx
+
+    predict(tmp_path / "several", Several(), [loader(5), loader(3), DataLoader(Stream(7), batch_size=2)])
+    with pytest.raises(ConfigurationError, match="dataloader_idx"):
+        read_predictions(tmp_path / "several")
+    with pytest.raises(ConfigurationError, match="from 0 to 2"):
+        read_predictions(tmp_path / "several", dataloader_idx=3)
+    for index, samples in enumerate((5, 3, 7)):
+        read = read_predictions(tmp_path / "several", dataloader_idx=index)
+        assert firsts(read) == [100 * index + number for number in range(samples)]
+    assert read.indices is None
+
+
+def test_only_a_part_of_the_data(tmp_path: Path) -> None:  # L-03
+    predict(tmp_path / "limited", limit_predict_batches=2)
+    assert len(read_predictions(tmp_path / "limited")) == 8
+    predict(tmp_path / "subset", loaders=DataLoader(Subset(numbered(11), [9, 3]), batch_size=1))
+    assert firsts(read_predictions(tmp_path / "subset")) == [18, 6]
+
+
+# What cannot be written
+
+
+class Found:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("made", "named"),
+    [
+        (lambda x: {"boxes": [x.numpy()]}, r"predict_step's output\['boxes'\]\[0\] is a ndarray"),
+        (lambda x: Found(), "predict_step's output is a Found"),
+        (lambda x: (x, {1, 2}), r"output\[1\] is a set"),
+        (lambda x: x.to(torch.complex128), "a tensor of dtype torch.complex128"),
+        (lambda x: x.to_sparse(), "a tensor of layout torch.sparse_coo"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_in_the_first_batch(tmp_path: Path, made: Make, named: str) -> None:  # L-03
+    module = Predicting(made)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        predict(tmp_path / "out", module)
+    assert "torch.from_numpy" in caught.value.fix
+    assert len(module.given) == 1
+
+
+def test_unknown_words_are_refused_with_the_known_ones() -> None:  # L-03
+    with pytest.raises(ConfigurationError, match="Did you mean 'safetensors'"):
+        PredictionWriter("out", format="safetensor")
+    with pytest.raises(ConfigurationError, match="Did you mean 'batch'"):
+        BasePredictionWriter("batches")
+    with pytest.raises(ConfigurationError, match="bytes"):
+        PredictionWriter("out", part_bytes=0)
+
+
+# Whole, or an error
+
+
+def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L-03
+    seen: list[str] = []
+
+    class Reading(Callback):
+        def on_predict_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            with pytest.raises(CheckpointError) as caught:
+                read_predictions(tmp_path / "out")
+            seen.append(caught.value.what)
+
+    predict(tmp_path / "out", None, None, Reading())
+    assert len(seen) == 3
+    assert "are not whole: predictions.json is missing" in seen[0]
+    assert len(read_predictions(tmp_path / "out")) == 11
+    with pytest.raises(CheckpointError, match="There are no predictions at"):
+        read_predictions(tmp_path / "nowhere")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
+    predict(tmp_path / "out", Predicting(lambda x: {"x": x, "text": [str(row) for row in x]}))
+    for pattern, change in {
+        "*000001-*.safetensors": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        "*000002-????????????????.json": lambda content: content.replace(b"1", b"2"),
+        "*000000-*.index.json": lambda content: content.replace(b"4", b"3", 1),
+        "predictions.json": lambda content: content.replace(b"4", b"3", 1),
+    }.items():
+        (path,) = (tmp_path / "out").glob(pattern)
+        before = path.read_bytes()
+        path.write_bytes(change(before))
+        with pytest.raises(CheckpointError, match=path.name) as caught:
+            list(read_predictions(tmp_path / "out"))
+        assert "checkpoint" not in caught.value.what
+        path.unlink()
+        with pytest.raises(CheckpointError, match=path.name):
+            list(read_predictions(tmp_path / "out"))
+        path.write_bytes(before)
+    assert len(list(read_predictions(tmp_path / "out"))) == 11
+
+
+# Going on
+
+
+def test_what_is_missing_is_computed_and_nothing_else(tmp_path: Path) -> None:  # L-03
+    cut_off(tmp_path / "out", at=2, loaders=loader(22))
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-*")}
+    assert len(written) == 6
+    module = Predicting()
+    predict(tmp_path / "out", module, loader(22))
+    assert module.given[0] == [8, 9, 10, 11]
+    assert sum(map(len, module.given)) == 14
+    assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(22)]
+    assert all(path.stat().st_mtime_ns == time for path, time in written.items())
+    assert not list((tmp_path / "out").glob("writing.lock"))
+
+
+def test_what_was_read_already_is_not_read_again(tmp_path: Path) -> None:  # L-03
+    read: list[int] = []
+
+    class Watched(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return (torch.tensor([float(index), 1.0]),)
+
+    cut_off(tmp_path / "out", at=2, loaders=DataLoader(Watched(), batch_size=4))
+    read.clear()
+    predict(tmp_path / "out", loaders=DataLoader(Watched(), batch_size=4))
+    assert read == [8, 9, 10, 11]
+
+
+def test_another_batch_size_goes_on_sample_by_sample(tmp_path: Path) -> None:  # L-03
+    make = lambda x: (x * 2, [str(int(value)) for value in x[:, 0]])  # noqa: E731
+    cut_off(tmp_path / "out", at=2, module=Predicting(make))
+    module = Predicting(make)
+    predict(tmp_path / "out", module, loader(11, batch_size=3))
+    assert module.given == [[6, 7, 8], [9, 10]]  # of the first, one sample is new
+    read = read_predictions(tmp_path / "out")
+    assert [(int(x[0]), text) for x, text in read] == [(2 * number, str(number)) for number in range(11)]
+    cut_off(tmp_path / "mean", at=2, module=Predicting(lambda x: x.mean()))
+    with pytest.raises(CheckpointError, match="does not fall apart by samples"):
+        predict(tmp_path / "mean", Predicting(lambda x: x.mean()), loader(11, batch_size=3))
+    predict(tmp_path / "mean", Predicting(lambda x: x.mean()))
+    assert len(list(read_predictions(tmp_path / "mean").batches())) == 3
+
+
+def test_own_orders_and_streams_go_on_too(tmp_path: Path) -> None:  # L-03
+    order = [7, 1, 9, 0, 3, 8, 2, 10, 5, 4, 6]
+
+    def own() -> DataLoader[Any]:
+        return DataLoader(numbered(11), batch_size=4, sampler=Own(order))
+
+    def stream(batch_size: int = 4) -> DataLoader[Any]:
+        return DataLoader(Stream(11), batch_size=batch_size)
+
+    for name, make, rest in (("own", own, order[8:]), ("stream", stream, [8, 9, 10])):
+        cut_off(tmp_path / name, at=2, loaders=make())
+        module = Predicting()
+        predict(tmp_path / name, module, make())
+        assert module.given == [rest], name
+        assert firsts(read_predictions(tmp_path / name)) == [2 * number for number in range(11)], name
+    cut_off(tmp_path / "other", at=2, loaders=stream())
+    with pytest.raises(CheckpointError, match="other dealing"):
+        predict(tmp_path / "other", loaders=stream(3))
+
+
+def test_outputs_that_are_returned_are_computed_and_not_written_twice(tmp_path: Path) -> None:  # L-03
+    cut_off(tmp_path / "out", at=2)
+    fit = Fit(callbacks=[PredictionWriter(tmp_path / "out")], accelerator="cpu", logger=False)
+    assert len(torch.cat(fit.predict(Predicting(), loader()))) == 11
+    assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(11)]
+    assert len(list(read_predictions(tmp_path / "out").batches())) == 3
+
+
+def test_others_are_refused_by_name(tmp_path: Path) -> None:  # L-03
+    class Another(Predicting):
+        pass
+
+    cut_off(tmp_path / "out", at=2)
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    for named, arguments, options in (
+        ("other weights", (Predicting(seed=1),), {}),
+        ("other module", (Another(),), {}),
+        ("other precision", (), {"precision": "bf16-mixed"}),
+        ("other data", (None, loader(12)), {}),
+        ("other data", (None, DataLoader(numbered(11, offset=1), batch_size=4)), {}),
+        ("other data", (None, DataLoader(numbered(11), batch_size=4, sampler=Own(list(range(11))))), {}),
+        ("other data", (None, DataLoader(Subset(numbered(12), range(11)), batch_size=4)), {}),
+        ("other limit", (), {"limit_predict_batches": 3}),
+    ):
+        with pytest.raises(CheckpointError, match=named) as caught:
+            predict(tmp_path / "out", *arguments, **options)
+        assert "write to another path" in caught.value.fix
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+    predict(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="predictions that are whole"):
+        predict(tmp_path / "out")
+
+
+def test_a_sampler_that_draws_twice_is_not_gone_on_with(tmp_path: Path) -> None:  # L-03
+    def twice() -> DataLoader[Any]:
+        return DataLoader(numbered(11), batch_size=2, sampler=Own([1, 2, 3, 4, 1, 5]))
+
+    cut_off(tmp_path / "out", at=2, loaders=twice())
+    with pytest.raises(CheckpointError, match="not complete: 5 were written of 6"):
+        predict(tmp_path / "out", loaders=twice())
+    with pytest.raises(CheckpointError, match="are not whole"):
+        read_predictions(tmp_path / "out")
+
+
+def test_what_is_no_prediction_is_left_alone(tmp_path: Path) -> None:  # L-03
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        predict(tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is a file"):
+        predict(tmp_path / "out" / "thesis.tex")
+    assert (tmp_path / "out" / "thesis.tex").read_text() == "years of work"
+
+
+SCRIPT = """
+    import sys, time
+    import torch
+    sys.path.insert(0, sys.argv[1])
+    from test_prediction_writer import Predicting, loader, predict
+
+    def slowly(x):
+        print(int(x[0, 0]), flush=True)
+        time.sleep(0.05)
+        return x * 2
+
+    predict(sys.argv[2], Predicting(slowly), loader(40, 1))
+"""
+
+
+def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None:  # L-03
+    given: list[list[int]] = []
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    for batches in (3, 5):  # killed twice
+        command = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path / "out")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            given.append([int(process.stdout.readline()) for _ in range(batches)])
+            with pytest.raises(CheckpointError, match="are not whole"):
+                read_predictions(tmp_path / "out")
+            os.kill(process.pid, signal.SIGKILL)
+    assert given[0] == [0, 1, 2]
+    assert given[1][0] in (2, 3)  # the one that was under way
+    module = Predicting(lambda x: x * 2)
+    predict(tmp_path / "out", module, loader(40, 1))
+    assert module.given[0][0] >= given[1][-1] - 1
+    assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(40)]
+
+
+def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(CheckpointError, match="Another run is writing predictions"):
+            predict(tmp_path / "out", loaders=loader(40, 1))
+        process.kill()
+
+
+# Stores
+
+
+def test_an_object_store_in_memory(tmp_path: Path) -> None:  # L-03
+    fsspec.filesystem("memory").store.clear()
+    cut_off("memory://bucket/out", at=2)
+    with pytest.raises(CheckpointError, match="are not whole"):
+        read_predictions("memory://bucket/out")
+    module = Predicting()
+    predict("memory://bucket/out", module)
+    assert module.given == [[8, 9, 10]]
+    assert firsts(read_predictions("memory://bucket/out")) == [2 * number for number in range(11)]
+    with pytest.raises(CheckpointError, match="that are whole"):
+        predict("memory://bucket/out")
+
+
+def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
+    store = FaultyStore(tmp_path / "store").mount()
+    path = f"{store.url}/out"
+    # Refused for a while, or the answer lost: put again.
+    store.fail("put", "*000001-*.safetensors", times=2)
+    store.fail("put", "*predictions.json", lost=True)
+    predict(path)
+    assert firsts(read_predictions(path)) == [2 * number for number in range(11)]
+    # Refused for ever: the run fails, what is there stays, and a later one goes on.
+    store.fail("put", "other/part-00000-000001-*", times=None)
+    with pytest.raises(OSError, match="503"):
+        predict(f"{store.url}/other")
+    with pytest.raises(CheckpointError, match="are not whole"):
+        read_predictions(f"{store.url}/other")
+    store.heal()
+    module = Predicting()
+    predict(f"{store.url}/other", module)
+    assert module.given[0] == [4, 5, 6, 7]
+    assert firsts(read_predictions(f"{store.url}/other")) == [2 * number for number in range(11)]
+    # A listing that is refused is never taken for an empty place.
+    store.fail("list", "third*", times=None)
+    with pytest.raises(CheckpointError, match="503"):
+        predict(f"{store.url}/third")
+    store.heal()
+    store.fail("get", "out/predictions.json", times=None)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_predictions(path)
+    store.heal()
+
+
+def test_a_torn_part_is_none(tmp_path: Path) -> None:  # L-03
+    cut_off(tmp_path / "out", at=2)
+    (index,) = (tmp_path / "out").glob("*000001-*.index.json")
+    index.write_bytes(index.read_bytes()[:-20])
+    module = Predicting()
+    predict(tmp_path / "out", module)
+    assert module.given == [[4, 5, 6, 7], [8, 9, 10]]
+    assert not list((tmp_path / "out").glob(index.name))
+    assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(11)]
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:  # L-03
+    held: list[int] = []
+
+    class Watching(Callback):
+        def on_predict_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            held.append(writer._writing._held if writer._writing is not None else 0)
+
+    writer = PredictionWriter(tmp_path / "out", part_bytes=3 * 4 * 1000 * 4)
+    fit = Fit(callbacks=[writer, Watching()], accelerator="cpu", logger=False)
+    module = Predicting(lambda x: torch.ones(len(x), 1000))
+    fit.predict(module, loader(80), return_predictions=False)
+    assert max(held) < 3 * 4 * 1000 * 4
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 7  # 20 batches, three in each
+    assert read_predictions(tmp_path / "out").together().shape == (80, 1000)
+
+
+# Lightning's interface
+
+
+class Told(BasePredictionWriter):
+    def __init__(self, write_interval: str) -> None:
+        super().__init__(write_interval)
+        self.batches: list[Any] = []
+        self.epochs: list[Any] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Any,
+        module: Any,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        self.batches.append((prediction.tolist(), list(batch_indices), len(batch[0]), batch_idx, dataloader_idx))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self.epochs.append((predictions, batch_indices))
+
+
+def test_lightning_s_interface() -> None:  # L-03
+    order = [4, 2, 0, 1, 3]
+    for interval in ("batch", "epoch", "batch_and_epoch"):
+        told = Told(interval)
+        fit = Fit(callbacks=[told], accelerator="cpu", logger=False)
+        data = DataLoader(numbered(5), batch_size=2, sampler=Own(order))
+        module = Predicting(lambda x: x[:, 0])
+        assert fit.predict(module, data, return_predictions=False) is None
+        batches = [([4, 2], [4, 2], 2, 0, 0), ([0, 1], [0, 1], 2, 1, 0), ([3], [3], 1, 2, 0)]
+        assert told.batches == (batches if interval != "epoch" else [])
+        if interval == "batch":
+            assert told.epochs == []
+            continue
+        ((predictions, indices),) = told.epochs
+        assert [one.tolist() for one in predictions] == [[4, 2], [0, 1], [3]]
+        assert indices == [[[4, 2], [0, 1], [3]]]  # a list for each loader, of one too
+        assert fit.batch_indices is None
+
+
+def test_several_loaders_by_lightning_s_interface() -> None:  # L-03
+    class Several(Predicting):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return batch[0][:, 0]
+
+    told = Told("epoch")
+    stream = DataLoader(Stream(3), batch_size=2)
+    Fit(callbacks=[told], accelerator="cpu", logger=False).predict(Several(), [loader(3), stream])
+    ((predictions, indices),) = told.epochs
+    assert [[one.tolist() for one in part] for part in predictions] == [[[0, 1, 2]], [[0, 1], [2]]]
+    assert indices == [[[0, 1, 2]], [None, None]]
+
+
+def test_no_file_holds_code(tmp_path: Path) -> None:  # L-03
+    predict(tmp_path / "out", Predicting(lambda x: {"x": x, "text": ["a"] * len(x)}))
+    for path in (tmp_path / "out").iterdir():
+        assert path.suffix in (".json", ".safetensors")
+        if path.suffix == ".json":
+            json.loads(path.read_bytes())
