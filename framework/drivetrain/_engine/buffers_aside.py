@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from drivetrain._runtime.transfer import row_major
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -122,4 +123,4 @@ def _same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same bits: NaN is then NaN, and 0 is not -0."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
-    return torch.equal(*(tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(*(row_major(tensor.detach()).view(torch.uint8) for tensor in (one, other)))

@@ -9,6 +9,7 @@ from torch import nn
 
 from drivetrain._distributed.control import ControlPlane
 from drivetrain._engine.buffers_aside import is_held_here
+from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.checksums import crc32
 
 
@@ -36,7 +37,7 @@ def own_buffers(
 
 def _sum_of(buffer: torch.Tensor) -> int:
     """A checksum of the values: what they are compared by without sending them."""
-    values = buffer.detach().cpu().contiguous().flatten()
+    values = row_major(buffer.detach().cpu())
     return crc32(values.view(torch.uint8).numpy()) if len(values) else 0
 
 

@@ -13,6 +13,7 @@ from drivetrain._loops.joining import Buffers
 from drivetrain._loops.stopping import StopRequest
 from drivetrain._metrics import MetricStore
 from drivetrain._metrics.objects import metric_state, set_metric_state
+from drivetrain._runtime.transfer import row_major
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -132,7 +133,7 @@ def _has_bits(tensor: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> list[Tensor]:
-    content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    content = row_major(tensor.detach()).view(torch.uint8)
     whole = content.numel() // 8 * 8
     parts = [content[:whole].view(torch.int64), content[whole:]] if content.storage_offset() % 8 == 0 else [content]
     return [part.sum(dtype=torch.int64) for part in parts]

@@ -123,6 +123,16 @@ def _rebuilt(batch: Any, function: Callable[[Any], Any]) -> Any:
     return batch
 
 
+def row_major(tensor: Tensor) -> Tensor:
+    """Return the elements in row-major order, of shape (n,) and stride 1; a view where they lie so.
+
+    ``contiguous`` does not see to that: it leaves a single element the stride that it had, and the bytes of such a one
+    cannot be viewed.
+    """
+    flat = tensor.reshape(-1)
+    return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+
+
 def first_dimension(batch: Any) -> int:
     """Return the first dimension of the first tensor in ``batch``, depth first; 1 for a tensor without dimensions.
 

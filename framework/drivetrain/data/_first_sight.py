@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, uint8
 from torch.utils.data import ConcatDataset, Subset
 
+from drivetrain._runtime.transfer import row_major
+
 # Of a list of indices; enough to tell two orders apart.
 _LOOKED_AT = 4096
 _SHOWN = 6
@@ -120,7 +122,7 @@ def _bytes_of(value: Any) -> Iterator[Any]:
     if isinstance(value, Tensor):
         yield repr((tuple(value.shape), str(value.dtype))).encode()
         try:
-            yield value.detach().cpu().contiguous().flatten().view(uint8).numpy()
+            yield row_major(value.detach().cpu()).view(uint8).numpy()
         except (RuntimeError, NotImplementedError, TypeError):  # of a layout or a dtype that has no bytes to show
             yield repr(value.detach()).encode()
     elif isinstance(value, str | bytes | int | float | complex | PurePath):

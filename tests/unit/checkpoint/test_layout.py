@@ -66,6 +66,7 @@ class TestWhatComesBack:
             "strided": base[::2, 1::3],
             "expanded": base[:1].expand(4, 8),
             "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+            "one of a column": base[2:3, 3],
             "parameter": nn.Parameter(torch.randn(2)),
             "number": torch.tensor(1.5),
         }

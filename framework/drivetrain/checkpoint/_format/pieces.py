@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from drivetrain._distributed.shards import Region, Span
+from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.tensor_file import Spec
 
 _WHOLE = 16 * 2**20  # bytes of a piece that does not travel: on the CPU it is memory that is there anyway
@@ -134,9 +135,9 @@ def take(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
     """Return the elements of ``part`` from what a rank holds, flat and on the CPU."""
     held = local.detach()
     if part.flat:
-        return held.reshape(-1)[part.source].cpu()
+        return row_major(held.reshape(-1)[part.source]).cpu()
     assert not isinstance(region, Span)
-    return held.reshape(region.sizes or (1,))[part.source].reshape(-1).cpu()
+    return row_major(held.reshape(region.sizes or (1,))[part.source]).cpu()
 
 
 def put(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
@@ -153,12 +154,12 @@ def rows_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     held = tensor.detach().resolve_conj().resolve_neg()
     if piece.numel < held.numel():
         held = held.reshape(as_rows(held.shape))[piece.first : piece.last]
-    return held.reshape(-1).cpu()
+    return row_major(held).cpu()
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """Return the memory of a flat CPU tensor."""
-    return memoryview(flat.contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(row_major(flat).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def covered(regions: Sequence[Region | None]) -> int:
