@@ -62,7 +62,7 @@ class Own(Sampler[int]):
 
 
 class Stream(IterableDataset[Any]):
-    """Of 11 samples the first rank has 6."""
+    """Of 11 samples the first of two ranks has 6."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -175,40 +175,37 @@ def test_another_strategy_on_another_number_of_ranks_goes_on(tmp_path: Path, bef
     assert set(range(done, 23)) <= new
     # Of what is there, no more than the batch in which the two meet is computed once more.
     assert len(new - set(range(done, 23))) < 2 * after[0]
-    assert [int(one["number"]) for one in read.batches() for one in [one] if one["number"].numel() == 0] == []
 
 
-def test_own_orders_and_streams_go_on_on_ranks(tmp_path: Path) -> None:  # L-03
-    own, stream = str(tmp_path / "own"), str(tmp_path / "stream")
-    on_ranks(_begin_own, 2, own, process_group=None)
-    on_ranks(_go_on_own, 2, own, process_group=None)
-    assert [int(one["number"]) for one in read_predictions(own)] == list(range(15))
-    on_ranks(_begin_stream, 2, stream, process_group=None)
-    given = on_ranks(_go_on_stream, 2, stream, process_group=None)
-    read = read_predictions(stream)
-    assert sorted(int(one["number"]) for one in read) == list(range(11))
-    assert sum(map(len, given)) == 11 - 4
-    assert "dealing" in refused(1, _go_on_stream_anew, str(tmp_path / "stream 2"))
+def _own_and_streams(folder: str, strategy: str, at: int | None) -> Any:
+    """Begin, and fail at a batch; or go on."""
+    given = {}
+    for name, make in (("own", own_order), ("stream", _stream)):
+        if at is not None:
+            _begin(f"{folder}/{name}", strategy, at, make())
+        else:
+            given[name] = _go_on(f"{folder}/{name}", strategy, make())
+    return given
 
 
-def _begin_own(path: str) -> None:
-    _begin(path, "ddp", 2, own_order())
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_own_orders_and_streams_go_on_on_ranks(tmp_path: Path, strategy: str) -> None:  # L-03
+    on_ranks(_own_and_streams, 2, str(tmp_path), strategy, 2, process_group=None)
+    given = on_ranks(_own_and_streams, 2, str(tmp_path), strategy, None, process_group=None)
+    assert [int(one["number"]) for one in read_predictions(tmp_path / "own")] == list(range(15))
+    assert not {number for part in given for number in part["own"]} & set(ORDER[:8])
+    read = read_predictions(tmp_path / "stream")
+    assert sorted(int(one["number"]) for one in read) == list(range(13))
+    # One rank has three samples left, in two batches, the other two in one; by FSDP it joins with that once more.
+    assert [len(part["stream"]) for part in given] == ([3, 2] if strategy == "ddp" else [3, 4])
 
 
-def _go_on_own(path: str) -> None:
-    _go_on(path, "ddp", own_order())
+def test_a_stream_is_not_gone_on_with_in_other_batches(tmp_path: Path) -> None:  # L-03
+    assert "other dealing" in refused(1, _go_on_stream_anew, str(tmp_path / "stream"))
 
 
 def _stream() -> DataLoader[Any]:
-    return DataLoader(split_by_rank(Stream(11)), batch_size=2)
-
-
-def _begin_stream(path: str) -> None:
-    _begin(path, "ddp", 1, _stream())
-
-
-def _go_on_stream(path: str) -> Any:
-    return _go_on(path, "ddp", _stream())
+    return DataLoader(split_by_rank(Stream(13)), batch_size=2)
 
 
 def _go_on_stream_anew(path: str) -> str:
@@ -216,6 +213,49 @@ def _go_on_stream_anew(path: str) -> str:
     with failing() as caught:
         predict(path, "single", DataLoader(Stream(11), batch_size=3))
     return caught["text"]
+
+
+class Split(Predicting):
+    """Its layers are split over two ranks, which read the same batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up: Any = None
+
+    def configure_model(self) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        if self.up is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(1)
+                self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 3)
+        parallelize_module(self, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        (x,) = batch
+        self.given += [int(value) for value in x[:, 0]]
+        return {"number": x[:, 0].long(), "out": self.layer(x) + self.down(torch.tanh(self.up(x)))}
+
+
+def _split(path: str, at: int | None) -> Any:
+    module = Split()
+    fit = quiet(
+        strategy=FSDPStrategy(tensor_parallel=2),
+        callbacks=[*([] if at is None else [Failing(at)]), PredictionWriter(path, part_bytes=1)],
+    )
+    with failing() as caught:
+        fit.predict(module, DataLoader(numbered(11), batch_size=4), return_predictions=False)
+    assert caught["type"] == ("nothing was raised" if at is None else "RuntimeError"), caught
+    return module.given
+
+
+def test_of_ranks_that_read_the_same_one_writes(tmp_path: Path) -> None:  # L-03
+    on_ranks(_split, 2, str(tmp_path / "out"), 1, process_group=None)
+    given = on_ranks(_split, 2, str(tmp_path / "out"), None, process_group=None)
+    assert given == [[4, 5, 6, 7, 8, 9, 10]] * 2
+    read = read_predictions(tmp_path / "out")
+    assert [int(one["number"]) for one in read] == list(range(11))
+    assert {path.name.split("-")[1] for path in (tmp_path / "out").glob("part-*")} == {"00000"}
 
 
 def refused(ranks: int, function: Any, *arguments: Any) -> str:

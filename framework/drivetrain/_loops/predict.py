@@ -118,7 +118,8 @@ class PredictLoop:
         pairs = evaluation_pairs(source, self._strategy, name, first)
         for batch_idx, (given, share) in enumerate(islice(pairs, None if limit is None else limit - first), first):
             position.batch_idx = batch_idx
-            indices = position.indices = None if told is None else next(told, None)
+            indices = None if told is None else next(told, None)
+            position.indices = None if share.joins else indices
             came += not share.joins or share.start >= 0  # nobody else's batch counts
             is_there = bool(self._there) and (share.joins or self._is_there(indices, batch_idx, index))
             if self._together and self._there and self._all_there(is_there):

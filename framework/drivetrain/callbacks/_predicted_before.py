@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from drivetrain.data._prediction_files import Entry
 
@@ -19,10 +19,11 @@ class PredictedBefore:
         self._runs: dict[int, list[tuple[int, int]]] = {}
         self._batches: dict[tuple[int, int, int], int] = {}
         for entry in entries:
-            if entry.indices is None:
+            if entry.runs is None:
                 self._batches[entry.loader, entry.batch, entry.rank] = entry.samples
             else:
-                self._runs.setdefault(entry.loader, []).extend(_runs_in(entry.indices))
+                ends = ((first, first + count) for first, count in entry.runs)
+                self._runs.setdefault(entry.loader, []).extend(ends)
         self._runs = {loader: _merged(runs) for loader, runs in self._runs.items()}
 
     def has(self, loader: int, batch: int, rank: int, indices: Sequence[int] | None) -> bool:
@@ -47,14 +48,6 @@ class PredictedBefore:
         runs = self._runs.get(loader, [])
         number = bisect_right(runs, index, key=lambda run: run[0]) - 1
         return number >= 0 and index < runs[number][1]
-
-
-def _runs_in(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    begin = 0
-    for place in range(1, len(indices) + 1):
-        if place == len(indices) or indices[place] != indices[place - 1] + 1:
-            yield indices[begin], indices[place - 1] + 1
-            begin = place
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

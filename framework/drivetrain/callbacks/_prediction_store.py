@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class PredictionStore:
 
     def _refuse_others(self, identity: Mapping[str, Any], before: Mapping[str, Any], entries: Iterable[Entry]) -> None:
         # Under a limit it also depends on the dealing which samples there are.
-        by_rank = identity["limit"] != "None" or any(entry.indices is None for entry in entries)
+        by_rank = identity["limit"] != "None" or any(entry.runs is None for entry in entries)
         for key in [*dict.fromkeys([*identity, *before])]:
             if identity.get(key) == before.get(key) or (key == "dealing" and not by_rank):
                 continue
@@ -123,16 +124,13 @@ class PredictionStore:
                 else "where samples have no indices, or under a limit, which of them are missing depends on that.",
                 "go on with what it was begun with, write to another path, or delete the folder to begin anew.",
             )
-        seen: set[tuple[int, int]] = set()
-        for entry in entries:
-            for index in entry.indices or ():
-                if (entry.loader, index) in seen:
-                    raise CheckpointError(
-                        f"{self.path!r} holds several predictions for sample {index}.",
-                        "its sampler draws samples more than once, and nobody can tell which of them are missing.",
-                        "delete the folder to begin anew, or write to another path.",
-                    )
-                seen.add((entry.loader, index))
+        twice = _first_repeated(entries)
+        if twice is not None:
+            raise CheckpointError(
+                f"{self.path!r} holds several predictions for sample {twice}.",
+                "its sampler draws samples more than once, and nobody can tell which of them are missing.",
+                "delete the folder to begin anew, or write to another path.",
+            )
 
     # Parts. Any rank.
 
@@ -288,6 +286,15 @@ class PredictionStore:
                 os.unlink(Path(self._root, name))
             else:
                 self._filesystem.rm_file(f"{self._root}/{name}")
+
+
+def _first_repeated(entries: Iterable[Entry]) -> int | None:
+    """Return the first index that is there twice."""
+    runs = sorted((one.loader, first, first + count) for one in entries for first, count in one.runs or ())
+    for (loader, _, end), (other, first, _) in pairwise(runs):
+        if loader == other and first < end:
+            return first
+    return None
 
 
 def _record(contents: Sequence[Content]) -> FileRecord:

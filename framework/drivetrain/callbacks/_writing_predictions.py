@@ -27,6 +27,7 @@ from drivetrain.data._prediction_files import (
     entries_from_json,
     index_of,
     part_of,
+    runs_of,
     whole_numbers,
 )
 from drivetrain.data._sample_rows import layout_of, rows_of
@@ -123,7 +124,8 @@ class WritingPredictions:
                 )
             assert numbers is not None
             output, numbers, count = rows_of(output, layout, rows), tuple(numbers[row] for row in rows), len(rows)
-        self._hold(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, numbers))
+        runs = None if numbers is None else runs_of(numbers)
+        self._hold(on_host(output, lasting=False), Entry(dataloader_idx, batch_idx, self._data_rank, count, runs))
         if self._held >= self._part_bytes or time.monotonic() - self._since > _SECONDS:
             self._flush()
 

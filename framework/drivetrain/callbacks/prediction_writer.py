@@ -92,8 +92,9 @@ class BasePredictionWriter(Callback):
         if self.write_interval != "batch":
             from drivetrain._loops.outputs import on_host  # by who keeps them
 
-            self._predictions[dataloader_idx].append(on_host(outputs, lasting=False))
-            self._indices[dataloader_idx].append(indices)
+            for kept, one in ((self._predictions, on_host(outputs, lasting=False)), (self._indices, indices)):
+                kept.extend([] for _ in range(dataloader_idx + 1 - len(kept)))  # where on_predict_start is overridden
+                kept[dataloader_idx].append(one)
 
     def on_predict_epoch_end(self, trainer: RunContext, module: Any) -> None:
         """Have the epoch's outputs written."""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from drivetrain.checkpoint._format.checksums import BLOCK
@@ -44,14 +45,15 @@ class Entry:
         batch: which micro-batch of this loader's on the rank.
         rank: among those that get different data.
         samples: how many.
-        indices: of the samples in the data set, in the order of the output; None where they have none.
+        runs: the indices of the samples in the data set, in the order of the output: of each run of consecutive ones
+            the first and how many they are. None where samples have no indices.
     """
 
     loader: int
     batch: int
     rank: int
     samples: int
-    indices: tuple[int, ...] | None
+    runs: tuple[tuple[int, int], ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +173,17 @@ def records_in(document: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def entries_as_json(entries: Sequence[Entry]) -> list[list[Any]]:
-    """Return entries as JSON has them; indices as runs of consecutive ones, each by its first and how many they are."""
-    return [[one.loader, one.batch, one.rank, one.samples, _runs(one.indices)] for one in entries]
+    """Return entries as JSON has them, their runs as one list of numbers."""
+    return [
+        [
+            one.loader,
+            one.batch,
+            one.rank,
+            one.samples,
+            None if one.runs is None else list(chain.from_iterable(one.runs)),
+        ]
+        for one in entries
+    ]
 
 
 def entries_from_json(said: Any) -> Iterator[Entry]:
@@ -182,29 +193,24 @@ def entries_from_json(said: Any) -> Iterator[Entry]:
         TypeError: it is nothing of the kind.
         ValueError: likewise.
     """
-    for loader, batch, rank, samples, runs in said:
-        numbers = (loader, batch, rank, samples)
-        if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"an entry of {numbers}")
-        indices = None
-        if runs is not None:
-            if sum(runs[1::2]) != samples:  # before they take memory
-                raise ValueError(f"{sum(runs[1::2])} indices of {samples} samples")
-            pairs = zip(runs[::2], runs[1::2], strict=True)
-            indices = tuple(index for first, count in pairs for index in range(first, first + count))
-        yield Entry(*numbers, indices)
+    for loader, batch, rank, samples, numbers in said:
+        if not all(type(number) is int and number >= 0 for number in (loader, batch, rank, samples)):
+            raise ValueError(f"an entry of {(loader, batch, rank, samples)}")
+        runs = None if numbers is None else tuple(zip(numbers[::2], numbers[1::2], strict=True))
+        if runs is not None and sum(count for _, count in runs) != samples:
+            raise ValueError(f"{sum(count for _, count in runs)} indices of {samples} samples")
+        yield Entry(loader, batch, rank, samples, runs)
 
 
-def _runs(indices: Sequence[int] | None) -> list[int] | None:
-    if indices is None:
-        return None
-    runs: list[int] = []
+def runs_of(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return runs of consecutive indices, each by its first and how many they are."""
+    runs: list[tuple[int, int]] = []
     for index in indices:
-        if runs and index == runs[-2] + runs[-1]:
-            runs[-1] += 1
+        if runs and index == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
         else:
-            runs += [index, 1]
-    return runs
+            runs.append((index, 1))
+    return tuple(runs)
 
 
 def whole_numbers(indices: Sequence[Any] | None) -> tuple[int, ...] | None:

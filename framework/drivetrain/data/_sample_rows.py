@@ -88,6 +88,15 @@ def joined(values: Sequence[Any], layout: Layout) -> Any:
     return type(values[0])(joined(column, inner) for column, inner in zip(columns, layout, strict=True))
 
 
+def joined_layout(layout: Layout) -> Layout:
+    """Return how what `joined` gave falls apart."""
+    if isinstance(layout, dict):
+        return {key: joined_layout(inner) for key, inner in layout.items()}
+    if isinstance(layout, list):
+        return [joined_layout(inner) for inner in layout]
+    return EACH if layout == WHOLE else layout
+
+
 def _each_part(value: Any, layout: Layout, take: Any) -> Any:
     if isinstance(layout, dict):
         if _checked(value, Mapping).keys() != layout.keys():

@@ -24,7 +24,7 @@ from drivetrain.data._prediction_files import (
     records_in,
     speaking_of_predictions,
 )
-from drivetrain.data._sample_rows import Layout, joined, layout_of, rows_of, sample_of
+from drivetrain.data._sample_rows import Layout, joined, joined_layout, layout_of, rows_of, sample_of
 from drivetrain.errors import CheckpointError, ConfigurationError
 
 _KEPT = 16  # batches, and parts, that are kept: neighbours are mostly read one after the other
@@ -110,7 +110,7 @@ class Predictions(Sequence[Any]):
             for place, (_, _, entry) in enumerate(places)
             for first, row, count in _consecutive(entry)
         ]
-        if all(place.entry.indices is not None for place in places):
+        if all(place.entry.runs is not None for place in places):
             runs.sort()
         else:
             runs.sort(key=lambda run: run[1])
@@ -125,7 +125,7 @@ class Predictions(Sequence[Any]):
     @property
     def indices(self) -> list[int] | None:
         """The index in the data set of each sample, ascending; None where samples have none."""
-        if any(place.entry.indices is None for place in self._places):
+        if any(place.entry.runs is None for place in self._places):
             return None
         firsts = zip(self._firsts, self._runs, strict=True)
         return [index for first, run in firsts for index in range(first, first + run.length)]
@@ -147,11 +147,11 @@ class Predictions(Sequence[Any]):
         if not self._runs:
             return None
         layout = self._how()
+        begins = list(accumulate((place.entry.samples for place in self._places), initial=0))
+        order = [begins[run.place] + row for run in self._runs for row in range(run.row, run.row + run.length)]
         try:
-            parts = [
-                rows_of(self._output(run.place), layout, range(run.row, run.row + run.length)) for run in self._runs
-            ]
-            return joined(parts, layout)
+            whole = joined([self._read(place) for place in range(len(self._places))], layout)
+            return whole if order == sorted(order) else rows_of(whole, joined_layout(layout), order)
         except (ValueError, KeyError) as error:
             raise self._no_samples(str(error)) from error
 
@@ -242,19 +242,15 @@ class _Recent(OrderedDict[Hashable, Found]):
 
 def _in_order(place: _Place) -> tuple[int, int, int]:
     entry = place.entry
-    return (min(entry.indices) if entry.indices else entry.batch, entry.batch, entry.rank)
+    return (min(entry.runs)[0] if entry.runs else entry.batch, entry.batch, entry.rank)
 
 
 def _consecutive(entry: Entry) -> Iterator[tuple[int, int, int]]:
     """Yield the first index, the first row and the length of each run of consecutive indices."""
-    if entry.indices is None:
-        yield 0, 0, entry.samples
-        return
-    begin = 0
-    for row in range(1, entry.samples + 1):
-        if row == entry.samples or entry.indices[row] != entry.indices[row - 1] + 1:
-            yield entry.indices[begin], begin, row - begin
-            begin = row
+    row = 0
+    for first, count in ((0, entry.samples),) if entry.runs is None else entry.runs:
+        yield first, row, count
+        row += count
 
 
 def _opened(path: str) -> tuple[Folder, list[Part], int, dict[str, FileRecord], int]:

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
 from drivetrain.callbacks import BasePredictionWriter, PredictionWriter
-from drivetrain.data import read_predictions
+from drivetrain.data import CombinedLoader, read_predictions
 from drivetrain.testing import FaultyStore
 
 Make = Callable[[torch.Tensor], Any]
@@ -206,9 +206,50 @@ def test_several_loaders_and_streams(tmp_path: Path) -> None:  # L-03
     assert read.indices is None
 
 
+def test_combined_loaders_and_loaders_of_whole_batches(tmp_path: Path) -> None:  # L-03
+    class First(Predicting):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch["a"][0] * 2
+
+    for _ in range(2):  # the second goes on
+        loaders = CombinedLoader({"a": loader(), "b": loader(11, shuffle=True)}, "min_size")
+        if not (tmp_path / "combined").exists():
+            cut_off(tmp_path / "combined", at=1, module=First(), loaders=loaders)
+        else:
+            predict(tmp_path / "combined", First(), loaders)
+    assert firsts(read_predictions(tmp_path / "combined")) == [2 * number for number in range(11)]
+
+    class Whole(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            return (torch.full((index + 1, 2), float(index)),)
+
+    cut_off(tmp_path / "whole", at=2, loaders=DataLoader(Whole(), batch_size=None))
+    module = Predicting()
+    predict(tmp_path / "whole", module, DataLoader(Whole(), batch_size=None))
+    assert module.given == [[2, 2, 2]]
+    assert firsts(read_predictions(tmp_path / "whole")) == [0, 2, 2, 4, 4, 4]
+
+
+def test_one_prediction_for_each_batch_of_one(tmp_path: Path) -> None:  # L-03
+    make = lambda x: {"text": f"sample {int(x[0, 0])}", "number": x[0, 0]}  # noqa: E731
+    predict(tmp_path / "out", Predicting(make), DataLoader(numbered(4), batch_size=1, sampler=Own([2, 0, 3, 1])))
+    read = read_predictions(tmp_path / "out")
+    assert [one["text"] for one in read] == [f"sample {number}" for number in range(4)]
+    assert [int(one["number"]) for one in read] == list(range(4))
+    assert read.together()["text"] == [f"sample {number}" for number in range(4)]
+
+
 def test_only_a_part_of_the_data(tmp_path: Path) -> None:  # L-03
     predict(tmp_path / "limited", limit_predict_batches=2)
     assert len(read_predictions(tmp_path / "limited")) == 8
+    cut_off(tmp_path / "more", at=1, loaders=loader(20), limit_predict_batches=3)
+    module = Predicting()
+    predict(tmp_path / "more", module, loader(20), limit_predict_batches=3)
+    assert module.given == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len(read_predictions(tmp_path / "more")) == 12
     predict(tmp_path / "subset", loaders=DataLoader(Subset(numbered(11), [9, 3]), batch_size=1))
     assert firsts(read_predictions(tmp_path / "subset")) == [18, 6]
 
