@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor, places: Tensor | None = None) -> Tensor:
+def checksum(tensor: Tensor, place: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Return the sum of the tensor's bit patterns, each times an odd number of its position's, modulo 2**64.
 
     Integer sums do not depend on the order of additions, so that the result is the same on every device; the factors
@@ -19,8 +21,8 @@ def checksum(tensor: Tensor, places: Tensor | None = None) -> Tensor:
 
     Args:
         tensor: of any shape, dtype and layout; one on the meta device counts as empty.
-        places: the positions of its elements, int64 of shape (tensor.numel(),), where it is a part of another: the
-            checksums of all parts add up to that of the whole. None counts from 0.
+        place: gives, for positions in the tensor, those in another that it is a part of: the checksums of all parts add
+            up to that of the whole.
 
     Returns:
         An int64 tensor of shape () on the tensor's device, not waited for.
@@ -32,26 +34,30 @@ def checksum(tensor: Tensor, places: Tensor | None = None) -> Tensor:
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        if places is not None:
-            places = torch.stack([2 * places, 2 * places + 1], -1).reshape(-1)
+        if place is not None:
+            of_pair = place
+            place = lambda positions: of_pair(positions // 2) * 2 + positions % 2  # noqa: E731
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
-        if places is None:
-            positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
-        else:
-            positions = places[start : start + part.numel()].to(bits.device)
+        positions = torch.arange(start, start + part.numel(), dtype=torch.int64, device=bits.device)
+        if place is not None:
+            positions = place(positions)
         total += (part * ((positions * _MIX) | 1)).sum()
     return total
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
     """Return the checksums of several tensors, brought over together: int64 of shape (len(tensors),) on the CPU."""
-    result = torch.zeros(len(tensors), dtype=torch.int64)
+    return brought_over([checksum(tensor) for tensor in tensors])
+
+
+def brought_over(sums: list[Tensor]) -> Tensor:
+    """Return tensors of shape () as one on the CPU, int64 of shape (len(sums),), with one copy for each device."""
+    result = torch.zeros(len(sums), dtype=torch.int64)
     by_device: dict[torch.device, list[int]] = {}
-    sums = [checksum(tensor) for tensor in tensors]
     for index, value in enumerate(sums):
         by_device.setdefault(value.device, []).append(index)
     for indices in by_device.values():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from drivetrain._distributed.shards import ParameterShard, Span
-from drivetrain.callbacks._checksum import checksum
+from drivetrain._distributed.shards import ParameterShard, Region, Span
+from drivetrain.callbacks._checksum import brought_over, checksum
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -24,9 +25,8 @@ def weights_digest(strategy: Strategy) -> str:
     for name, value in sorted(strategy.model_state().items()):
         held = strategy.shard_of(value)
         said.append(f"{name} {tuple(held.shape)} {held.dtype}")
-        sums.append(_own(held, strategy.rank).cpu())
-    mine = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
-    total = strategy.control.all_gather(mine).sum(0).tolist()
+        sums.append(_own(held, strategy.rank))
+    total = strategy.control.all_gather(brought_over(sums)).sum(0).tolist()
     return hashlib.blake2b(repr((said, total)).encode(), digest_size=16).hexdigest()
 
 
@@ -34,13 +34,17 @@ def _own(held: Tensor | ParameterShard, rank: int) -> Tensor:
     """What this rank adds to a tensor's sum: nothing where another speaks for it."""
     if not isinstance(held, ParameterShard):
         return checksum(held) if rank == 0 else torch.zeros((), dtype=torch.int64)
-    region = held.region
     if not held.speaks or held.local.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
+    return checksum(held.local, partial(_in_the_whole, region=held.region, shape=held.shape))
+
+
+def _in_the_whole(positions: Tensor, region: Region, shape: tuple[int, ...]) -> Tensor:
+    """Return where elements of a part lie in the row-major order of the whole."""
     if isinstance(region, Span):
-        return checksum(held.local, torch.arange(region.start, region.stop, dtype=torch.int64))
-    # The place of each element in the row-major order of the whole.
-    places = torch.zeros((), dtype=torch.int64)
-    for offset, size, length in zip(region.offsets, region.sizes, held.shape, strict=True):
-        places = places[..., None] * length + torch.arange(offset, offset + size, dtype=torch.int64)
-    return checksum(held.local, places.reshape(-1))
+        return positions + region.start
+    places, stride = torch.zeros_like(positions), 1
+    for offset, size, length in reversed(list(zip(region.offsets, region.sizes, shape, strict=True))):
+        places += (positions % size + offset) * stride
+        positions, stride = positions // size, stride * length
+    return places

@@ -550,9 +550,11 @@ def test_a_torn_part_is_none(tmp_path: Path) -> None:  # L-03
     cut_off(tmp_path / "out", at=2)
     (index,) = (tmp_path / "out").glob("*000001-*.index.json")
     index.write_bytes(index.read_bytes()[:-20])
+    (tensors,) = (tmp_path / "out").glob("*000000-*.safetensors")
+    tensors.write_bytes(tensors.read_bytes()[:-1])
     module = Predicting()
     predict(tmp_path / "out", module)
-    assert module.given == [[4, 5, 6, 7], [8, 9, 10]]
+    assert module.given == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert not list((tmp_path / "out").glob(index.name))
     assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(11)]
 
