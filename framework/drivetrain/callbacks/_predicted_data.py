@@ -22,7 +22,9 @@ def facts_of(loader: Any) -> dict[str, Any]:
         plain = type(inner) in (SequentialSampler, RandomSampler) and not getattr(inner, "replacement", False)
         facts["order"] = "of the data set" if plain else class_name(inner)
     if isinstance(data, TensorDataset) and len(data):
-        facts["looked at"] = digest_of_batch([data[index] for index in sorted({0, len(data) // 2, len(data) - 1})])
+        facts["digest of some samples"] = digest_of_batch(
+            [data[index] for index in sorted({0, len(data) // 2, len(data) - 1})]
+        )
     return facts
 
 

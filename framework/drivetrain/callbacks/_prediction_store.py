@@ -33,6 +33,7 @@ from drivetrain.data._prediction_files import (
     manifest,
     opened,
     part_of,
+    speaking_of_predictions,
     stems_in,
 )
 from drivetrain.errors import CheckpointError, listed
@@ -94,7 +95,8 @@ class PredictionStore:
                 )
             self._replace(BEGINNING, beginning(identity))
             return False
-        self._find(identity, names)
+        with speaking_of_predictions(self.path):
+            self._find(identity, names)
         return True
 
     def _find(self, identity: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -115,10 +117,9 @@ class PredictionStore:
         for key in [*dict.fromkeys([*identity, *before])]:
             if identity.get(key) == before.get(key) or (key == "dealing" and not by_rank):
                 continue
-            now, then = (f"{one.get(key)!r}"[:300] for one in (identity, before))
-            numbers = "" if key == "weights" else f": {then} then, {now} now"
+            difference = "" if key == "weights" else f": {_difference(before.get(key), identity.get(key))}"
             raise CheckpointError(
-                f"{self.path!r} holds predictions that were begun with other {key}{numbers}.",
+                f"{self.path!r} holds predictions that were begun with other {key}{difference}.",
                 "those that are missing would be of another kind than those that are there."
                 if key != "dealing"
                 else "where samples have no indices, or under a limit, which of them are missing depends on that.",
@@ -286,6 +287,15 @@ class PredictionStore:
                 os.unlink(Path(self._root, name))
             else:
                 self._filesystem.rm_file(f"{self._root}/{name}")
+
+
+def _difference(then: Any, now: Any) -> str:
+    """What was then and is now; of lists of dicts, what differs in them."""
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        fields = [(name, one[name], other.get(name)) for one, other in zip(then, now, strict=True) for name in one]
+        differing = [f"{name} {one!r:.100} then, {other!r:.100} now" for name, one, other in fields if one != other]
+        return "; ".join(differing)
+    return f"{then!r:.200} then, {now!r:.200} now"
 
 
 def _first_repeated(entries: Iterable[Entry]) -> int | None:

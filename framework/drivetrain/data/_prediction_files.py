@@ -229,11 +229,17 @@ def speaking_of_predictions(path: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        if not error.what.startswith(("The checkpoint ", "There is no checkpoint")):
+        what = error.what
+        for of_a_checkpoint, of_predictions in (
+            (f"The checkpoint {path!r} is damaged", f"The predictions {path!r} are damaged"),
+            (f"The checkpoint {path!r}", f"The predictions {path!r}"),
+            ("There is no checkpoint at", "There are no predictions at"),
+            (f"{path!r} is no checkpoint", f"{path!r} holds no predictions"),
+        ):
+            if what.startswith(of_a_checkpoint):
+                what = what.replace(of_a_checkpoint, of_predictions, 1)
+        if what == error.what:
             raise
-        what = error.what.replace("The checkpoint", "Of the predictions", 1).replace(
-            " is damaged: ", " not all is whole: "
-        )
-        what = what.replace("There is no checkpoint", "There are no predictions", 1)
-        fix = "predict anew to another path, or delete the folder first."
-        raise type(error)(what, error.why, error.fix if isinstance(error, StorageError) else fix) from error
+        kept = isinstance(error, StorageError)
+        fix = error.fix if kept else "check the path; what is damaged can be predicted anew, to another path."
+        raise type(error)(what, error.why if kept else error.why.replace("a checkpoint", "it"), fix) from error

@@ -15,6 +15,7 @@ from drivetrain.checkpoint._format.local_file import NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
 from drivetrain.data._prediction_files import (
+    BEGINNING,
     LONGEST,
     MANIFEST,
     Entry,
@@ -267,10 +268,24 @@ def _opened(path: str) -> tuple[Folder, list[Part], int, dict[str, FileRecord], 
         return folder, parts, len(document["identity"]["data"]), records, block
 
 
+def _is_there(folder: Folder, name: str) -> bool:
+    try:
+        folder.open(name)
+    except OSError:
+        return False
+    return True
+
+
 def _manifest(folder: Folder) -> bytes:
     try:
         return folder.read_all(MANIFEST, LONGEST)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, NoFileError):
+        if not _is_there(folder, BEGINNING):
+            raise CheckpointError(
+                f"There are no predictions at {folder.path!r}.",
+                f"it holds neither {MANIFEST} nor {BEGINNING}.",
+                "check the path.",
+            ) from None
         raise CheckpointError(
             f"The predictions {folder.path!r} are not whole: {MANIFEST} is missing.",
             "it is written last; a run is still at it, or was killed.",

@@ -308,6 +308,12 @@ def test_a_reader_sees_nothing_before_all_is_there(tmp_path: Path) -> None:  # L
     assert len(read_predictions(tmp_path / "out")) == 11
     with pytest.raises(CheckpointError, match="There are no predictions at"):
         read_predictions(tmp_path / "nowhere")
+    (tmp_path / "else").mkdir()
+    with pytest.raises(CheckpointError, match="There are no predictions at"):
+        read_predictions(tmp_path / "else")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="holds no predictions"):
+        read_predictions(tmp_path / "file")
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
@@ -323,7 +329,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:  # L-03
         path.write_bytes(change(before))
         with pytest.raises(CheckpointError, match=path.name) as caught:
             list(read_predictions(tmp_path / "out"))
-        assert "checkpoint" not in caught.value.what
+        assert "checkpoint" not in str(caught.value)
+        assert "are damaged" in caught.value.what
         path.unlink()
         with pytest.raises(CheckpointError, match=path.name):
             list(read_predictions(tmp_path / "out"))
@@ -544,6 +551,17 @@ def test_a_store_that_fails(tmp_path: Path) -> None:  # L-03
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_predictions(path)
     store.heal()
+
+
+def test_a_torn_beginning_is_said(tmp_path: Path) -> None:  # L-03
+    cut_off(tmp_path / "out", at=2)
+    beginning = tmp_path / "out" / "beginning.json"
+    beginning.write_bytes(beginning.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=r"The predictions .* are damaged: the checksum of beginning\.json"):
+        predict(tmp_path / "out")
+    beginning.unlink()
+    with pytest.raises(CheckpointError, match=r"and not beginning\.json, which says what they are of"):
+        predict(tmp_path / "out")
 
 
 def test_a_torn_part_is_none(tmp_path: Path) -> None:  # L-03

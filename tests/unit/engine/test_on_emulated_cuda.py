@@ -20,11 +20,13 @@ from drivetrain.callbacks import (
     LearningRateMonitor,
     LossSpikeGuard,
     NonFiniteGuard,
+    PredictionWriter,
     ProgressBar,
     ThroughputMonitor,
 )
 from drivetrain.callbacks._peak_flops import known_peak_flops
 from drivetrain.checkpoint import load
+from drivetrain.data import read_predictions
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
 from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
@@ -434,3 +436,29 @@ def _peak(gpu: EmulatedCuda) -> None:
 def test_a_devices_peak_is_known_whichever_way_tf32_was_asked_for() -> None:
     # O-01
     on_emulated_cuda(_peak)
+
+
+def _written(gpu: EmulatedCuda, folder: str) -> Tensor:
+    for device, path in (("cuda", "out"), ("cpu", "reference")):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            module = Net()
+        fit = Fit(
+            accelerator=device,
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            callbacks=[PredictionWriter(f"{folder}/{path}", part_bytes=16)],
+        )
+        fit.predict(module, rows(pin_memory=device == "cuda"), return_predictions=False)
+    one, other = (read_predictions(f"{folder}/{path}").together() for path in ("out", "reference"))
+    return torch.stack([one, other])
+
+
+def test_predictions_are_written_from_the_device(tmp_path: Path) -> None:  # L-03
+    seen = on_emulated_cuda(_written, str(tmp_path))
+    one, other = seen.returned
+    assert one.device.type == "cpu"
+    assert torch.equal(one, other)
+    assert not seen.races, seen.report
+    assert not seen.frees_in_use, seen.report
