@@ -658,3 +658,33 @@ def test_no_file_holds_code(tmp_path: Path) -> None:  # L-03
         assert path.suffix in (".json", ".safetensors")
         if path.suffix == ".json":
             json.loads(path.read_bytes())
+
+
+NOTHING_WRITTEN = """
+    import sys
+    import torch
+    from drivetrain import Fit, TrainModule
+
+    class Net(TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).sum()
+        def predict_step(self, batch, batch_idx):
+            return self.layer(batch)
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    fit = Fit(max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    fit.fit(Net(), [torch.ones(2, 2)])
+    fit.predict(Net(), [torch.ones(2, 2)])
+    print([name for name in sys.modules if name.startswith("drivetrain") and "predict" in name])
+"""
+
+
+def test_who_writes_none_imports_none_of_it(tmp_path: Path) -> None:  # L-03
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(NOTHING_WRITTEN))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines()[-1] == "['drivetrain._loops.predict']"
