@@ -512,7 +512,9 @@ def test_a_checkpoint_with_averages_is_replaced_by_the_next_at_its_path(tmp_path
 def _warned(strategy: str, folder: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit = quiet(strategy=STRATEGIES[strategy](), devices=2, max_epochs=1, default_root_dir=folder, callbacks=[ema()])
+        fit = quiet(
+            strategy=STRATEGIES[strategy](), devices=2, max_epochs=1, default_root_dir=folder, callbacks=[ema()]
+        )
         fit.fit(Normed(), DataLoader(rows(), batch_size=4), DataLoader(rows(), batch_size=24))
     return [str(one.message) for one in caught]
 
