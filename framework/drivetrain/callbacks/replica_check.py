@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain._distributed.checksum import checksums
 from drivetrain._distributed.control import ControlPlane, spread
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checksum import checksums
 from drivetrain.errors import ConfigurationError, DistributedError
 
 if TYPE_CHECKING:

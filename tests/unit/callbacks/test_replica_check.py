@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from drivetrain._distributed.checksum import checksum, checksums
 from drivetrain.callbacks import ReplicaCheck
-from drivetrain.callbacks._checksum import checksum, checksums
 from drivetrain.errors import ConfigurationError, DistributedError
 from worlds import on_ranks
 

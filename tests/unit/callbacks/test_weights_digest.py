@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from drivetrain._distributed.shards import Box, Span, cut
-from drivetrain.callbacks._checksum import checksum
-from drivetrain.callbacks._weights_digest import _in_the_whole
+from drivetrain._distributed.checksum import checksum, checksum_held
+from drivetrain._distributed.shards import Box, ParameterShard, Span, cut
 
 
 def test_the_sums_of_all_parts_are_that_of_the_whole() -> None:  # L-03
@@ -23,7 +20,7 @@ def test_the_sums_of_all_parts_are_that_of_the_whole() -> None:  # L-03
         whole = torch.randn(shape).mul(100).to(dtype)
         expected = int(checksum(whole))
         for regions in (boxes, spans):
-            parts = [checksum(cut(whole, one), partial(_in_the_whole, region=one, shape=shape)) for one in regions]
+            parts = [checksum_held(ParameterShard(cut(whole, one), shape, one), rank=1) for one in regions]
             assert int(torch.stack(parts).sum()) == expected, (dtype, regions)
         swapped = whole.flip(0)
         assert int(checksum(swapped)) != expected

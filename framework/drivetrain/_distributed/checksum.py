@@ -1,11 +1,14 @@
-"""A checksum of a tensor's bits, computed where the tensor is."""
+"""A checksum of a tensor's bits, computed where the tensor is, or its parts are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from drivetrain._distributed.shards import ParameterShard, Region, Span
 
 _CHUNK = 1 << 22  # elements at a time: bounds what the widening to int64 takes
 _MIX = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed number: spreads positions over all bits
@@ -47,6 +50,31 @@ def checksum(tensor: Tensor, place: Callable[[Tensor], Tensor] | None = None) ->
             positions = place(positions)
         total += (part * ((positions * _MIX) | 1)).sum()
     return total
+
+
+def checksum_held(held: Tensor | ParameterShard, rank: int) -> Tensor:
+    """Return what this rank adds to the checksum of a whole: over all ranks these add up to it.
+
+    Args:
+        held: a tensor that every rank holds whole, or what this rank holds of one.
+        rank: this one; of what all hold rank 0 speaks.
+    """
+    if not isinstance(held, ParameterShard):
+        return checksum(held) if rank == 0 else torch.zeros((), dtype=torch.int64)
+    if not held.speaks or held.local.numel() == 0:
+        return torch.zeros((), dtype=torch.int64)
+    return checksum(held.local, partial(_in_the_whole, region=held.region, shape=tuple(held.shape)))
+
+
+def _in_the_whole(positions: Tensor, region: Region, shape: tuple[int, ...]) -> Tensor:
+    """Return where elements of a part lie in the row-major order of the whole."""
+    if isinstance(region, Span):
+        return positions + region.start
+    places, stride = torch.zeros_like(positions), 1
+    for offset, size, length in reversed(list(zip(region.offsets, region.sizes, shape, strict=True))):
+        places += (positions % size + offset) * stride
+        positions, stride = positions // size, stride * length
+    return places
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
