@@ -461,45 +461,50 @@ def test_what_is_no_prediction_is_left_alone(tmp_path: Path) -> None:  # L-03
 
 
 SCRIPT = """
-    import sys, time
-    import torch
+    import sys
     sys.path.insert(0, sys.argv[1])
     from test_prediction_writer import Predicting, loader, predict
 
-    def slowly(x):
+    def when_told(x):
         print(int(x[0, 0]), flush=True)
-        time.sleep(0.05)
+        sys.stdin.readline()
         return x * 2
 
-    predict(sys.argv[2], Predicting(slowly), loader(40, 1))
+    predict(sys.argv[2], Predicting(when_told), loader(40, 1))
 """
 
 
-def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None:  # L-03
-    given: list[list[int]] = []
-    script = tmp_path / "script.py"
+def started(folder: Path) -> subprocess.Popen[str]:
+    """A process that predicts samples one by one: it says which one it is at, and waits for a line."""
+    script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, str(script), str(Path(__file__).parent), str(folder / "out")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_process_loses_nothing_that_was_written(tmp_path: Path) -> None:  # L-03
+    begun = 0
     for batches in (3, 5):  # killed twice
-        command = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path / "out")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with started(tmp_path) as process:
+            assert process.stdin is not None
             assert process.stdout is not None
-            given.append([int(process.stdout.readline()) for _ in range(batches)])
+            for number in range(begun, begun + batches):
+                assert int(process.stdout.readline()) == number
+                if number < begun + batches - 1:
+                    process.stdin.write("\n")
+                    process.stdin.flush()
             with pytest.raises(CheckpointError, match="are not whole"):
                 read_predictions(tmp_path / "out")
             os.kill(process.pid, signal.SIGKILL)
-    assert given[0] == [0, 1, 2]
-    assert given[1][0] in (2, 3)  # the one that was under way
-    module = Predicting(lambda x: x * 2)
+        begun += batches - 1  # the last one was under way
+    module = Predicting()
     predict(tmp_path / "out", module, loader(40, 1))
-    assert module.given[0][0] >= given[1][-1] - 1
+    assert module.given == [[number] for number in range(begun, 40)]
     assert firsts(read_predictions(tmp_path / "out")) == [2 * number for number in range(40)]
 
 
 def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:  # L-03
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, str(script), str(Path(__file__).parent), str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with started(tmp_path) as process:
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(CheckpointError, match="Another run is writing predictions"):
