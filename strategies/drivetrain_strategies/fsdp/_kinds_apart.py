@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from drivetrain_strategies.fsdp._own_step import OwnStep
 
-class KindsApart:
+
+class KindsApart(OwnStep):
     """Steps an optimizer once for its shards, and once for what is whole: torch refuses lists of both.
 
     On a GPU its optimizers make such lists by themselves (``foreach``), elsewhere where they are told to. They keep
@@ -24,31 +25,17 @@ class KindsApart:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer: Any = optimizer
-        self._before = optimizer.__dict__.get("step")
-        self._step: Callable[..., Any] = optimizer.step
+        super().__init__(optimizer)
         self._is_torchs = type(optimizer).step.__module__.startswith("torch.")
-        self._optimizer.__dict__["step"] = self.step
 
-    def undo(self) -> None:
-        """Put the optimizer's own ``step`` back."""
-        del self._optimizer.__dict__["step"]
-        if self._before is not None:
-            self._optimizer.__dict__["step"] = self._before
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step; returns the closure's loss where there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self._is_torchs:
+    def update(self) -> None:
+        """Step each kind by itself, or all without lists."""
+        if self._is_torchs:
+            with _hooks_around(self._optimizer):
+                self._step_each_kind()
+        else:
             with _without_lists(self._optimizer):
                 self._step()
-            return loss
-        with _hooks_around(self._optimizer):
-            self._step_each_kind()
-        return loss
 
     def _step_each_kind(self) -> None:
         groups = self._optimizer.param_groups

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Muon, Optimizer
+from torch.optim import Adafactor, Muon
 
+from drivetrain_strategies.fsdp._own_step import OwnStep
 from drivetrain_strategies.fsdp._state import like
 
 KINDS = (Muon, Adafactor)
 
 
-class WholeStep:
+class WholeStep(OwnStep):
     """Steps an optimizer with each sharded parameter, its gradient and its state gathered, and cuts the result again.
 
     Needs the memory of one parameter more, and gathers every one of them once a step. State shaped like its parameter
@@ -26,24 +26,8 @@ class WholeStep:
         optimizer: of one of `KINDS`; its ``step`` is replaced until `undo`.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer: Any = optimizer
-        self._before = optimizer.__dict__.get("step")
-        self._step: Callable[..., Any] = optimizer.step
-        self._optimizer.__dict__["step"] = self.step
-
-    def undo(self) -> None:
-        """Put the optimizer's own ``step`` back."""
-        del self._optimizer.__dict__["step"]
-        if self._before is not None:
-            self._optimizer.__dict__["step"] = self._before
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step; returns the closure's loss where there is a closure. Collective."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Step on one parameter after the other. Collective."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         try:
@@ -53,7 +37,6 @@ class WholeStep:
                         self._step_one(group, parameter, state)
         finally:
             optimizer.param_groups, optimizer.state = groups, state
-        return loss
 
     @torch.no_grad()
     def _step_one(self, group: dict[str, Any], parameter: nn.Parameter, state: Any) -> None:

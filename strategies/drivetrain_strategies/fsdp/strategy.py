@@ -49,6 +49,7 @@ from drivetrain_strategies.fsdp._kinds_apart import KindsApart, mixes
 from drivetrain_strategies.fsdp._meta import BareModule
 from drivetrain_strategies.fsdp._optimizers import Adoptions
 from drivetrain_strategies.fsdp._originals import Original, originals_of
+from drivetrain_strategies.fsdp._own_step import OwnStep
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._private import (
@@ -168,7 +169,7 @@ class FSDPStrategy(DistributedStrategy):
         self._gradients: Gradients | None = None
         self._order: UnitOrder | None = None
         self._adoptions: Adoptions | None = None
-        self._own_steps: list[whole_step.WholeStep | KindsApart] = []
+        self._own_steps: list[OwnStep] = []
         self._manual = False
         self._inside = False
 

@@ -1,0 +1,43 @@
+"""What takes the place of an optimizer's step where torch's own cannot be run on sharded parameters as they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class OwnStep(ABC):
+    """Replaces an optimizer's ``step`` until `undo`.
+
+    Args:
+        optimizer: whose step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Any = optimizer
+        self._before = optimizer.__dict__.get("step")
+        self._step: Callable[..., Any] = optimizer.step
+        self._optimizer.__dict__["step"] = self.step
+
+    def undo(self) -> None:
+        """Put the optimizer's own ``step`` back."""
+        del self._optimizer.__dict__["step"]
+        if self._before is not None:
+            self._optimizer.__dict__["step"] = self._before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step; returns the closure's loss where there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    @abstractmethod
+    def update(self) -> None:
+        """Step on the gradients that are there."""
