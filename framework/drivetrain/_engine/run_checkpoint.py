@@ -84,8 +84,7 @@ class RunCheckpoint:
     def _leave_out_base(self, contents: Contents) -> None:
         """Let checksums stand for the parameters that have never trained."""
         run, weights = self._run, contents.weights
-        if self._running and run.stage == "fit":
-            run.trained |= run.trainables.trained
+        run.note_trained()
         parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
         run.trained |= {name for name, one in parameters.items() if one.requires_grad}
         for state in contents.optimizers:  # what was frozen again between two looks
@@ -145,6 +144,7 @@ class RunCheckpoint:
             "schedulers": schedulers,
             "precision": self._strategy.precision.state_dict(),
             "frozen": self._frozen(),
+            "trained": self._frozen_again(),
             "made_of": run.made_of,
             "loop": {} if run.loop is None else run.loop.state_dict(),
             "data": run.data_state(),
@@ -166,6 +166,11 @@ class RunCheckpoint:
         if self._running and self._run.stage == "fit":
             return self._run.trainables.frozen()
         return [name for name, one in self._module.named_parameters() if not one.requires_grad]
+
+    def _frozen_again(self) -> list[str]:
+        """The names of what does not train, and has."""
+        trained = self._run.note_trained()
+        return [name for name in self._frozen() if name in trained]
 
     def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """What is this rank's own."""
@@ -255,6 +260,7 @@ class RunCheckpoint:
             run.trainables.keep_frozen(state["frozen"], None)
             self.regroup(checkpoint, run.optimizers)
             run.trainables.touched = True
+        run.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
         for index, optimizer_state in enumerate(states):
             with taking(checkpoint, f"the state of optimizer {index}", "state"):

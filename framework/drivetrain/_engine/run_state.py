@@ -116,6 +116,12 @@ class RunState:
         assert self._trainables is not None
         return self._trainables
 
+    def note_trained(self) -> set[str]:
+        """Return the names of parameters that train or have trained, as far as anybody has looked."""
+        if self._trainables is not None:
+            self.trained |= self._trainables.trained
+        return self.trained
+
     @property
     def leaves_on_signals(self) -> bool:
         """Whether a signal makes the run save and leave, alike on every rank."""

@@ -91,8 +91,9 @@ def check_state(checkpoint: Checkpoint) -> None:
             },
         ),
     }
-    if state.get("frozen") is not None:
-        checks[""][1]["frozen"] = _are_names  # type: ignore[index]
+    for name in ("frozen", "trained"):  # older versions have neither
+        if state.get(name) is not None:
+            checks[""][1][name] = _are_names  # type: ignore[index]
     for prefix, (values, wanted) in checks.items():
         for key, is_right in wanted.items():
             found = values.get(key) if isinstance(values, dict) else None

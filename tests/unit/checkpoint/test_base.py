@@ -188,6 +188,26 @@ def test_what_has_trained_and_is_frozen_again_is_kept(tmp_path: Path) -> None:  
     assert not load(tmp_path / "c").manifest.facts.base
 
 
+class Plain(Wavering):
+    """Its optimizer keeps nothing that would tell what has trained."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_what_trained_before_a_run_went_on_is_kept(tmp_path: Path) -> None:  # L-08
+    first = trained(tmp_path, Plain(trains_base=True))
+    first.save_checkpoint(tmp_path / "whole")
+    first.save_checkpoint(tmp_path / "after", trainable_only=True)  # the run is over
+    assert not load(tmp_path / "after").manifest.facts.base
+    module = Plain(trains_base=True)
+    fit = Fit(accelerator="cpu", barebones=True, max_epochs=3, seed=1, default_root_dir=tmp_path)
+    fit.fit(module, rows(), ckpt_path=tmp_path / "whole")
+    fit.save_checkpoint(tmp_path / "c", trainable_only=True)
+    assert not module.base[0].weight.requires_grad
+    assert set(load(tmp_path / "c").weights()) == set(module.state_dict())
+
+
 def test_where_everything_trains_nothing_is_left_out(tmp_path: Path) -> None:  # L-08
     module = Adapted(trains_base=True)
     trained(tmp_path, module).save_checkpoint(tmp_path / "c", trainable_only=True)
