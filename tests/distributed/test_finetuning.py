@@ -262,3 +262,27 @@ def test_what_is_in_the_optimizer_already_is_not_added(caplog: pytest.LogCapture
     fit = fitted(All(), BackboneFinetuning(1), epochs=3)
     assert [group["lr"] for group in fit.optimizers[0].param_groups] == [0.1]
     assert "4 of the 4 parameters to unfreeze are in the optimizer already" in caplog.text
+
+
+def test_an_optimizer_of_named_parameters_takes_the_backbone(tmp_path: Path) -> None:  # L-02
+    class Named(Net):
+        def configure_optimizers(self) -> Any:
+            trained = [(name, one) for name, one in self.named_parameters() if one.requires_grad]
+            return torch.optim.AdamW(trained, lr=0.1)
+
+    def run(epochs: int, path: Any = None) -> tuple[Any, Net]:
+        module = Named()
+        saver = Checkpoint(tmp_path / "c", every_n_train_steps=1, save_top_k=-1)
+        fit = quiet(callbacks=[BackboneFinetuning(1), saver], max_epochs=epochs, seed=1, enable_checkpointing=True)
+        fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=path)
+        return fit, module
+
+    fit, module = run(3)
+    head, backbone = fit.optimizers[0].param_groups
+    assert head["param_names"] == [name for name, _ in module.named_parameters() if name.startswith("head")]
+    assert backbone["param_names"] == [name for name, _ in module.named_parameters() if name.startswith("backbone")]
+    for path in sorted((tmp_path / "c").glob("epoch=1-*"))[:2]:
+        again, resumed = run(3, path)
+        assert again.optimizers[0].param_groups[1]["param_names"] == backbone["param_names"]
+        for (name, one), other in zip(module.state_dict().items(), resumed.state_dict().values(), strict=True):
+            assert torch.equal(one, other), name

@@ -261,6 +261,15 @@ class Trainables:
             strategy.adding_group(optimizer)
             self._refuse_schedulers(optimizer)
             before = len(optimizer.param_groups)
+            if (
+                before
+                and "param_names" in optimizer.param_groups[0]
+                and all(isinstance(one, torch.Tensor) for one in given)
+            ):
+                # Built of named parameters, it takes no group without names.
+                names = {id(one): name for name, one in strategy.named_parameters().items()}
+                if all(id(one) in names for one in given):
+                    group["params"] = [(names[id(one)], one) for one in given]
             add(optimizer, group)
             try:
                 strategy.adopt_parameters([optimizer])
