@@ -523,3 +523,20 @@ def _warned(strategy: str, folder: Path) -> list[str]:
 def test_what_is_not_averaged_is_not_told_of_as_missing(strategy: str, tmp_path: Path) -> None:  # L-01
     for said in on_ranks(_warned, 2, strategy, tmp_path, process_group=None):
         assert not [one for one in said if "do not fit" in one]
+
+
+class Growing(Net):
+    """A buffer of another shape from one step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 3:
+            self.seen = torch.ones(2)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_grows_is_averaged_from_there() -> None:  # L-01
+    module = Growing()
+    loader = DataLoader(rows(), batch_size=BATCH)
+    quiet(max_epochs=1, callbacks=[ema()]).fit(module, loader, loader)
+    # It is 2 after the step that made it, which is where its average begins, and one more after each.
+    torch.testing.assert_close(module.seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))

@@ -55,7 +55,7 @@ class Averages:
         self._copied = any(held[name].data_ptr() != again[name].data_ptr() for name in held)
         self._weights = held
         for name, weight in held.items():
-            if name not in self.of:
+            if name not in self.of or self.of[name].shape != weight.shape:  # a buffer may grow
                 self.of[name] = weight.to(_wide(weight.dtype), copy=True)
         by_kind: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         for name, weight in held.items():
@@ -71,8 +71,8 @@ class Averages:
         self._buffer_slots = [
             (layer._buffers, name)
             for prefix, layer in self._module.named_modules()
-            for name in layer._buffers
-            if (f"{prefix}.{name}" if prefix else name) in held
+            for name, buffer in layer._buffers.items()
+            if (f"{prefix}.{name}" if prefix else name) in held or (buffer is None and self._buffers)
         ]
         self._places = self._where()
 
