@@ -286,3 +286,13 @@ def test_an_optimizer_of_named_parameters_takes_the_backbone(tmp_path: Path) -> 
         assert again.optimizers[0].param_groups[1]["param_names"] == backbone["param_names"]
         for (name, one), other in zip(module.state_dict().items(), resumed.state_dict().values(), strict=True):
             assert torch.equal(one, other), name
+
+
+def test_a_backbone_that_is_to_train_earlier_than_the_run_has_come_trains_at_once(tmp_path: Path) -> None:  # L-02
+    saver = Checkpoint(tmp_path / "c", save_top_k=-1)
+    fitted(Net(), BackboneFinetuning(10), saver, epochs=3, enable_checkpointing=True, default_root_dir=tmp_path)
+    fit = quiet(callbacks=[BackboneFinetuning(1), Checkpoint(tmp_path / "c")], max_epochs=5, enable_checkpointing=True)
+    module = Net()
+    fit.fit(module, DataLoader(rows(), batch_size=BATCH), ckpt_path=next((tmp_path / "c").glob("epoch=2-*")))
+    assert module.backbone[0].weight.requires_grad
+    assert [len(group["params"]) for group in fit.optimizers[0].param_groups] == [2, 4]

@@ -540,3 +540,9 @@ def test_a_buffer_that_grows_is_averaged_from_there() -> None:  # L-01
     quiet(max_epochs=1, callbacks=[ema()]).fit(module, loader, loader)
     # It is 2 after the step that made it, which is where its average begins, and one more after each.
     torch.testing.assert_close(module.seen, torch.full((2,), 2 + 0.2 + 0.2 * (2 - 0.2)))
+
+
+def test_averages_that_nobody_takes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-01
+    _saved("single", 1, tmp_path, 4)
+    run("single", 1, tmp_path, [Checkpoint(tmp_path / "c", every_n_train_steps=4)], ckpt_path="last")
+    assert "has tensors of 'EMAWeightAveraging', which this run has not: they are left out" in caplog.text

@@ -339,7 +339,8 @@ class RunCheckpoint:
             return
         own = self._strategy.model_state()
         held = {name: self.shard_of(own[name]) for name in base if name in own}
-        check_base(checkpoint.path, base, base_sums(held, self._strategy.control))
+        precision = checkpoint.manifest.facts.precision
+        check_base(checkpoint.path, base, base_sums(held, self._strategy.control, precision))
         self._run.trained |= set(checkpoint.weights())
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -351,6 +352,11 @@ class RunCheckpoint:
     def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         trainer, module = self._run.trainer, self._module
         saved = checkpoint.manifest.callbacks
+        unclaimed = sorted(saved.keys() - {key for key, _ in self._keyed()})
+        if unclaimed and self._strategy.rank == 0:
+            logger.warning(
+                "%r has tensors of %s, which this run has not: they are left out.", checkpoint.path, listed(unclaimed)
+            )
         return {
             key: checkpoint.callback_tensors(key).staged(callback.tensor_regions(trainer, module))
             for key, callback in self._keyed()

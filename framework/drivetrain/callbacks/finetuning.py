@@ -224,21 +224,21 @@ class BackboneFinetuning(BaseFinetuning):
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the backbone when its time has come, and let its learning rate grow from then on."""
         head = float(optimizer.param_groups[0]["lr"])
-        if epoch == self.unfreeze_backbone_at_epoch:
+        if epoch < self.unfreeze_backbone_at_epoch:
+            return
+        if self.previous_backbone_lr is None:  # later than that where a run goes on that had other plans
             given = self.backbone_initial_lr
             rate = head * self.backbone_initial_ratio_lr if given is None else given
             self.unfreeze_and_add_param_group(
                 module.backbone, optimizer, rate, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
-        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+        else:
             rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             rate = min(rate, head) if self.should_align else rate
             backbone = {id(one) for one in module.backbone.parameters()}
             for group in optimizer.param_groups[1:]:
                 if not backbone.isdisjoint(map(id, group["params"])):
                     group["lr"] = rate
-        else:
-            return
         self.previous_backbone_lr = rate
         if self.verbose:
             logger.info(

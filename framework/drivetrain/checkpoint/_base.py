@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from drivetrain._distributed.checksum import brought_over, checksum_held
 from drivetrain._distributed.control import ControlPlane
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError, listed
 
+_ROUNDED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
-def base_sums(values: Mapping[str, Any], control: ControlPlane) -> dict[str, str]:
+
+def base_sums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
     """Return a checksum of each tensor's values, the same however it is spread over the ranks. Collective.
 
     Values in half precision count as float32, so that a base in bfloat16 is the same one where it is held in float32.
@@ -20,8 +24,10 @@ def base_sums(values: Mapping[str, Any], control: ControlPlane) -> dict[str, str
     Args:
         values: by name: whole tensors, alike on every rank, or what this rank holds of them.
         control: the way to the other ranks.
+        precision: that a checkpoint's base was trained in, whose rounding these get too; "" for none.
     """
-    mine = brought_over([checksum_held(_wide(value), control.rank) for value in values.values()])
+    half = _ROUNDED.get(precision)
+    mine = brought_over([checksum_held(_wide(value, half), control.rank) for value in values.values()])
     sums = control.all_gather(mine).sum(0).tolist()
     return {name: f"{one % 2**64:016x}" for name, one in zip(values, sums, strict=True)}
 
@@ -51,8 +57,10 @@ def check_base(path: str, saved: Mapping[str, str], own: Mapping[str, str]) -> N
     )
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: Any, half: torch.dtype | None) -> Any:
     if isinstance(value, ParameterShard):
-        return replace(value, local=_wide(value.local), gather=None)
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.detach().float() if value.is_floating_point() and value.dtype.itemsize < 4 else value.detach()
+        return replace(value, local=_wide(value.local, half), gather=None)
+    value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
+    if half is not None and value.is_floating_point():
+        value = value.to(half)
+    return value.float() if value.is_floating_point() and value.dtype.itemsize < 4 else value

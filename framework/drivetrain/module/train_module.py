@@ -323,7 +323,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             from drivetrain.checkpoint._base import base_sums, check_base
 
             own = {name: value for name, value in module.state_dict().items() if name in base}
-            check_base(os.fspath(path), base, base_sums(own, LocalControl()))
+            check_base(os.fspath(path), base, base_sums(own, LocalControl(), checkpoint.manifest.facts.precision))
         missing, unexpected = module.load_state_dict(weights.staged(), strict=False)
         missing = [name for name in missing if name not in base]
         Misfit(missing, unexpected).settle(called, cls.__name__, strict)

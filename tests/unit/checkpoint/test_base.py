@@ -212,3 +212,12 @@ def test_where_everything_trains_nothing_is_left_out(tmp_path: Path) -> None:  #
     module = Adapted(trains_base=True)
     trained(tmp_path, module).save_checkpoint(tmp_path / "c", trainable_only=True)
     assert set(load(tmp_path / "c").weights()) == set(module.state_dict())
+
+
+def test_an_adapter_in_half_precision_fits_the_base_in_float32(tmp_path: Path) -> None:  # L-08
+    module = Adapted()
+    trained(tmp_path, module, precision="bf16-true").save_checkpoint(tmp_path / "c", trainable_only=True)
+    again = Adapted.load_from_checkpoint(tmp_path / "c")
+    assert torch.equal(again.head.weight, module.head.weight.float())
+    with pytest.raises(CheckpointError, match="trained on another base"):
+        Adapted.load_from_checkpoint(tmp_path / "c", seed=1)
