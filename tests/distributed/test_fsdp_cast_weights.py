@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from small_runs import Regression, global_batches, loader, quiet, seeded
 from test_fsdp_memory import Watch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drivetrain_strategies import FSDPStrategy
 from worlds import on_ranks
@@ -167,10 +169,28 @@ class Twice(nn.Module):
         return self.head(x)
 
 
+def _saves_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saves = operation is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class InPairs(Twice):
+    """Computes its blocks again two at a time, by a checkpointing of its own that keeps products."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _saves_products)
+        options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
+        for pair in (self.blocks[:2], self.blocks[2:]):
+            x = checkpoint(lambda x, *pair: reduce(lambda x, block: block(x), pair, x), x, *pair, **options)
+        return self.head(x)
+
+
 class Reused(Regression):
-    def __init__(self, manual: bool = False, block: type[nn.Module] = Reusing) -> None:
+    def __init__(
+        self, manual: bool = False, block: type[nn.Module] = Reusing, kind: Callable[[Any], nn.Module] = Twice
+    ) -> None:
         super().__init__()
-        self.net = seeded(lambda: Twice(block))
+        self.net = seeded(lambda: kind(block))
         self.automatic_optimization = not manual
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -219,15 +239,15 @@ def train_sharded_by_hand(module: Any, samples: int, window: int = 1) -> list[to
 PLAIN = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
-def _both(options: dict[str, Any], window: int, manual: bool, block: type[nn.Module] = Reusing) -> list[bool]:
-    by_hand = Reused(block=block)
+def _both(options: dict[str, Any], window: int, manual: bool, *kinds: Any) -> list[bool]:
+    by_hand = Reused(False, *kinds)
     if options and "wrap" not in options:
         for unit in by_hand.net.blocks:
             forward = unit.forward
             unit.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     shard_by_hand(by_hand.net, by_hand.net.blocks, PLAIN)
     expected = train_sharded_by_hand(by_hand, 32, window)
-    module = Reused(manual, block)
+    module = Reused(manual, *kinds)
     strategy = FSDPStrategy(**options)
     accumulated = {} if manual else {"accumulate_grad_batches": window}
     quiet(strategy=strategy, precision="bf16-mixed", **accumulated).fit(module, loader(32, 4))
@@ -255,4 +275,10 @@ def test_the_bits_are_those_of_autocast_alone(options: dict[str, Any], window: i
 def test_a_block_may_be_under_an_autocast_of_its_own() -> None:
     # D-01: autocast keeps one cast of a weight, in the dtype of whoever uses it first
     for same in on_ranks(_both, 2, {"wrap": [OtherDtype]}, 1, False, OtherDtype):
+        assert all(same), same
+
+
+def test_units_may_be_in_a_checkpointing_of_the_modules_own() -> None:
+    # D-01, D-09: which counts what it saves, and the operations that it sees
+    for same in on_ranks(_both, 2, {"wrap": [Reusing]}, 1, False, Reusing, InPairs):
         assert all(same), same
