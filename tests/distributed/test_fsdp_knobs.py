@@ -131,6 +131,33 @@ def test_such_a_step_is_one_step_to_hooks_and_to_optimizers_that_count(how: str)
         assert (seen_there, counts_there) == (seen, counts)
 
 
+class Later(Together):
+    """Trains its head, which is ignored, and from the second epoch on the rest too."""
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = torch.optim.AdamW(self.net.head.parameters(), lr=self.lr, eps=1e-5, **{self.how: True})
+        return self.optimizer
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.optimizer.add_param_group({"params": list(self.net.blocks.parameters())})
+
+
+def _later(how: str) -> Tensor:
+    module = Later(how)
+    strategy = "single_device" if not dist.is_initialized() else FSDPStrategy(ignored=["net.head.*", nn.LayerNorm])
+    batch = 4 if dist.is_initialized() else 8
+    quiet(strategy=strategy, max_epochs=2).fit(module, loader(16, batch))
+    return weights(module)
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+def test_shards_may_come_to_an_optimizer_of_whole_parameters(how: str) -> None:  # D-08
+    expected = _later(how)
+    for found in on_ranks(_later, 2, how):
+        torch.testing.assert_close(found, expected, **TIGHT)
+
+
 # What is gathered ahead
 
 

@@ -18,6 +18,7 @@ class OwnStep(ABC):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
         self._optimizer: Any = optimizer
         self._before = optimizer.__dict__.get("step")
         self._step: Callable[..., Any] = optimizer.step

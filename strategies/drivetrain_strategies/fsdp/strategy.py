@@ -289,16 +289,24 @@ class FSDPStrategy(DistributedStrategy):
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
         assert self._adoptions is not None
         self._adoptions.take(optimizers)
+        for optimizer in self.optimizers:  # groups may have been added
+            self._step_by_itself(optimizer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
             check_optimizer(optimizer)
             lbfgs.take(optimizer)
-            if isinstance(optimizer, whole_step.KINDS):
-                self._own_steps.append(whole_step.WholeStep(optimizer))
-            elif mixes(optimizer):
-                self._own_steps.append(KindsApart(optimizer))
+            self._step_by_itself(optimizer)
         return super().setup_optimizers(optimizers)
+
+    def _step_by_itself(self, optimizer: Optimizer) -> None:
+        """Replace the optimizer's step, unless that is done, where its own cannot be taken."""
+        if any(one.optimizer is optimizer for one in self._own_steps):
+            return
+        if isinstance(optimizer, whole_step.KINDS):
+            self._own_steps.append(whole_step.WholeStep(optimizer))
+        elif mixes(optimizer):
+            self._own_steps.append(KindsApart(optimizer))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         if self.module is None:
@@ -410,6 +418,7 @@ class FSDPStrategy(DistributedStrategy):
         module = self._resharded()
         state = sharded_optimizer_state(state, dict(module.named_parameters()))
         load_named_optimizer_state(module, self.optimizers[index], state)
+        self._step_by_itself(self.optimizers[index])  # groups that were added come back
 
     shard_of = staticmethod(shard_of)
 
