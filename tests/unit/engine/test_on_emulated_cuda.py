@@ -178,6 +178,38 @@ def test_a_wait_event_that_is_missing_is_seen() -> None:
     assert {race.earlier.name for race in races} == {"copy_"}
 
 
+class Rows:
+    """A batch of a user's own kind, which nobody can look into."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def to(self, device: Any, non_blocking: bool = False) -> Rows:
+        return Rows(self.x.to(device, non_blocking=non_blocking), self.y.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Rows:
+        return Rows(self.x.pin_memory(), self.y.pin_memory())
+
+
+class OfRows(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch.x, batch.y), batch_idx)
+
+
+def _with_rows(gpu: EmulatedCuda) -> None:
+    def collate(samples: list[Any]) -> Rows:
+        return Rows(*(torch.stack(values) for values in zip(*samples, strict=True)))
+
+    trained(OfRows("sgd"), DataLoader(rows().dataset, batch_size=8, collate_fn=collate, pin_memory=True))
+
+
+def test_memory_of_batches_that_cannot_be_looked_into_is_not_written_to_while_it_is_read() -> None:
+    # O-02: their tensors cannot be recorded, so that the copies wait for the steps
+    seen = on_emulated_cuda(_with_rows)
+    assert not seen.races, seen.report
+    assert not seen.frees_in_use, seen.report
+
+
 # What the host waits for
 
 
