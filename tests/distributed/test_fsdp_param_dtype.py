@@ -28,7 +28,7 @@ class Stemmed(Twice):
     """Norms, products and a convolution behind a product, whose output is in half precision."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Reusing)
         self.stem = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
