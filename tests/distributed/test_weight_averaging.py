@@ -56,7 +56,7 @@ class Net(TrainModule):
         return self.head(torch.tanh(self.tied(torch.tanh(self.inner(torch.tanh(self.frozen(x))))))).squeeze(1)
 
     def loss(self, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(self(batch[0]).float(), batch[1])
+        return nn.functional.mse_loss(self(batch[0]).float(), batch[1].float())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen += 1
