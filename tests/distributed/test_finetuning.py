@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_runs import quiet
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import TrainModule
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp, unused": lambda: DDPStrategy(find_unused_parameters=True),
     "fsdp": FSDPStrategy,
     "hsdp": lambda: FSDPStrategy(sharding="hybrid"),
+    "fsdp x tp": lambda: FSDPStrategy(tensor_parallel=2),
 }
 
 
@@ -36,6 +38,11 @@ class Net(TrainModule):
             torch.manual_seed(0)
             self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
             self.head = nn.Linear(4, 1)
+
+    def configure_model(self) -> None:
+        mesh = self.trainer.strategy.device_mesh
+        if mesh is not None and "tensor" in mesh.mesh_dim_names:
+            parallelize_module(self.backbone, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.mse_loss(self.head(self.backbone(batch[0])).squeeze(1), batch[1])
@@ -104,7 +111,7 @@ def _run(strategy: str, world: int, folder: Path, epochs: int, path: Any = None)
     module = Net()
     if path is not None:
         path = next((folder / "c").glob(f"epoch=*-step={path}"))
-    fit.fit(module, DataLoader(rows(), batch_size=BATCH // world), ckpt_path=path)
+    fit.fit(module, DataLoader(rows(), batch_size=BATCH // (2 if "tp" in strategy else world)), ckpt_path=path)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, watched.rates
 
 
@@ -116,7 +123,7 @@ def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         )
 
 
-CASES = [(name, 4 if name == "hsdp" else 1 if name == "single" else 2) for name in STRATEGIES]
+CASES = [(name, {"single": 1, "hsdp": 4, "fsdp x tp": 4}.get(name, 2)) for name in STRATEGIES]
 
 
 @pytest.mark.parametrize(("strategy", "world"), CASES)
@@ -137,6 +144,8 @@ def test_it_trains_as_a_loop_by_hand_does(strategy: str, world: int, tmp_path: P
         (("fsdp", 2), ("ddp", 2), 15),
         (("ddp", 2), ("hsdp", 4), 18),
         (("fsdp", 2), ("fsdp", 2), 21),
+        (("fsdp x tp", 4), ("ddp", 2), 15),
+        (("ddp", 2), ("fsdp x tp", 4), 21),
     ],
     ids=str,
 )
