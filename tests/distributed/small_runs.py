@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,15 @@ def quiet(**settings: Any) -> Fit:
         "max_epochs": 1,
     }
     return Fit(**{**options, **settings})
+
+
+def assert_near(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], rtol: float = 1e-6) -> None:
+    """Hold weights against others by name; says which are off."""
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, atol=1e-6, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def data(samples: int) -> TensorDataset:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet
+from small_runs import assert_near, quiet
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -109,12 +109,6 @@ def _run(strategy: str, world: int, folder: Path, epochs: int, path: Any = None,
     return {name: value for name, value in module.state_dict().items() if "lora" in name}
 
 
-def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
-
-
 def saved(folder: Path, epoch: int) -> Path:
     (path,) = (folder / "c").glob(f"epoch={epoch}-*")
     return path
@@ -126,11 +120,11 @@ def test_an_adapter_is_saved_alone_and_fits_its_base(strategy: str, tmp_path: Pa
     path = saved(tmp_path, 1)
     weights = load(path).weights()
     assert all("lora" in name for name in weights)
-    near(dict(weights), by_hand())
+    assert_near(dict(weights), by_hand(), rtol=1e-5)
     nbytes = sum(one.stat().st_size for one in path.rglob("*.safetensors"))
     assert nbytes < 60_000  # the model has 90 kB of weights
     again = Adapter.load_from_checkpoint(path)
-    near({name: value for name, value in again.state_dict().items() if "lora" in name}, by_hand())
+    assert_near({name: value for name, value in again.state_dict().items() if "lora" in name}, by_hand(), rtol=1e-5)
     with pytest.raises(CheckpointError, match="trained on another base"):
         Adapter.load_from_checkpoint(path, seed=1)
 
@@ -151,6 +145,6 @@ def test_a_run_goes_on_from_it_under_another_strategy(
     on_ranks(_run, first[1], *first, tmp_path, 1, process_group=None, timeout=120)
     path = saved(tmp_path, 0)
     on_ranks(_run, second[1], *second, tmp_path, 2, path, process_group=None, timeout=120)
-    near(dict(load(saved(tmp_path, 1)).weights()), by_hand())
+    assert_near(dict(load(saved(tmp_path, 1)).weights()), by_hand(), rtol=1e-5)
     for said in on_ranks(_run, second[1], *second, tmp_path, 2, path, 1, process_group=None, timeout=120):
         assert "was trained on another base" in said

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet
+from small_runs import assert_near, quiet
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
@@ -115,14 +115,6 @@ def _run(strategy: str, world: int, folder: Path, epochs: int, path: Any = None)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, watched.rates
 
 
-def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 CASES = [(name, {"single": 1, "hsdp": 4, "fsdp x tp": 4}.get(name, 2)) for name in STRATEGIES]
 
 
@@ -130,7 +122,7 @@ CASES = [(name, {"single": 1, "hsdp": 4, "fsdp x tp": 4}.get(name, 2)) for name 
 def test_it_trains_as_a_loop_by_hand_does(strategy: str, world: int, tmp_path: Path) -> None:  # L-02
     wanted, rates = by_hand()
     for found, seen in on_ranks(_run, world, strategy, world, tmp_path, EPOCHS, process_group=None):
-        near(found, wanted)
+        assert_near(found, wanted)
         assert [len(one) for one in seen] == [1, 1, 2, 2, 2]
         for one, other in zip(seen, rates, strict=True):
             assert one == pytest.approx(other)
@@ -155,7 +147,7 @@ def test_it_goes_on_in_mid_schedule(
     on_ranks(_run, first[1], *first, tmp_path, 4, process_group=None)
     wanted, _ = by_hand()
     for found, _ in on_ranks(_run, second[1], *second, tmp_path, EPOCHS, step, process_group=None):
-        near(found, wanted)
+        assert_near(found, wanted)
 
 
 def _under_zero(folder: Path) -> str:

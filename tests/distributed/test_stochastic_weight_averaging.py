@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet
+from small_runs import assert_near, quiet
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
@@ -116,14 +116,6 @@ def _run(
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, rates.seen
 
 
-def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize(("strategy", "world"), CASES)
 @pytest.mark.parametrize(("annealing", "shape"), [(2, "cos")])
 def test_it_gives_the_hand_written_average(
@@ -131,7 +123,7 @@ def test_it_gives_the_hand_written_average(
 ) -> None:  # L-01
     wanted, rates = by_hand(annealing, shape)
     for found, seen in on_ranks(_run, world, strategy, world, tmp_path, False, annealing, shape, process_group=None):
-        near(found, wanted)
+        assert_near(found, wanted)
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(rates))
 
 
@@ -140,7 +132,7 @@ def test_learning_rates_go_where_torchs_go(annealing: int, shape: str, tmp_path:
     wanted, rates = by_hand(annealing, shape)
     found, seen = _run("single", 1, tmp_path, False, annealing, shape)
     torch.testing.assert_close(torch.tensor(seen), torch.tensor(rates))
-    near(found, wanted)
+    assert_near(found, wanted)
 
 
 def _resumed(first: tuple[str, int], second: tuple[str, int], folder: Path, step: int) -> Any:
@@ -155,13 +147,13 @@ def test_it_goes_on_in_mid_schedule(
     on_ranks(_run, first[1], *first, tmp_path, False, process_group=None)
     wanted, _ = by_hand(2, "cos")
     for found, _ in on_ranks(_resumed, second[1], first, second, tmp_path, step, process_group=None):
-        near(found, wanted)
+        assert_near(found, wanted)
 
 
 def test_statistics_of_batch_normalisation_are_the_averages(tmp_path: Path) -> None:  # L-01
     wanted, _ = by_hand(2, "cos", normed=True)
     found, _ = _run("single", 1, tmp_path, True)
-    near(found, wanted)
+    assert_near(found, wanted)
 
 
 class PartlyFrozen(Net):

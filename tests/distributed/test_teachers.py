@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet
+from small_runs import assert_near, quiet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,8 +120,7 @@ def test_a_teacher_that_is_moved_by_hand_is_exact(strategy: str, world: int, whe
     wanted = by_hand(where)
     for found in on_ranks(_run, world, strategy, world, where, "32-true", process_group=None):
         assert not isinstance(found, str), found
-        for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-6)
+        assert_near(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import quiet
+from small_runs import assert_near, quiet
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,14 +136,6 @@ def ema(decay: float = 0.8, **options: Any) -> EMAWeightAveraging:
     return EMAWeightAveraging(decay, **options)
 
 
-def near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, atol=1e-6, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 CASES = [("single", 1), ("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("zero 1", 2), ("zero 2", 2), ("zero 3", 2)]
 
 
@@ -156,7 +148,7 @@ def test_the_module_holds_the_hand_written_average_after_fit(strategy: str, worl
     # L-01
     wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
     for found in on_ranks(_ema, world, strategy, world, tmp_path, process_group=None):
-        near(found["average"], wanted["average"])
+        assert_near(found["average"], wanted["average"])
         torch.testing.assert_close(found["validated"], wanted["validated"], atol=1e-6, rtol=1e-6)
 
 
@@ -217,7 +209,7 @@ def test_a_validation_that_fails_leaves_what_was_trained(tmp_path: Path) -> None
     fit = quiet(max_epochs=3, default_root_dir=tmp_path, callbacks=[Last(), ema()])
     with pytest.raises(RuntimeError, match="disk full"):
         fit.fit(Failing(), DataLoader(rows(), batch_size=BATCH), DataLoader(rows(), batch_size=SAMPLES))
-    near(kept, by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
+    assert_near(kept, by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
 
 
 # In a checkpoint
@@ -266,7 +258,7 @@ def test_averages_go_on_under_another_strategy_and_world_size(
     on_ranks(_saved, first[1], *first, tmp_path, 4, process_group=None)
     wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
     for found, sharded, updates in on_ranks(_resumed, second[1], *second, tmp_path, process_group=None):
-        near(found["average"], wanted["average"])
+        assert_near(found["average"], wanted["average"])
         assert updates == 12
         assert (sharded > 0) == (second[0] not in ("single", "ddp"))  # each rank reads what it holds
 
@@ -280,9 +272,9 @@ def test_the_averages_are_in_the_checkpoint_in_float32(strategy: str, tmp_path: 
     wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8))
     assert averages.keys() == {"inner.weight", "inner.bias", "tied.bias", "head.weight", "head.bias", "seen"}
     assert {one.dtype for one in averages.values()} == {torch.float32}
-    near(averages, {name: wanted["average"][name] for name in averages})
+    assert_near(averages, {name: wanted["average"][name] for name in averages})
     weights = {name: value for name, value in checkpoint.weights().items() if name != "seen"}  # its rank's
-    near(weights, {name: wanted["weights"][name] for name in weights})
+    assert_near(weights, {name: wanted["weights"][name] for name in weights})
 
 
 class AtTheEnd(Callback):
@@ -305,9 +297,9 @@ def _saved_at_the_end(strategy: str, folder: Path) -> Any:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero 2"])
 def test_the_last_checkpoint_holds_both(strategy: str, tmp_path: Path) -> None:  # L-01
     for found in on_ranks(_saved_at_the_end, 2, strategy, tmp_path, process_group=None):
-        near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["average"])
+        assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["average"])
     ended = by_hand(1, lambda: get_ema_multi_avg_fn(0.8))["average"]
-    near(
+    assert_near(
         {name: value for name, value in load(tmp_path / "end").weights().items() if name != "seen"},
         {name: value for name, value in ended.items() if name != "seen"},
     )
@@ -323,28 +315,28 @@ def test_updates_begin_and_come_as_asked(options: dict[str, int], tmp_path: Path
     starts = options.get("update_starting_at_step", 6 * options.get("update_starting_at_epoch", 0))
     wanted = by_hand(2, lambda: get_ema_multi_avg_fn(0.8), starts, options.get("update_every_n_steps", 1))
     found = run("single", 1, tmp_path, [ema(**options)])
-    near(found["average"], wanted["average"])
+    assert_near(found["average"], wanted["average"])
     assert found["validated"] == pytest.approx(wanted["validated"], abs=1e-6)
 
 
 def test_without_an_update_the_module_is_as_it_was_trained(tmp_path: Path) -> None:  # L-01
     found = run("single", 1, tmp_path, [ema(update_starting_at_step=100)])
-    near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
+    assert_near(found["average"], by_hand(2, lambda: get_ema_multi_avg_fn(0.8))["weights"])
     assert len(found["validated"]) == 2
 
 
 def test_the_mean_and_a_function_of_ones_own(tmp_path: Path) -> None:  # L-01
     mean = by_hand(2, lambda: None)["average"]
-    near(run("single", 1, tmp_path, [WeightAveraging()])["average"], mean)
+    assert_near(run("single", 1, tmp_path, [WeightAveraging()])["average"], mean)
     own = WeightAveraging(lambda average, weight, updates: average + (weight - average) / (updates + 1))
-    near(run("single", 1, tmp_path, [own])["average"], mean)
+    assert_near(run("single", 1, tmp_path, [own])["average"], mean)
 
 
 def test_validation_may_stay_with_what_trains(tmp_path: Path) -> None:  # L-01
     wanted, plain = by_hand(2, lambda: get_ema_multi_avg_fn(0.8)), run("single", 1, tmp_path, [])
     found = run("single", 1, tmp_path, [ema(evaluate=False)])
     assert found["validated"] == plain["validated"]
-    near(found["average"], wanted["average"])
+    assert_near(found["average"], wanted["average"])
 
 
 # What trains may change, and the precision
@@ -389,7 +381,7 @@ def _unfreezing(strategy: str, world: int, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("strategy", "world"), [("single", 1), ("ddp", 2), ("fsdp", 2)])
 def test_what_is_unfrozen_is_averaged_from_there(strategy: str, world: int, tmp_path: Path) -> None:  # L-01
     for found in on_ranks(_unfreezing, world, strategy, world, tmp_path, process_group=None):
-        near(found, _unfreezing_by_hand())
+        assert_near(found, _unfreezing_by_hand())
 
 
 class Weights(Callback):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain._distributed.shards import ParameterShard
+from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.strategies.strategy import Strategy
 
 Average = Callable[[list[Tensor], list[Tensor], int], None]
@@ -126,17 +126,12 @@ class Averages:
                 self.of[name] = self.of[name].to(weight.device, _wide(weight.dtype))
         self.follow()
 
-    def regions(self) -> dict[str, Any]:
-        """Which parts of what `state` gives this rank wants."""
-        regions = self._strategy.model_regions()
-        return {**regions, **{f"{_TRAINING}{name}": region for name, region in regions.items()}}
-
     # What this rank holds
 
     def _where(self) -> tuple[int, ...]:
         """Where weights and buffers lie: elsewhere once ``.data`` or a buffer is assigned to."""
         buffers = (slot.get(name) for slot, name in self._buffer_slots)
-        return tuple(0 if one is None else one.data_ptr() for one in (*self._parameters, *buffers))
+        return *map(_PLACE, self._parameters), *(0 if one is None else one.data_ptr() for one in buffers)
 
     def _held(self) -> dict[str, Tensor]:
         return {name: one.local if isinstance(one, ParameterShard) else one for name, one in self._values().items()}
@@ -170,8 +165,16 @@ class Averages:
         }
 
 
+_PLACE = Tensor.data_ptr  # mapped over the parameters, it is no Python call for each
+
 _TRAINING = "training: "
 """Before the names of weights that the averages have taken the place of."""
+
+
+def regions_of_averages(strategy: Strategy) -> dict[str, Region]:
+    """Return which parts of what `Averages.state` gives this rank wants."""
+    regions = strategy.model_regions()
+    return {**regions, **{f"{_TRAINING}{name}": region for name, region in regions.items()}}
 
 
 def _has_a_mean(dtype: torch.dtype) -> bool:

@@ -14,11 +14,12 @@ from torch.nn.modules.module import (
 )
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._averages import Averages
+from drivetrain.callbacks._averages import Averages, regions_of_averages
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies._trainable import TRAINS
 
 if TYPE_CHECKING:
+    from drivetrain._distributed.shards import Region
     from drivetrain.run_context import RunContext
 
 logger = logging.getLogger("drivetrain")
@@ -99,9 +100,9 @@ class WeightAveraging(Callback):
         """The averages, by the weights' names."""
         return {} if self._averages is None or self.updates == 0 else self._averages.state()
 
-    def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
+    def tensor_regions(self, trainer: RunContext, module: Any) -> Mapping[str, Region]:
         """As this rank holds the weights."""
-        return Averages(trainer.strategy, module, self.use_buffers).regions()
+        return regions_of_averages(trainer.strategy)
 
     def load_tensors(self, trainer: RunContext, module: Any, tensors: Mapping[str, Any]) -> None:
         """Go on with these averages."""

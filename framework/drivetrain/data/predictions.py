@@ -10,8 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar, overload
 
 from drivetrain.checkpoint._format.documents import decode, loads
-from drivetrain.checkpoint._format.folder import Folder, StorageError, folder_at
-from drivetrain.checkpoint._format.local_file import NoFileError
+from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
 from drivetrain.data._prediction_files import (
@@ -277,23 +276,17 @@ def _is_there(folder: Folder, name: str) -> bool:
 
 
 def _manifest(folder: Folder) -> bytes:
-    try:
-        return folder.read_all(MANIFEST, LONGEST)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, NoFileError):
-        if not _is_there(folder, BEGINNING):
-            raise CheckpointError(
-                f"There are no predictions at {folder.path!r}.",
-                f"it holds neither {MANIFEST} nor {BEGINNING}.",
-                "check the path.",
-            ) from None
+    content = read_if_there(folder, MANIFEST, LONGEST)
+    if content is not None:
+        return content
+    if not _is_there(folder, BEGINNING):
         raise CheckpointError(
-            f"The predictions {folder.path!r} are not whole: {MANIFEST} is missing.",
-            "it is written last; a run is still at it, or was killed.",
-            "wait for it, or call predict once more with the same weights and data: it goes on where that one ended.",
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            f"{MANIFEST} of {folder.path!r} cannot be read: {error}.",
-            "the storage refused, or does not answer.",
-            "check the path and its permissions.",
-        ) from error
+            f"There are no predictions at {folder.path!r}.",
+            f"it holds neither {MANIFEST} nor {BEGINNING}.",
+            "check the path.",
+        )
+    raise CheckpointError(
+        f"The predictions {folder.path!r} are not whole: {MANIFEST} is missing.",
+        "it is written last; a run is still at it, or was killed.",
+        "wait for it, or call predict once more with the same weights and data: it goes on where that one ended.",
+    )

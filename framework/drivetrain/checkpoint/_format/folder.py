@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from drivetrain.checkpoint._format.local_file import OpenFiles, read_whole
+from drivetrain.checkpoint._format.local_file import NoFileError, OpenFiles, read_whole
 from drivetrain.checkpoint._format.local_place import standing_in
 from drivetrain.checkpoint._format.place import filesystem_of, is_there
 from drivetrain.errors import CheckpointError
@@ -79,6 +79,24 @@ def folder_at(path: str) -> Folder:
     if not os.path.isdir(root):
         raise CheckpointError(f"{path!r} is no checkpoint.", "it is a file, and a checkpoint is a folder.", _CONVERT)
     return _LocalFolder(path, Path(root))
+
+
+def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
+    """Return the first ``limit`` bytes of a file; None where there is no such file.
+
+    Raises:
+        StorageError: the storage refuses to say.
+    """
+    try:
+        return folder.read_all(name, limit)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, NoFileError):
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"{name} of {folder.path!r} cannot be read: {error}.",
+            "the storage refused, or does not answer.",
+            "check the path and its permissions.",
+        ) from error
 
 
 _CONVERT = "for what another library wrote, see drivetrain.checkpoint.convert."

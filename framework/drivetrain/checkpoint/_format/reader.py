@@ -11,8 +11,7 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain.checkpoint._format.documents import LONGEST_DOCUMENT, decode, loads
-from drivetrain.checkpoint._format.folder import Folder, StorageError, folder_at
-from drivetrain.checkpoint._format.local_file import NoFileError
+from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
 from drivetrain.checkpoint._format.memory import check_fits
 from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
@@ -249,21 +248,14 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         StorageError: one of these, where the storage refuses to say.
     """
     folder = folder_at(os.fspath(path))
-    try:
-        content = folder.read_all(MANIFEST, LONGEST_MANIFEST + 1)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, NoFileError):
+    content = read_if_there(folder, MANIFEST, LONGEST_MANIFEST + 1)
+    if content is None:
         raise CheckpointError(
             f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing, or no file.",
             "the manifest is written last, and without it the rest may be anything.",
             "check the path, or take an earlier checkpoint; for what another library wrote, see "
             "drivetrain.checkpoint.convert.",
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            f"{MANIFEST} of {folder.path!r} cannot be read: {error}.",
-            "the storage refused, or does not answer.",
-            "check the path and its permissions.",
-        ) from error
+        )
     return Checkpoint(folder, unseal(content, folder.path))
 
 
