@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -137,7 +138,7 @@ def _of(asked: list[Part], folder: Path) -> list[dict[str, Any]]:
 
 def _machine(rehearse: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.cuda.machine", *([str(REHEARSED_DEVICES)] if rehearse else [])]
-    variables = {**packages.os.environ, "PYTHONPATH": packages.python_path()}
+    variables = {**os.environ, "PYTHONPATH": packages.python_path()}
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         version = ".".join(map(str, sys.version_info[:3]))

@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-OLDEST = (2, 11)  # of torch, as pyproject.toml says
+_FLOOR = re.search(r'"torch>=(\d+)\.(\d+)', (Path(__file__).parents[2] / "pyproject.toml").read_text())
+assert _FLOOR is not None
+OLDEST = tuple(map(int, _FLOOR.groups()))  # of torch
 PACKAGES = ("deepspeed", "numpy", "triton", "torchmetrics", "safetensors", "fsspec", "lightning-utilities", "pytest")
 
 
