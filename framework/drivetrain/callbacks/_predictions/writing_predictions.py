@@ -12,10 +12,10 @@ from torch import Tensor
 
 from drivetrain._distributed.control import ControlPlane
 from drivetrain._loops.outputs import on_host
-from drivetrain.callbacks._predicted_before import PredictedBefore
-from drivetrain.callbacks._predicted_data import class_name, facts_of
-from drivetrain.callbacks._prediction_store import PredictionStore
-from drivetrain.callbacks._weights_digest import weights_digest
+from drivetrain.callbacks._predictions.predicted_before import PredictedBefore
+from drivetrain.callbacks._predictions.predicted_data import class_name, facts_of
+from drivetrain.callbacks._predictions.prediction_store import PredictionStore
+from drivetrain.callbacks._predictions.weights_digest import weights_digest
 from drivetrain.checkpoint._format.agreement import agreed, tell
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._format.pieces import bytes_of
