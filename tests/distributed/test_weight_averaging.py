@@ -96,7 +96,7 @@ def by_hand(epochs: int, average: Callable[[], Any], starts: int = 0, every: int
                 averaged.update_parameters(model)
             step += 1
         shown = averaged.module if averaged.n_averaged else model
-        validated.append(float(shown.loss(rows()[:])))
+        validated.append(float(shown.loss(rows()[:]).detach()))
     state = copy.deepcopy(averaged.module.state_dict())
     return {"average": state, "weights": model.state_dict(), "validated": validated}
 
