@@ -39,7 +39,7 @@ CUDA_PYTHON = $(if $(REHEARSE),$(BIN)/python,$(if $(filter command environment,$
 	$$candidate -c 'import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))' \
 	2>/dev/null && echo $$candidate && break; done),$(PYTHON))))
 
-.PHONY: help demo test test-floor test-newest quick faults fuzz lint format types bench cuda cuda-wheels docs parity clean distclean
+.PHONY: help demo test test-floor test-newest quick faults fuzz lint format types bench cuda cuda-wheels docs reference parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,9 @@ cuda-wheels: $(VENV)/.stamp-dev ## Pack what a machine with torch, but without a
 
 parity: $(VENV)/.stamp-dev ## Print the matrix of strategies and parity cases
 	@$(BIN)/python -m tests.parity $(ARGS)
+
+reference: $(VENV)/.stamp-dev ## Generate docs/at-a-glance.md from the docstrings
+	@$(BIN)/python docs/plain_reference.py
 
 docs: $(VENV)/.stamp-docs ## Build the documentation into site/, warnings being errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

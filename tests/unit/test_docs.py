@@ -6,6 +6,7 @@ import importlib
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,9 @@ def test_every_id_of_a_behaviour_is_explained() -> None:
     explained = set(re.findall(r"^\| ([A-O]-\d\d) \|", (ROOT / "docs" / "behaviours.md").read_text(), re.MULTILINE))
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     assert explained == set(re.findall(r"\b[A-O]-\d\d\b", tests))
+
+
+def test_the_page_of_arguments_is_what_the_docstrings_say() -> None:
+    generator = ROOT / "docs" / "plain_reference.py"
+    written = generator.with_name("at-a-glance.md").read_text()
+    assert runpy.run_path(str(generator))["page"]() == written, "run `make reference`"

@@ -17,7 +17,7 @@ class LambdaCallback(Callback):
 
     Args:
         priority: as `Callback.priority`.
-        hooks: functions by hook name, with the arguments of the `Callback` method of that name. A hook that is not
+        **hooks: functions by hook name, with the arguments of the `Callback` method of that name. A hook that is not
             given is absent from the loop.
 
     Raises:
