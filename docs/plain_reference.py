@@ -30,7 +30,7 @@ come with drivetrain. `make reference` generates this page from the docstrings, 
 
 HOOKS = """## Hooks, in order
 
-A callback's hook takes `(trainer, module, ...)` followed by the arguments of the table; a module's hook takes only those.
+A callback's hook takes `(trainer, module, ...)` followed by the arguments of the table; a module takes only those.
 This is the order of a `fit` of one epoch, one step and one validation batch, recorded in a run of it. The hooks of
 other stages and occasions stand after them. [How a step runs](how-a-step-runs.md) explains it.
 """
