@@ -16,22 +16,23 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoint, data, instructions, memory, profile, scale, start, step, strategies
+from benchmarks import checkpoint, data, instructions, memory, profile, results, scale, start, step, strategies
 from benchmarks.pages import put
 from benchmarks.peers import PEERS
 from benchmarks.work import WORKS
 
 ROUNDS = 7
 DOCS = Path(__file__).parents[1] / "docs"
+BENCHMARKS = DOCS / "benchmarks"
 TABLES: dict[str, tuple[Callable[..., list[str]], Path]] = {
-    "step": (step.table, DOCS / "benchmarks.md"),
-    "instructions": (lambda rounds: instructions.table(), DOCS / "benchmarks.md"),
-    "profile": (profile.table, DOCS / "benchmarks.md"),
-    "strategies": (strategies.table, DOCS / "benchmarks.md"),
-    "start": (start.table, DOCS / "benchmarks.md"),
-    "data": (data.table, DOCS / "benchmarks.md"),
-    "scale": (scale.table, DOCS / "benchmarks.md"),
-    "checkpoint": (checkpoint.table, DOCS / "benchmarks.md"),
+    "step": (step.table, BENCHMARKS / "one-process.md"),
+    "instructions": (lambda rounds: instructions.table(), BENCHMARKS / "instructions.md"),
+    "profile": (profile.table, BENCHMARKS / "where-a-step-goes.md"),
+    "strategies": (strategies.table, BENCHMARKS / "two-processes.md"),
+    "start": (start.table, BENCHMARKS / "starting.md"),
+    "data": (data.table, BENCHMARKS / "reading-data.md"),
+    "scale": (scale.table, BENCHMARKS / "many-ranks.md"),
+    "checkpoint": (checkpoint.table, BENCHMARKS / "saving-and-loading.md"),
     "memory": (lambda rounds: memory.table(), DOCS / "strategies.md"),
 }
 """What prints each table, given how many rounds to run, and the page where it stands."""
@@ -75,6 +76,7 @@ def main() -> None:
         print(f"{text}\n", flush=True)
         if options.write:
             put(name, text, page)
+            results.write(DOCS)
 
 
 def _names(text: str) -> list[str]:

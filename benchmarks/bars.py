@@ -32,13 +32,13 @@ class Bar(NamedTuple):
     parts: Mapping[str, float]
 
 
-def drawn(title: str, bars: Sequence[Bar], order: Sequence[str]) -> str:
-    """The picture, with the parts in this order.
+def drawn(title: str, bars: Sequence[Bar], order: Sequence[str], left: int = LEFT) -> str:
+    """The picture, with the parts in this order, and labels in the first ``left`` of its units.
 
     It brings its own background, for a page whose colours are switched by hand.
     """
     longest = max(sum(bar.parts.values()) for bar in bars)
-    scale = (WIDTH - LEFT - RIGHT) / longest
+    scale = (WIDTH - left - RIGHT) / longest
     columns = (WIDTH - 40) // SWATCH
     bottom = TOP + ROW * len(bars)
     height = bottom + 34 + 24 * -(-len(order) // columns) + 10
@@ -48,10 +48,10 @@ def drawn(title: str, bars: Sequence[Bar], order: Sequence[str]) -> str:
         f"<style>{STYLE}</style>",
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         f'<text class="title" x="20" y="30">{escape(title)}</text>',
-        *_scale(longest, scale, bottom),
+        *_scale(longest, scale, bottom, left),
     ]
     for number, bar in enumerate(bars):
-        lines += _bar(bar, order, TOP + ROW * number, scale)
+        lines += _bar(bar, order, TOP + ROW * number, scale, left)
     for number, part in enumerate(order):
         x, y = 20 + SWATCH * (number % columns), bottom + 34 + 24 * (number // columns)
         lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{COLOURS[number]}"/>')
@@ -59,24 +59,24 @@ def drawn(title: str, bars: Sequence[Bar], order: Sequence[str]) -> str:
     return "\n".join([*lines, "</svg>\n"])
 
 
-def _scale(longest: float, scale: float, bottom: int) -> list[str]:
+def _scale(longest: float, scale: float, bottom: int, left: int) -> list[str]:
     """Lines at round numbers, with the numbers below."""
     step = next(size for power in range(9) for size in (10**power, 2 * 10**power, 5 * 10**power) if longest / size <= 8)
     lines = []
     for value in range(0, int(longest) + 1, step):
-        x = LEFT + value * scale
+        x = left + value * scale
         lines.append(f'<line class="line" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{bottom}"/>')
         lines.append(f'<text class="faint" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value}</text>')
     return lines
 
 
-def _bar(bar: Bar, order: Sequence[str], y: int, scale: float) -> list[str]:
+def _bar(bar: Bar, order: Sequence[str], y: int, scale: float, left: int) -> list[str]:
     middle = y + BAR / 2 + 4.5
-    lines = [f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end">{escape(bar.label)}</text>']
+    lines = [f'<text x="{left - 10}" y="{middle}" text-anchor="end">{escape(bar.label)}</text>']
     values = [bar.parts.get(part, 0.0) for part in order]
     edges = [sum(values[:number]) for number in range(len(values) + 1)]
     for (begin, end), part, colour in zip(pairwise(edges), order, COLOURS, strict=False):
-        x, width = LEFT + begin * scale, (end - begin) * scale
+        x, width = left + begin * scale, (end - begin) * scale
         if not width:
             continue
         told = f"<title>{escape(part)}: {end - begin:.1f}</title>"
@@ -84,5 +84,5 @@ def _bar(bar: Bar, order: Sequence[str], y: int, scale: float) -> list[str]:
         if width > 26:
             inside = f'class="inside" x="{x + width / 2:.1f}" y="{middle}" text-anchor="middle"'
             lines.append(f"<text {inside}>{end - begin:.0f}</text>")
-    lines.append(f'<text class="faint" x="{LEFT + edges[-1] * scale + 8:.1f}" y="{middle}">{edges[-1]:.0f}</text>')
+    lines.append(f'<text class="faint" x="{left + edges[-1] * scale + 8:.1f}" y="{middle}">{edges[-1]:.0f}</text>')
     return lines

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="of the report; default: cuda-report")
     parser.add_argument("--limit", type=float, default=MOST, help="seconds of a part, at most; default: %(default)s")
     parser.add_argument("--wheels", help="a folder of wheels, or its archive; default: cuda-wheels or cuda-wheels.tar")
-    parser.add_argument("--write", action="store_true", help="put the report into docs/benchmarks.md")
+    parser.add_argument("--write", action="store_true", help="put the report into docs/benchmarks/gpu.md")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = (options.folder or ROOT / ("cuda-rehearsal" if options.rehearse else "cuda-report")).resolve()
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         print(f"The report is in {folder / report.PAGE}, and as JSON beside it.", flush=True)
     if options.write:
         if options.rehearse:
-            return _refuse("A rehearsal has no place in docs/benchmarks.md.")
+            return _refuse("A rehearsal has no place in docs/benchmarks/gpu.md.")
         report.put_into_docs(whole)
     return 1 if any(one["status"] not in {OK, NOT_SHOWN, LACKING} for one in _of(asked, folder)) else 0
 

@@ -12,7 +12,7 @@ from benchmarks.pages import put
 
 PAGE, FILE = "report.md", "report.json"
 NAME = "cuda"
-"""Of the marks in docs/benchmarks.md."""
+"""Of the marks in docs/benchmarks/gpu.md."""
 
 
 def path_of(folder: Path, piece: Piece) -> Path:
@@ -57,8 +57,8 @@ def write(folder: Path, about: dict[str, Any], devices: int) -> str:
 
 
 def put_into_docs(text: str) -> None:
-    """Put the report into docs/benchmarks.md, between its marks."""
-    put(NAME, text.rstrip(), ROOT / "docs" / "benchmarks.md")
+    """Put the report into docs/benchmarks/gpu.md, between its marks."""
+    put(NAME, text.rstrip(), ROOT / "docs" / "benchmarks" / "gpu.md")
 
 
 def conditions(about: dict[str, Any]) -> str:

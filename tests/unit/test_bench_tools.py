@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks import results
 from benchmarks.bars import Bar, drawn
 from benchmarks.bytecodes import bytecodes_a_step
 from benchmarks.parts import PARTS, part_of
@@ -104,3 +105,10 @@ def test_without_valgrind_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="apt-get install valgrind"):
         instructions_a_step(dict, (1, 2))
+
+
+def test_the_readable_page_is_what_the_long_tables_say() -> None:
+    page, pictures = results.page(results.DOCS)
+    assert (results.DOCS / "benchmarks.md").read_text() == page, "run `python -m benchmarks.results`"
+    for name, picture in pictures.items():
+        assert (results.DOCS / "images" / name).read_text() == picture, name
