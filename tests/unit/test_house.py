@@ -44,7 +44,17 @@ DOORS = {"strategies", "launchers", "loggers", "environments", "precision", "pro
 MAX_LINES = 600
 LONGER: dict[str, str] = {}  # path: the reason why it is one idea all the same
 
-HEAVY = ["torchmetrics", "transformers", "tensorboard", "deepspeed", "rich", "matplotlib", "torch._dynamo"]
+HEAVY = [
+    "torchmetrics",
+    "transformers",
+    "tensorboard",
+    "deepspeed",
+    "rich",
+    "matplotlib",
+    "torch._dynamo",
+    "onnx",
+    "onnxruntime",
+]
 
 
 @dataclass(frozen=True)

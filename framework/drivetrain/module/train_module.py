@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,13 @@ from drivetrain.module._hyper_parameters import KeepsHyperParameters
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module._run_handle import RunHandle
 
+# For annotations alone, so that this file costs next to nothing to import.
+if TYPE_CHECKING:
+    import io
+
+    from torch.export import ExportedProgram
+    from torch.onnx import ONNXProgram
+
 
 class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
     """A model together with how it is trained.
@@ -27,6 +34,12 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     automatic_optimization: bool = True
     """False hands backward and steps to `training_step` (`manual_backward`, `optimizers`)."""
+
+    example_input_array: Any = None
+    """An example of what ``forward`` takes: a tensor, a tuple of arguments, or a dict of arguments by name.
+
+    `to_onnx` and `export` trace with it, and `ModelSummary` reads shapes and FLOPs off it.
+    """
 
     _held = False
 
@@ -338,6 +351,64 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         """Train every parameter again."""
         self.requires_grad_(True)
         self.train()
+
+    # In service
+
+    def to_onnx(
+        self, file_path: str | os.PathLike[str] | io.BytesIO | None = None, input_sample: Any = None, **kwargs: Any
+    ) -> ONNXProgram:
+        """Translate ``forward`` to ONNX, in eval mode, by `torch.onnx.export` with ``dynamo=True``.
+
+        The file is there once it is whole. Weights of more than 2 GB do not fit in it, and lie in a second one beside
+        it, ``<file_path>.data``.
+
+        Args:
+            file_path: a path, an fsspec URL or a `io.BytesIO`; None writes nothing.
+            input_sample: what to trace with, as `example_input_array`, which is the default.
+            kwargs: of `torch.onnx.export`: ``dynamic_shapes``, where a name such as ``"batch"`` stands for a size that
+                may vary, ``input_names``, ``output_names``, ``opset_version``, ...; ``external_data=True`` writes
+                the second file in any case.
+
+        Returns:
+            The program, which can be called, looked at and saved.
+
+        Raises:
+            ConfigurationError: a package, ``forward`` or the sample is missing, or the weights are not all here.
+            CheckpointError: the file cannot be written.
+        """
+        from drivetrain.module._traced import as_onnx  # by who asks for it
+
+        return as_onnx(self, file_path, input_sample, kwargs)
+
+    def export(self, input_sample: Any = None, **kwargs: Any) -> ExportedProgram:
+        """Capture ``forward`` as one graph with its weights, in eval mode, by `torch.export.export`.
+
+        `torch.export.save` writes it, and `torch.export.load` reads it without the module's code.
+
+        Args:
+            input_sample: what to trace with, as `example_input_array`, which is the default.
+            kwargs: of `torch.export.export`: ``dynamic_shapes``, where a name such as ``"batch"`` stands for a size
+                that may vary, ``strict``, ...
+
+        Raises:
+            ConfigurationError: ``forward`` or the sample is missing, or the weights are not all here.
+        """
+        from drivetrain.module._traced import as_program  # by who asks for it
+
+        return as_program(self, input_sample, kwargs)
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: TorchScript is deprecated.
+
+        Raises:
+            ConfigurationError: names what to use.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__}.to_torchscript was called.",
+            "TorchScript is deprecated: PyTorch no longer develops it.",
+            "use export(), whose program torch.export.save writes (AOTInductor compiles it for C++), or to_onnx(); "
+            "torch.jit.trace(module.eval(), example) still works as far as torch itself supports it.",
+        )
 
     # A strategy holds the module during a run
 

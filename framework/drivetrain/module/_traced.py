@@ -1,0 +1,154 @@
+"""A module's forward, captured: as a program of torch.export, and translated to ONNX."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.module_modes import in_eval_mode
+from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.errors import CheckpointError, ConfigurationError, listed
+from drivetrain.module._example_input import as_call, has_forward
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.onnx import ONNXProgram
+
+_PACKAGES = ("onnx", "onnxscript")
+_OURS = {"model": "the module", "args": "input_sample", "kwargs": "input_sample=a dict", "f": "file_path"}
+"""Arguments of `torch.onnx.export` that this makes itself, and what to give instead."""
+
+
+def as_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str, Any]) -> ONNXProgram:
+    """Do what `TrainModule.to_onnx` says."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(
+            f"to_onnx needs {listed(missing)}, which is not installed.",
+            "torch.onnx translates with these packages.",
+            "pip install onnx onnxscript (and onnxruntime to run the file).",
+        )
+    for name, instead in _OURS.items():
+        if name in kwargs:
+            raise ConfigurationError(
+                f"to_onnx was given {name}=.", "it passes this to torch.onnx.export itself.", f"give {instead}."
+            )
+    if not kwargs.setdefault("dynamo", True):
+        raise ConfigurationError(
+            "to_onnx was given dynamo=False.",
+            "that exporter goes through TorchScript, which PyTorch no longer develops.",
+            "leave dynamo out, or call torch.onnx.export(module.eval(), ..., dynamo=False) yourself.",
+        )
+    kwargs["dynamic_shapes"] = _named_sizes(kwargs.get("dynamic_shapes"))
+    external_data = kwargs.pop("external_data", None)
+    kwargs.setdefault("verbose", False)
+    with _tracing(module, "to_onnx", input_sample) as (args, named):
+        program = torch.onnx.export(module, args, kwargs=named, **kwargs)
+    assert program is not None  # TorchScript's exporter alone returns none
+    if isinstance(file_path, io.BytesIO):
+        program.save(file_path)  # type: ignore[arg-type]
+    elif file_path is not None:
+        _write(program, os.fspath(file_path), external_data)
+    return program
+
+
+def as_program(module: Any, input_sample: Any, kwargs: dict[str, Any]) -> ExportedProgram:
+    """Do what `TrainModule.export` says."""
+    kwargs["dynamic_shapes"] = _named_sizes(kwargs.get("dynamic_shapes"))
+    with _tracing(module, "export", input_sample) as (args, named):
+        return torch.export.export(module, args, named, **kwargs)
+
+
+@contextmanager
+def _tracing(module: Any, asked: str, sample: Any) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Give the arguments to trace with; modes and generators are afterwards as before."""
+    name = type(module).__name__
+    if not has_forward(module):
+        raise ConfigurationError(
+            f"{name} has no forward, so {asked} has nothing to translate.",
+            "what is exported is what module(x) computes.",
+            f"write {name}.forward(self, x), the computation that the model does in service.",
+        )
+    if sample is None:
+        sample = module.example_input_array
+    if sample is None:
+        raise ConfigurationError(
+            f"{name}.{asked} has no input to trace with.",
+            "a program is captured by following an example of the input through forward.",
+            f"pass {asked}(input_sample=...), or set self.example_input_array in __init__: a tensor, a tuple of "
+            "arguments, or a dict of arguments by name.",
+        )
+    _check_whole(module, asked)
+    args, named = as_call(sample, module.device)
+    with in_eval_mode(module), kept_generators(module.device):
+        yield args, named
+
+
+def _check_whole(module: nn.Module, asked: str) -> None:
+    """Refuse a module whose weights are not all here."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    shards = [name for name, one in tensors if hasattr(one, "full_tensor") or hasattr(one, "ds_id")]
+    hollow = [name for name, one in tensors if one.is_meta]
+    lazy = [name for name, one in tensors if isinstance(one, UninitializedParameter | UninitializedBuffer)]
+    name = type(module).__name__
+    if shards:
+        raise ConfigurationError(
+            f"{name}.{asked}: this rank holds shards of {listed(shards)}.",
+            "a program holds whole weights, and the strategy has spread these over the ranks.",
+            f"call it after the run, when the module is plain again, or on a checkpoint's: "
+            f"{name}.load_from_checkpoint(path).{asked}(...).",
+        )
+    if hollow or lazy:
+        what = "lie on the meta device" if hollow else "have no shape yet"
+        raise ConfigurationError(
+            f"{name}.{asked}: {listed(hollow or lazy)} {what}.",
+            "a program holds weights, and these have no values.",
+            f"load them first, as {name}.load_from_checkpoint(path) does, or train the module.",
+        )
+
+
+def _named_sizes(shapes: Any, known: dict[str, Any] | None = None) -> Any:
+    """Turn names of sizes into torch.export's dimensions, the same one for the same name."""
+    known = {} if known is None else known
+    if isinstance(shapes, str):
+        if shapes not in known:
+            known[shapes] = torch.export.Dim(shapes)
+        return known[shapes]
+    if isinstance(shapes, dict):
+        return {key: _named_sizes(one, known) for key, one in shapes.items()}
+    if isinstance(shapes, tuple | list):
+        return type(shapes)(_named_sizes(one, known) for one in shapes)
+    return shapes
+
+
+def _write(program: ONNXProgram, path: str, external_data: bool | None) -> None:
+    """Write it beside its place, and put it there: the second file, to which the first refers by name, comes first."""
+    filesystem, root = filesystem_of(path)
+    folder, _, name = root.replace(os.sep, "/").rpartition("/")
+    try:
+        if filesystem is None:
+            Path(folder or ".").mkdir(parents=True, exist_ok=True)
+        beside = (folder or ".") if filesystem is None else None
+        with tempfile.TemporaryDirectory(prefix=".onnx-", dir=beside) as scratch:
+            program.save(os.path.join(scratch, name), external_data=external_data)
+            for written in sorted(os.listdir(scratch), key=lambda one: one == name):
+                source, target = os.path.join(scratch, written), f"{folder}/{written}" if folder else written
+                if filesystem is None:
+                    os.replace(source, target)
+                else:
+                    filesystem.put_file(source, target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+        ) from error
