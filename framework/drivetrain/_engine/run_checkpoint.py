@@ -23,6 +23,7 @@ from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._base import base_sums, check_base
 from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
+from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._ties import tied_names
 from drivetrain.errors import listed
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
@@ -67,6 +68,7 @@ class RunCheckpoint:
                 hyper_parameters=hyper_parameters,
                 left_out=tuple(left_out),
                 weights_only=weights_only,
+                pretrained=pretrained_models(module),
             ),
         )
         if not weights_only:

@@ -33,7 +33,8 @@ def _run(options: argparse.Namespace) -> int:
     elif options.command == "consolidate":
         print(consolidate(options.path, options.out))
     elif options.command == "convert":
-        print(convert(options.path, options.out, prefix=options.prefix))
+        given = {"prefix": options.prefix, "to": options.to, "config": options.config}
+        print(convert(options.path, options.out, **given, max_shard_size=options.max_shard_size))
     else:
         verifying = options.command == "verify"
         lines = verify(options.path, options.digest) if verifying else diff(options.path, options.other)
@@ -56,9 +57,15 @@ def _parser() -> argparse.ArgumentParser:
     command("show", "Print progress, sizes and a table of tensors.")
     command("diff", "Compare two checkpoints by name.").add_argument("other", metavar="OTHER")
     command("consolidate", "Write the weights into one safetensors file.").add_argument("out", metavar="OUT")
-    converting = command("convert", "Turn what another library saved into a checkpoint of weights.")
+    converting = command(
+        "convert",
+        "Turn what another library saved into a checkpoint of weights, or the other way round.",
+    )
     converting.add_argument("out", metavar="OUT")
     converting.add_argument("--prefix", default="", help="take names that begin so, and leave it out")
+    converting.add_argument("--to", choices=["checkpoint", "hf"], default="checkpoint", help="hf: for from_pretrained")
+    converting.add_argument("--config", help="with --to hf: a config.json, in place of the checkpoint's")
+    converting.add_argument("--max-shard-size", default="50GB", help="with --to hf: of a file")
     return parser
 
 

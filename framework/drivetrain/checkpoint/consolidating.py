@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.object_file import replaced
 from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
 from drivetrain.checkpoint._format.place import filesystem_of
-from drivetrain.checkpoint._format.tensor_file import header_of, in_file_order
+from drivetrain.checkpoint._format.reading import TensorSource
+from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
 from drivetrain.errors import CheckpointError
 
 _PIECE = 16 * 2**20  # bytes in memory at once, unless a row is larger
@@ -42,22 +43,21 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> st
     if not target.endswith(".safetensors"):
         target = f"{target.rstrip('/')}/model.safetensors"
     checkpoint = load(path)
-    try:
-        with _created(target) as sink:
-            _write(checkpoint, sink)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the space."
-        ) from error
+    with created(target) as sink:
+        write_tensors(_stored(checkpoint), sink)
     return target
 
 
-def _write(checkpoint: Checkpoint, sink: Any) -> None:
-    part = checkpoint.manifest.weights
+def _stored(checkpoint: Checkpoint) -> dict[str, TensorSource]:
     stored = checkpoint.weights().sources()
     sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
-    assert part.tensors or not sources
-    specs = in_file_order(source.spec for source in sources.values())
+    assert checkpoint.manifest.weights.tensors or not sources
+    return sources
+
+
+def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
+    """Write tensors of a checkpoint as one safetensors file, under names that may be others than there."""
+    specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
     writer = FileWriter(sink)
     try:
         writer.write(header_of(specs))
@@ -71,8 +71,23 @@ def _write(checkpoint: Checkpoint, sink: Any) -> None:
 
 
 @contextmanager
-def _created(target: str) -> Iterator[Any]:
-    """Give a file that is there once it is whole, and not before."""
+def created(target: str) -> Iterator[Any]:
+    """Give a file that is there once it is whole, and not before.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with _replacing(target) as sink:
+            yield sink
+    except OSError as error:
+        raise CheckpointError(
+            f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+        ) from error
+
+
+@contextmanager
+def _replacing(target: str) -> Iterator[Any]:
     filesystem, root = filesystem_of(target)
     if filesystem is not None:
         with as_os_errors(), replaced(filesystem, root) as stream:

@@ -1,4 +1,4 @@
-"""What other libraries saved, turned into a checkpoint of weights. Nothing that they wrote is run."""
+"""Weights from and for other libraries, the former read without running anything that they wrote."""
 
 from __future__ import annotations
 
@@ -15,30 +15,60 @@ from drivetrain._distributed.control import LocalControl
 from drivetrain.checkpoint._dcp import is_dcp, read_dcp
 from drivetrain.checkpoint._format import Contents, Facts, save
 from drivetrain.checkpoint._format.documents import encode
+from drivetrain.checkpoint._hugging_face import write_pretrained
 from drivetrain.checkpoint._untrusted import Record, load_safely
 from drivetrain.checkpoint._zero import is_zero, read_zero
 from drivetrain.errors import CheckpointError
 
 
-def convert(path: str | os.PathLike[str], out: str | os.PathLike[str], *, prefix: str = "") -> str:
-    """Write a checkpoint that holds the weights of another library's, for `TrainModule.load_from_checkpoint`.
+def convert(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    to: str = "checkpoint",
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "50GB",
+) -> str:
+    """Write a checkpoint that holds the weights of another library's, or another library's of a checkpoint.
+
+    With ``to="checkpoint"`` the former, for `TrainModule.load_from_checkpoint`.
 
     Known are: a Lightning ``.ckpt``, whose hyper-parameters come along where they are JSON-able and no secrets; a file
     of ``torch.save`` that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``; and
     folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
 
+    With ``to="hf"`` the latter: a folder as ``save_pretrained`` of Hugging Face's libraries writes it, which
+    ``from_pretrained`` opens, from a checkpoint of a module that has such a model as an attribute. Its configuration
+    comes from the checkpoint. Names are the model's own; of tied ones one is stored. Of a model with PEFT's adapters
+    these alone are written, as there.
+
     Args:
-        path: a local file or folder.
-        out: the path or URL of the checkpoint.
+        path: a local file or folder; with ``to="hf"`` a checkpoint's path or URL.
+        out: the path or URL of the checkpoint or the folder.
         prefix: take names that begin so, and leave it out: ``"model."``, for one, under which DCP keeps what was given
-            to it as ``{"model": ...}``.
+            to it as ``{"model": ...}``. With ``to="hf"`` the model's name in the module, found by itself if there is
+            one.
+        to: "checkpoint" or "hf".
+        config: with ``to="hf"``: a ``config.json``, its folder or what it holds, in place of the checkpoint's.
+        max_shard_size: with ``to="hf"``: bytes of a file, or text such as ``"5GB"``, above which there are several with
+            an index.
 
     Returns:
         ``out`` as text.
 
     Raises:
-        CheckpointError: it is nothing of these, or holds more than tensors and plain values.
+        CheckpointError: it is nothing of these, or holds more than tensors and plain values; or it is not known which
+            model is meant, its weights are not all there, or ``out`` has others in it.
     """
+    if to == "hf":
+        return write_pretrained(path, out, prefix, config, max_shard_size)
+    if to != "checkpoint" or config is not None:
+        raise CheckpointError(
+            f"convert(to={to!r}, config={config!r})",
+            'it writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
+            'give to="checkpoint" without config, or to="hf".',
+        )
     weights, hyper_parameters = _read(Path(path))
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}

@@ -78,6 +78,7 @@ class Facts:
         run: of the run that wrote it: its "id", its "name", its "folder" and the class of its "module", as far as they
             are known.
         weights_only: whether no run can go on from it.
+        pretrained: of Hugging Face's models in the module, by their names in it: what `_pretrained` says of them.
         base: checksums of the values of the weights that are not in it, by name; empty where all are.
         identifier: tells it from all others; "" lets the writer draw one.
         parent: the identifier of the checkpoint that the run wrote before, or went on from; "" for none.
@@ -96,6 +97,7 @@ class Facts:
     left_out: tuple[str, ...] = ()
     run: Mapping[str, str] = field(default_factory=dict)
     base: Mapping[str, str] = field(default_factory=dict)
+    pretrained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def descends_from(self, other: Facts) -> bool:
         """Whether a run wrote this after it had written, or gone on from, ``other``."""
@@ -163,6 +165,7 @@ def seal(manifest: Manifest) -> bytes:
         "progress": encode(facts.progress, nothing_aside, "progress"),
         "hyper_parameters": encode(facts.hyper_parameters, nothing_aside, "hyper_parameters"),
         "left_out": list(facts.left_out),
+        "pretrained": encode(facts.pretrained, nothing_aside, "pretrained"),
         "parent": facts.parent,
         "lineage": [list(one) for one in facts.lineage],
         "run": dict(facts.run),
@@ -280,6 +283,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
             base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
+            pretrained=_pretrained(decode(document.get("pretrained", {}), _no_tensor)),
         ),
         files=files,
         weights=_part(document["weights"]),
@@ -314,6 +318,19 @@ def _part(document: Any) -> Part:
         tensors=tuple(_file_name(name) for name in _list(described["tensors"], "tensors")),
         index=None if described["index"] is None else _file_name(described["index"]),
     )
+
+
+def _pretrained(document: Any) -> dict[str, dict[str, Any]]:
+    models = {name: _dict(one, "a model") for name, one in _dict(document, "pretrained").items()}
+    for one in models.values():
+        for key in one.keys() & {"config", "generation_config", "adapters"}:
+            _dict(one[key], key)
+        for settings in one.get("adapters", {}).values():
+            _dict(settings, "an adapter")
+        _text(one.get("adapter_prefix", ""))
+        if not one.keys() & {"config", "adapters"}:
+            raise ValueError("a model has neither a configuration nor adapters")
+    return models
 
 
 def _ancestor(document: Any) -> tuple[str, int]:

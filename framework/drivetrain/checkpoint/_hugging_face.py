@@ -1,0 +1,230 @@
+"""A checkpoint's weights in the layout of Hugging Face's ``save_pretrained``, which ``from_pretrained`` opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._format.folder import as_os_errors
+from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.reading import TensorSource
+from drivetrain.checkpoint.consolidating import created, write_tensors
+from drivetrain.errors import CheckpointError, listed, nearest
+
+Sources = Mapping[str, TensorSource]
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|index\.json)")
+_ADAPTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
+
+
+def write_pretrained(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    prefix: str = "",
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    max_shard_size: int | str = "50GB",
+) -> str:
+    """Do what `convert` says of ``to="hf"``; return the folder."""
+    limit, target = _bytes(max_shard_size), os.fspath(out).rstrip("/")
+    checkpoint = load(path)
+    name, described = _model(checkpoint, prefix, config)
+    sources = _below(checkpoint, name)
+    _check_empty(target)
+    adapters = described.get("adapters")
+    if adapters:
+        for adapter, settings in adapters.items():
+            folder = target if adapter == "default" or len(adapters) == 1 else f"{target}/{adapter}"
+            _write_adapter(checkpoint, folder, adapter, settings, described, sources)
+        return target
+    _check_whole(checkpoint, name)
+    dtype = next((str(one.dtype).partition(".")[2] for one in sources.values() if one.dtype.is_floating_point), None)
+    settings = {**described["config"], **({} if dtype is None else {"dtype": dtype})}
+    _write_weights(target, sources, limit)
+    if described.get("generation_config"):
+        _write_json(f"{target}/generation_config.json", described["generation_config"])
+    _write_json(f"{target}/config.json", settings)
+    return target
+
+
+# Which model it is
+
+
+def _model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return a model's name in the module, and what is known of it."""
+    known, name = checkpoint.manifest.facts.pretrained, prefix.rstrip(".")
+    if not prefix and len(known) == 1:
+        (name,) = known
+    elif not prefix and (known or config is None):
+        held = f"It holds several: {listed(sorted(known))}" if known else "It says of none"
+        raise CheckpointError(
+            f"Which model of Hugging Face's in {checkpoint.path!r}? {held}.",
+            "a checkpoint keeps the configuration of each that is an attribute of the module; those of earlier "
+            "versions do not.",
+            'name the attribute, prefix="model." (--prefix model.), and where the checkpoint knows no configuration '
+            'config="path/to/config.json" (--config) as well.',
+        )
+    described = known.get(name, {})
+    if config is not None:
+        return name, {**described, "config": _read_config(config)}
+    if not described:
+        raise CheckpointError(
+            f"{checkpoint.path!r} has no configuration of {prefix!r}.{nearest(name, known)}",
+            f"it has those of {listed(sorted(known)) or 'no model'}.",
+            'correct the prefix, or pass config="path/to/config.json" (--config).',
+        )
+    return name, described
+
+
+def _read_config(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    path = Path(config)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"config={str(config)!r} cannot be read: {error}.",
+            "from_pretrained builds the model from it.",
+            "give a config.json, or the folder that it is in.",
+        ) from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"config={str(config)!r} holds no JSON object.", "", "give a model's config.json.")
+    return settings
+
+
+def _below(checkpoint: Checkpoint, name: str) -> dict[str, TensorSource]:
+    """The tensors of one model by its own names; of tied ones the one that is stored, or the first of its own."""
+    prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
+    found: dict[str, TensorSource] = {}
+    taken = set()
+    every = checkpoint.weights().sources()
+    for full in sorted(every, key=lambda one: one in aliases):
+        first = aliases.get(full, full)
+        if full.startswith(prefix) and first not in taken:
+            taken.add(first)
+            found[full.removeprefix(prefix)] = every[full]
+    if not found:
+        raise CheckpointError(
+            f"{checkpoint.path!r} has no weights whose names begin with {prefix!r}.",
+            f"the first that it has are {listed(list(every)[:3])}.",
+            "correct the prefix.",
+        )
+    return found
+
+
+def _check_whole(checkpoint: Checkpoint, name: str) -> None:
+    lacking = [one for one in checkpoint.manifest.facts.base if one.startswith(f"{name}." if name else "")]
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint.path!r} lacks {listed(lacking)}.",
+            "it holds what was trained (trainable_only=True), and from_pretrained needs all weights.",
+            "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
+        )
+
+
+def _check_empty(target: str) -> None:
+    """Refuse a folder with weights in it: ``from_pretrained`` would take whichever it looks for first."""
+    filesystem, root = filesystem_of(target)
+    try:
+        with as_os_errors():
+            if filesystem is None:
+                names = os.listdir(root)
+            else:
+                filesystem.invalidate_cache()
+                names = [one.rpartition("/")[2] for one in filesystem.ls(root, detail=False)]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{target!r} cannot be read: {error}.", "", "give another folder.") from error
+    there = sorted(name for name in names if _WEIGHTS.fullmatch(name))
+    if there:
+        raise CheckpointError(
+            f"{target!r} has {listed(there)} in it.",
+            "from_pretrained would take whichever of two files it looks for first.",
+            "give another folder, or remove them.",
+        )
+
+
+# Files
+
+
+def _write_weights(target: str, sources: Sources, limit: int) -> None:
+    files = _shards(sources, limit)
+    if len(files) == 1:
+        _write_tensors(f"{target}/model.safetensors", files[0])
+        return
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    for name, held in zip(names, files, strict=True):
+        _write_tensors(f"{target}/{name}", held)
+    places = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
+    sizes = {
+        "total_parameters": sum(one.spec.numel for one in sources.values()),
+        "total_size": sum(one.spec.nbytes for one in sources.values()),
+    }
+    _write_json(f"{target}/model.safetensors.index.json", {"metadata": sizes, "weight_map": places})
+
+
+def _shards(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
+    """Deal tensors to files of at most ``limit`` bytes; a larger one has a file of its own."""
+    files: list[dict[str, TensorSource]] = [{}]
+    room = limit
+    for name, source in sources.items():
+        if files[-1] and source.spec.nbytes > room:
+            files.append({})
+            room = limit
+        files[-1][name] = source
+        room -= source.spec.nbytes
+    return files
+
+
+def _write_adapter(
+    checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, described: Mapping[str, Any], sources: Sources
+) -> None:
+    """Write what PEFT's ``save_pretrained`` writes: the adapter's weights, its name left out of theirs."""
+    if not _ADAPTER.fullmatch(adapter):  # it becomes a folder's name, and nothing may lead out of that one
+        raise CheckpointError(
+            f"{checkpoint.path!r} has an adapter {adapter!r}.", "that is no name of a folder.", "give it another one."
+        )
+    held = {}
+    for name, source in sources.items():
+        parts = name.split(".")
+        if adapter in parts:
+            kept = [part for part in parts if part not in (adapter, "modules_to_save")]
+            held[described["adapter_prefix"] + ".".join(kept)] = source
+    if not held:
+        raise CheckpointError(
+            f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
+            "PEFT keeps them under names that hold the adapter's.",
+            "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
+        )
+    _write_tensors(f"{folder}/adapter_model.safetensors", held)
+    _write_json(f"{folder}/adapter_config.json", {**settings, "inference_mode": True})
+
+
+def _write_tensors(target: str, sources: Sources) -> None:
+    with created(target) as sink:
+        write_tensors(sources, sink)
+
+
+def _write_json(target: str, value: Any) -> None:
+    with created(target) as sink:
+        sink.writelines([(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
+
+
+def _bytes(size: int | str) -> int:
+    """Return a number of bytes: ``"5GB"`` is five thousand million, as in transformers."""
+    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    number = int(float(found[1]) * _UNITS[found[2].upper()]) if found else size
+    if not isinstance(number, int) or number <= 0:
+        raise CheckpointError(
+            f"max_shard_size={size!r} is no size of a file.", "", 'give bytes, or text such as "5GB".'
+        )
+    return number
