@@ -2,68 +2,38 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from drivetrain._runtime.plain_class import plain_class
 from drivetrain.callback import Callback
+from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_rich, as_text
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-
-@dataclass(frozen=True, slots=True)
-class SummaryRow:
-    """One module of the tree, with everything below it.
-
-    A parameter that is tied within the row counts once; one tied between rows counts in each of them, and once in the
-    total.
-    """
-
-    name: str
-    kind: str
-    depth: int
-    total: int
-    trainable: int
-    size: int
-    """Bytes of parameters and buffers."""
-    notes: str
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """The tree of a module's children, and what the whole takes."""
-
-    rows: tuple[SummaryRow, ...]
-    total: int
-    trainable: int
-    size: int
-    """Bytes of parameters and buffers."""
-
-    def __str__(self) -> str:
-        header = ("Name", "Type", "Params", "Trainable", "MB", "")
-        lines = [
-            ("  " * row.depth + row.name, row.kind, f"{row.total:,}", f"{row.trainable:,}", _mb(row.size), row.notes)
-            for row in self.rows
-        ]
-        table = [header, *lines]
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        text = [_aligned(line, widths) for line in table]
-        rule = "-" * max(map(len, text))
-        totals = (
-            f"{self.total:,} parameters, {self.trainable:,} trainable, {self.total - self.trainable:,} frozen, "
-            f"{_mb(self.size)} MB with buffers"
-        )
-        return "\n".join([text[0], rule, *text[1:], rule, totals] if self.rows else [totals])
+_WIDEST = 120  # characters; beyond it the eye loses the line
 
 
 class ModelSummary(Callback):
     """Prints the tree of the module's children with their parameters and size, on rank 0 as training starts.
+
+    Where the module has an `example_input_array`, also the shapes that go in and out and the FLOPs of a forward pass,
+    in eval mode: of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts them. They are
+    found without computing anything, under strategies that shard and on the meta device too; a ``forward`` that cannot
+    run so (it branches on values, or talks to other ranks) is named with the reason. It takes a second or two, once.
+
+    On a terminal where rich is installed it draws the table.
 
     Args:
         max_depth: how deep to go: 1 shows the children, -1 everything, 0 the totals alone.
@@ -89,11 +59,13 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Print the summary."""
         if trainer.is_global_zero:
-            trainer.print(str(summarize(module, self.max_depth)))
+            summary = summarize(module, self.max_depth, trainer.strategy.device)
+            width = min(shutil.get_terminal_size().columns, _WIDEST)
+            trainer.print(as_rich(summary, width) if _draws() else as_text(summary, width))
 
 
-def summarize(module: torch.nn.Module, max_depth: int = 1) -> Summary:
-    """Return what ``module`` is made of.
+def summarize(module: torch.nn.Module, max_depth: int = 1, device: torch.device | None = None) -> Summary:
+    """Return what ``module`` is made of, and, where it has an `example_input_array`, what goes through it.
 
     Sharded parameters count whole. Parameters on the meta device count as if they had memory; a lazy one counts zero
     until it has a shape.
@@ -101,15 +73,48 @@ def summarize(module: torch.nn.Module, max_depth: int = 1) -> Summary:
     Args:
         module: any module.
         max_depth: how deep to go: 1 shows the children, -1 everything, 0 the totals alone.
+        device: where it computes; None is where its first parameter is.
     """
     shared = _names_of_shared(module)
-    rows = tuple(
+    rows = [
         _row(child, name, depth, shared)
         for name, child, depth in _walk(module, "", 0)
         if max_depth < 0 or depth < max_depth
-    )
+    ]
     total, trainable, size = _count(module)
-    return Summary(rows, total, trainable, size)
+    modes = [child.training for child in module.modules()]
+    flops, missing = None, ""
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        from drivetrain.callbacks._forward_shapes import forward_shapes  # by modules that have one
+
+        if device is None:
+            device = next((one.device for one in module.parameters()), torch.device("cpu"))
+        found = forward_shapes(module, example, device)
+        missing = found.missing
+        if not missing:
+            flops = found.flops[""]
+            rows = [
+                replace(
+                    row,
+                    inputs=found.inputs.get(row.name),
+                    outputs=found.outputs.get(row.name),
+                    flops=found.flops.get(row.name),
+                )
+                for row in rows
+            ]
+    return Summary(tuple(rows), total, trainable, size, sum(modes), len(modes) - sum(modes), flops, missing)
+
+
+def _draws() -> bool:
+    """Whether standard output is a terminal that shows what rich draws, and rich is there."""
+    out = sys.stdout
+    return (
+        out.isatty()
+        and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        and (out.encoding or "").lower().startswith("utf")
+        and importlib.util.find_spec("rich") is not None
+    )
 
 
 def _walk(module: torch.nn.Module, prefix: str, depth: int) -> Iterator[tuple[str, torch.nn.Module, int]]:
@@ -128,7 +133,9 @@ def _row(child: torch.nn.Module, name: str, depth: int, shared: dict[int, list[s
         notes.append("lazy")
     if any(p.is_meta for p in parameters):
         notes.append("meta")
-    return SummaryRow(name, type(child).__name__, depth, total, trainable, size, "; ".join(notes))
+    return SummaryRow(
+        name, plain_class(child).__name__, depth, total, trainable, size, "; ".join(notes), child.training
+    )
 
 
 def _names_of_shared(module: torch.nn.Module) -> dict[int, list[str]]:
@@ -159,16 +166,3 @@ def _numel(tensor: torch.Tensor) -> int:
         return 0
     # A parameter partitioned by ZeRO 3 holds nothing itself and tells its whole size here.
     return int(getattr(tensor, "ds_numel", tensor.numel()))
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.3f}" if size < 1e8 else f"{size / 1e6:,.0f}"
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    left = (0, 1, 5)
-    cells = (
-        cell.ljust(width) if i in left else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-    )
-    return "  ".join(cells).rstrip()

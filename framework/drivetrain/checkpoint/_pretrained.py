@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from drivetrain._config.secret_values import without_secrets
+from drivetrain._runtime.plain_class import plain_class
 
 logger = logging.getLogger("drivetrain")
 
@@ -53,7 +54,7 @@ def _adapters(module: nn.Module) -> dict[str, Any]:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    kind = _plain_class(model).__name__
+    kind = plain_class(model).__name__
     described: dict[str, Any] = {"class": kind}
     if adapters := _adapters(model):
         described["adapters"] = {name: _as_json(one.to_dict()) for name, one in adapters.items()}
@@ -61,7 +62,7 @@ def _described(model: Any) -> dict[str, Any]:
         wraps = hasattr(type(model), "get_base_model")
         described["adapter_prefix"] = "" if wraps else "base_model.model."
         if wraps:  # as its save_pretrained says what it is for where it has no task
-            base = _plain_class(model.get_base_model())
+            base = plain_class(model.get_base_model())
             kind_of_base = {"base_model_class": base.__name__, "parent_library": base.__module__}
             for one in described["adapters"].values():
                 if one.get("task_type") is None and one.get("auto_mapping") is None:
@@ -72,12 +73,6 @@ def _described(model: Any) -> dict[str, Any]:
     if callable(getattr(generation, "to_json_string", None)) and model.can_generate():
         described["generation_config"] = _as_json(json.loads(generation.to_json_string()))
     return described
-
-
-def _plain_class(model: Any) -> type:
-    """A model's class: FSDP puts one of its own in front."""
-    kinds = type(model).__mro__
-    return next(one for one in kinds if not any(base.__name__ == "FSDPModule" for base in one.__mro__))
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 
-def as_call(example: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of ``forward`` that an example stands for, by position and by name.
 
-    Args:
-        example: a mapping is arguments by name, a tuple or a list arguments by position, all else the one argument.
-        device: where tensors go.
+    A mapping is arguments by name, a tuple or a list arguments by position, all else the one argument.
     """
-    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), example)
-    if isinstance(moved, Mapping):
-        return (), dict(moved)
-    return (tuple(moved) if isinstance(moved, tuple | list) else (moved,)), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._pytree import tree_map_only
 
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
@@ -90,8 +91,10 @@ def _tracing(module: Any, asked: str, sample: Any) -> Iterator[tuple[tuple[Any, 
             "arguments, or a dict of arguments by name.",
         )
     _check_whole(module, asked)
-    args, named = as_call(sample, module.device)
-    with in_eval_mode(module), kept_generators(module.device):
+    device = module.device
+    moved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
+    args, named = as_call(moved)
+    with in_eval_mode(module), kept_generators(device):
         yield args, named
 
 

@@ -1,0 +1,239 @@
+"""A model's summary, and its two forms as text: aligned columns within a width, and rich's table of the same cells."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks._forward_shapes import Shapes
+
+_GAP = "  "
+_MOST_NAMED = 4  # names in a note
+_NOTES = {"meta": "on the meta device", "lazy": "lazy, without a shape until the first batch"}
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryRow:
+    """One module of the tree, with everything below it.
+
+    A parameter that is tied within the row counts once; one tied between rows counts in each of them, and once in the
+    total.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    total: int
+    trainable: int
+    size: int
+    """Bytes of parameters and buffers."""
+    notes: str
+    training: bool
+    """Its own mode."""
+    inputs: Shapes | None = None
+    """Shapes of what it is called with; None where it is not, or nobody knows."""
+    outputs: Shapes | None = None
+    flops: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The tree of a module's children, and what the whole takes."""
+
+    rows: tuple[SummaryRow, ...]
+    total: int
+    trainable: int
+    size: int
+    """Bytes of parameters and buffers."""
+    in_train_mode: int
+    """Modules, at any depth."""
+    in_eval_mode: int
+    flops: int | None = None
+    """Of a forward pass of the example; None where there is none, or it cannot be known."""
+    missing: str = ""
+    """Why it cannot be known."""
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+@dataclass(slots=True)
+class _Column:
+    """One column; ``narrowest`` are the widths to which it may be cut: at first, and if that is not enough."""
+
+    title: str
+    cells: list[str]
+    right: bool = False
+    narrowest: tuple[int, int] | None = None
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [self.title, *self.cells]))
+
+    def cut(self) -> None:
+        """Make it narrower by one character."""
+        width = self.width - 1
+        self.cells = [elided(cell, width) for cell in self.cells]
+
+
+def as_text(summary: Summary, width: int = 80) -> str:
+    """Return the summary in aligned columns of at most ``width`` characters a line."""
+    lines: list[str] = []
+    if summary.rows:
+        columns = _columns(summary, width)
+        widths = [column.width for column in columns]
+        table = [
+            _GAP.join(
+                cell.rjust(wide) if column.right else cell.ljust(wide)
+                for column, cell, wide in zip(columns, cells, widths, strict=True)
+            ).rstrip()
+            for cells in zip(*([column.title, *column.cells] for column in columns), strict=True)
+        ]
+        rule = "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+        lines = [table[0], rule, *table[1:], rule]
+    return "\n".join(lines + [part for line in _footer(summary) for part in textwrap.wrap(line, width)])
+
+
+def as_rich(summary: Summary, width: int) -> str:
+    """Return the summary as rich draws it on a terminal, with its control sequences."""
+    import io
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=width, highlight=False)
+    if summary.rows:
+        columns = _columns(summary, sys.maxsize)
+        if _total(columns, gap=3) + 4 <= width:  # with edges, and a line between two columns
+            table = Table(box=box.ROUNDED, header_style="bold")
+        else:
+            columns = _columns(summary, width)
+            table = Table(
+                box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, 1, 0, 0), pad_edge=False
+            )
+        for column in columns:
+            table.add_column(
+                column.title,
+                justify="right" if column.right else "left",
+                style="cyan" if column.title == "Name" else "dim" if column.title == "Type" else None,
+                no_wrap=True,
+            )
+        for cells in zip(*(column.cells for column in columns), strict=True):
+            table.add_row(*map(Text, cells))
+        console.print(table)
+        if table.box is not box.ROUNDED:
+            console.print("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * _total(columns, len(_GAP)))
+    for line in _footer(summary):
+        console.print("\n".join(textwrap.wrap(line, width)), markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().rstrip("\n")
+
+
+def _columns(summary: Summary, width: int) -> list[_Column]:
+    """Return the columns, cut so that they fit in ``width`` characters where they can be."""
+    rows = summary.rows
+    columns = [
+        _Column("Name", ["  " * row.depth + row.name.rpartition(".")[2] for row in rows], narrowest=(16, 8)),
+        _Column("Type", [row.kind for row in rows], narrowest=(12, 8)),
+        _Column("Params", [in_units(row.total) for row in rows], right=True),
+        _Column("Size", [in_bytes(row.size) for row in rows], right=True),
+    ]
+    if summary.flops is not None:
+        columns.append(_Column("In", [_shapes(row.inputs) for row in rows], narrowest=(99, 8)))
+        columns.append(_Column("Out", [_shapes(row.outputs) for row in rows], narrowest=(99, 8)))
+        columns.append(
+            _Column("FLOPs", [in_units(row.flops, "KMGTP") if row.flops else "-" for row in rows], right=True)
+        )
+    modes = [_mode(row) for row in rows]
+    if set(modes) != {"train"}:
+        columns.append(_Column("Mode", modes))
+    for stage in range(2):
+        while _total(columns, len(_GAP)) > width:
+            wide = [one for one in columns if one.narrowest is not None and one.width > one.narrowest[stage]]
+            if not wide:
+                break  # in a terminal still narrower lines break
+            max(wide, key=lambda column: column.width).cut()
+    return columns
+
+
+def _total(columns: Sequence[_Column], gap: int) -> int:
+    return sum(column.width for column in columns) + gap * (len(columns) - 1)
+
+
+def _mode(row: SummaryRow) -> str:
+    frozen = "" if row.trainable == row.total else "part frozen" if row.trainable else "frozen"
+    return ", ".join(filter(None, [frozen, "" if row.training else "eval"])) or "train"
+
+
+def _footer(summary: Summary) -> list[str]:
+    frozen, modules = summary.total - summary.trainable, summary.in_train_mode + summary.in_eval_mode
+    modes = f"{summary.in_train_mode} of them in train mode, {summary.in_eval_mode} in eval mode"
+    if not summary.in_eval_mode or not summary.in_train_mode:
+        modes = f"all in {'train' if summary.in_train_mode else 'eval'} mode"
+    lines = [
+        *_notes(summary.rows),
+        f"{summary.total:,} parameters, {summary.trainable:,} trainable, {frozen:,} frozen; "
+        f"{in_bytes(summary.size)} with buffers",
+        f"{modules} module{'s' * (modules > 1)}, {modes}",
+    ]
+    if summary.flops is not None:
+        lines.append(f"{_with_unit(summary.flops, 'KMGTP', 'FLOPs')} in a forward pass of example_input_array")
+    elif summary.missing:
+        lines.append(f"No shapes and no FLOPs: {summary.missing}")
+    return lines
+
+
+def _notes(rows: Sequence[SummaryRow]) -> list[str]:
+    """What there is to say of rows, each with the names that it is said of."""
+    by_note: dict[str, list[str]] = {}
+    for row in rows:
+        for note in filter(None, row.notes.split("; ")):
+            by_note.setdefault(note, []).append(row.name)
+    lines = []
+    for note, names in by_note.items():
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        lines.append(f"{', '.join(names[:_MOST_NAMED])}{more}: {_NOTES.get(note, note)}")
+    return lines
+
+
+def _shapes(shapes: Sequence[Sequence[int]] | None) -> str:
+    if not shapes:
+        return "-"
+    first = "x".join(map(str, shapes[0])) or "()"
+    return f"{first} +{len(shapes) - 1}" if len(shapes) > 1 else first
+
+
+def elided(text: str, width: int) -> str:
+    """Return ``text`` with its middle left out where it is longer than ``width``."""
+    if len(text) <= width:
+        return text
+    behind = (width - 2) // 2
+    return text[: width - 2 - behind] + ".." + text[len(text) - behind :]
+
+
+def in_units(number: float, units: str = "KMBT") -> str:
+    """Return a number with three digits that count: ``"820"``, ``"1.23 M"``."""
+    if number < 1000:
+        return f"{number:.0f}"
+    for unit in units:
+        number /= 1000
+        if number < 999.5 or unit == units[-1]:
+            break
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:,.{digits}f} {unit}"
+
+
+def in_bytes(size: int) -> str:
+    """Return a number of bytes, in powers of a thousand: ``"820 B"``, ``"1.23 MB"``."""
+    return _with_unit(size, "kMGTP", "B")
+
+
+def _with_unit(number: int, units: str, unit: str) -> str:
+    text = in_units(number, units)
+    return f"{text}{unit}" if number >= 1000 else f"{text} {unit}"
