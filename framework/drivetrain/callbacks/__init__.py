@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
     from drivetrain.callbacks.checkpoint import Checkpoint as Checkpoint
+    from drivetrain.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from drivetrain.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from drivetrain.callbacks.finetuning import BaseFinetuning as BaseFinetuning
@@ -36,6 +37,7 @@ _HOME = {
     "BaseFinetuning": ".finetuning",
     "BasePredictionWriter": ".prediction_writer",
     "Checkpoint": ".checkpoint",
+    "DeviceStatsMonitor": ".device_stats_monitor",
     "EMAWeightAveraging": ".weight_averaging",
     "EarlyStopping": ".early_stopping",
     "GarbageCollection": ".garbage_collection",
@@ -60,6 +62,7 @@ __all__ = [
     "BaseFinetuning",
     "BasePredictionWriter",
     "Checkpoint",
+    "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
     "GarbageCollection",
