@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from drivetrain import precision as precision
     from drivetrain import strategies as strategies
     from drivetrain import testing as testing
+    from drivetrain import tuner as tuner
     from drivetrain._runtime.seed import seed_everything as seed_everything
     from drivetrain.callback import Callback as Callback
     from drivetrain.data import DataModule as DataModule
@@ -54,7 +55,18 @@ _HOMES = {
     "seed_everything": "drivetrain._runtime.seed",
 }
 _SUBMODULES = frozenset(
-    {"callbacks", "checkpoint", "data", "environments", "launchers", "loggers", "precision", "strategies", "testing"}
+    {
+        "callbacks",
+        "checkpoint",
+        "data",
+        "environments",
+        "launchers",
+        "loggers",
+        "precision",
+        "strategies",
+        "testing",
+        "tuner",
+    }
 )
 
 __all__ = [
@@ -82,6 +94,7 @@ __all__ = [
     "seed_everything",
     "strategies",
     "testing",
+    "tuner",
 ]
 
 

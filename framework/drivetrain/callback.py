@@ -9,7 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region
-    from drivetrain.run_context import RunContext
+    from drivetrain.run_context import RunContext, Trials
 
 
 class Callback:
@@ -72,6 +72,17 @@ class Callback:
             trainer: the run.
             module: what it trains, whose weights are loaded by now.
             tensors: by name; a `drivetrain.strategies.ParameterShard` where `tensor_regions` named a region.
+        """
+
+    def before_launch(self, trials: Trials) -> None:
+        """Called first of all, where `Fit.fit` and its like were called, before processes are started for the run.
+
+        For what has to be found out by trying, and changes what the module or the data module is built from: a learning
+        rate, a batch size. Where ranks are there already, it is called on every rank. Callbacks that the module's
+        ``configure_callbacks`` returns come later and are not called.
+
+        Args:
+            trials: runs a few steps of what was called for, and puts everything back.
         """
 
     # What the engine asks. The answers are alike on every rank.

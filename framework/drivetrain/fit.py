@@ -18,6 +18,7 @@ from drivetrain._engine.reads import RunReads
 from drivetrain._engine.same_run import check_allow
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.stage_loaders import Given
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.manual_step import OptimizerHandle
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import checked_seed
@@ -394,6 +395,10 @@ class Fit(RunReads):
         path = None if ckpt_path is None else os.fspath(ckpt_path)
         self._log_queue = None  # what a run that failed has left is not the next one's
         try:
+            if any(is_overridden("before_launch", one, Callback) for one in self.callbacks):
+                from drivetrain._engine.trials import ask_before_launch  # by runs that try something out first
+
+                ask_before_launch(self, stage, module, given, path)
             return launch(Request(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error

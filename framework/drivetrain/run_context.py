@@ -375,6 +375,47 @@ class RunContext(Protocol):
     """Whether ``Fit(seed=)`` was given a module that had been built in a process that nobody had seeded."""
 
 
+class Trials(Protocol):
+    """Runs parts of what `Fit.fit` and its like were called for before it begins, and leaves everything as it was."""
+
+    stage: str
+    """"fit", "validate", "test" or "predict"."""
+
+    module: Any
+    """The user's module, as the call was given it. A trial runs a copy."""
+
+    datamodule: Any
+    """The user's data module, or None. A trial runs a copy."""
+
+    loaders: Any
+    """What the call was given to train on, or to evaluate; None where they come from elsewhere."""
+
+    ckpt_path: str | None
+    """What the call was to go on from."""
+
+    is_dry_run: bool
+    """Whether ``fast_dev_run`` is on."""
+
+    def run(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> None:
+        """Run so many steps on copies, with ``callback`` and no other one, no logger and no checkpoint. Collective.
+
+        Args:
+            callback: watches, and may change the optimizer's settings. What its ``state_dict`` returns comes back.
+            steps: optimizer steps; of other stages than fit, micro-batches of each loader.
+            prepare: is given the copies of the module and of the data module (or None), and `loaders`; changes the
+                copies, and returns the loaders to use.
+
+        Raises:
+            Exception: whatever failed in it, on this rank or another; all is as it was before.
+        """
+
+    def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
+        """Do as `run`; False where memory lacked on any rank, or the data give no batch so large."""
+
+    def say(self, text: str, *values: Any) -> None:
+        """Say what was found, on rank 0."""
+
+
 class SavedCheckpoints(Protocol):
     """What is to be known of the checkpoints that a callback has saved, such as `Checkpoint`."""
 

@@ -11,10 +11,18 @@ PROMISED = {
         *("Fit", "TrainModule", "Callback", "DataModule", "Strategy", "Precision", "Logger", "RunContext"),
         *("seed_everything", "DrivetrainError", "ConfigurationError", "CheckpointError", "DistributedError"),
         *("NonFiniteError", "LossSpikeError", "callbacks", "loggers", "precision", "data", "checkpoint"),
-        *("environments", "launchers", "strategies", "testing"),
+        *("environments", "launchers", "strategies", "testing", "tuner"),
     ],
     "drivetrain.callbacks": [
-        *("Checkpoint", "EarlyStopping", "GarbageCollection", "GradientAccumulationScheduler", "LambdaCallback"),
+        *(
+            "BatchSizeFinder",
+            "LearningRateFinder",
+            "Checkpoint",
+            "EarlyStopping",
+            "GarbageCollection",
+            "GradientAccumulationScheduler",
+            "LambdaCallback",
+        ),
         *("LearningRateMonitor", "LossSpikeGuard", "ModelSummary", "NonFiniteGuard", "ProgressBar", "ReplicaCheck"),
         *("RichProgressBar", "ThroughputMonitor", "Timer"),
     ],
@@ -49,6 +57,7 @@ PROMISED = {
         *("emulated_cuda", "EmulatedCuda", "requires_emulated_cuda"),
         *("requires_command", "requires_cuda", "requires_linux", "requires_mps", "requires_package"),
     ],
+    "drivetrain.tuner": ["LRFind", "Tuner"],
     "drivetrain_strategies": ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "SingleDeviceStrategy"],
 }
 

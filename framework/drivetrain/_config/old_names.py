@@ -84,7 +84,8 @@ OLD_NAMES: dict[str, str] = {
     **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "say seed="),
     "multiple_trainloader_mode": "pass fit a CombinedLoader(loaders, mode)",
     "track_grad_norm": "read trainer.gradient_norm in on_train_batch_end, and log it",
-    **dict.fromkeys(("auto_lr_find", "auto_scale_batch_size"), "choose it by hand: there is no finder in this version"),
+    "auto_lr_find": "call drivetrain.tuner.Tuner(fit).lr_find(...), or pass LearningRateFinder()",
+    "auto_scale_batch_size": "call drivetrain.tuner.Tuner(fit).scale_batch_size(...), or pass BatchSizeFinder()",
     **dict.fromkeys(("model", "module", "train_dataloaders", "datamodule"), "pass it to the run: fit(module, loader)"),
 }
 """By name, what to write for it."""

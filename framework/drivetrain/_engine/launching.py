@@ -45,6 +45,7 @@ class Request(NamedTuple):
         ckpt_path: what to start from, or None.
         return_predictions: keep what ``predict_step`` returns.
         allow: what may differ from the run that it goes on with.
+        trial: nobody keeps what it trains.
     """
 
     trainer: RunReads
@@ -54,6 +55,7 @@ class Request(NamedTuple):
     ckpt_path: str | None
     return_predictions: bool = True
     allow: tuple[str, ...] = ()
+    trial: bool = False
 
 
 def launch(request: Request) -> Any:
@@ -192,7 +194,8 @@ class _WorkOfRun(Work):
 
     def elsewhere(self, call: Callable[..., Any]) -> Any:
         trainer = self._request.trainer
-        _refuse_shards(trainer, self._request.module)
+        if not self._request.trial:
+            _refuse_shards(trainer, self._request.module)
         try:
             outcome = call(_worker, *self._request)
         except (SystemExit, KeyboardInterrupt):
@@ -235,7 +238,8 @@ def _refuse_shards(trainer: RunReads, module: TrainModule) -> None:
 def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
     """Make the caller's objects what they would be had the run been here."""
     trainer = request.trainer
-    outcome.fill(request.module)
+    if not request.trial:
+        outcome.fill(request.module)
     session = Session(*request, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
     session.metrics.restore(outcome.metrics)
@@ -265,6 +269,7 @@ def _worker(
     ckpt_path: str | None,
     return_predictions: bool,
     allow: tuple[str, ...],
+    trial: bool,
 ) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
     from drivetrain._engine.layers import Before  # for runs in other processes alone
@@ -273,6 +278,7 @@ def _worker(
     before = Before.of(module)
     if not environment_of(trainer.environment).started_us:
         trainer.environment = "auto"  # what the caller said of itself; this process has been started
-    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions, allow))
-    _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
-    return Outcome.of(trainer, module, result, before)
+    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
+    if not trial:
+        _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
+    return Outcome.of(trainer, module, result, before, brings_module=not trial)

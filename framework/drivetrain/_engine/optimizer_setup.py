@@ -44,6 +44,8 @@ def set_up_optimizers(run: RunState, regroup: Callable[[Sequence[Optimizer]], No
         strategy.broadcast_module(module)
     trainables.set_aside(before)
     run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
+    if run.trial:  # whoever tries something out sets the learning rate, or does not look at it
+        run.schedulers = []
     trainables.begin(run.optimizers, run.schedulers)
     if not run.optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from drivetrain._distributed.failure import RankFailedError
 from drivetrain._runtime.sizes import size_in_words
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # What torch's allocator of the host's memory says; a device's has an error of its own.
 _SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
+_KINDS = ("OutOfMemoryError", "MemoryError")
 _LARGEST = 5
 
 
@@ -36,6 +38,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
+
+
+def failed_for_memory(error: BaseException) -> bool:
+    """Whether a run ended because memory lacked, on this rank or on another that has said so."""
+    if not isinstance(error, RankFailedError):
+        return is_out_of_memory(error)
+    failure = error.failure
+    kind = (failure.error_type or "").rpartition(".")[2]
+    return kind in _KINDS or (kind == "RuntimeError" and _SAID.search(failure.message) is not None)
 
 
 def explain_out_of_memory(error: BaseException, session: RunState) -> None:

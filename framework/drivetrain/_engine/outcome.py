@@ -46,15 +46,26 @@ class Outcome:
     versions: list[str]
 
     @classmethod
-    def of(cls, trainer: RunReads, module: TrainModule, result: Any, before: Before) -> Self:
-        """Collect what there is after a run, on rank 0 all of it; ``before`` is how the module was built."""
+    def of(
+        cls, trainer: RunReads, module: TrainModule, result: Any, before: Before, brings_module: bool = True
+    ) -> Self:
+        """Collect what there is after a run, on rank 0 all of it.
+
+        Args:
+            trainer: which ran it.
+            module: what was run.
+            result: what the stage returned.
+            before: how the module was built.
+            brings_module: False after a trial, whose weights nobody keeps.
+        """
         session = trainer.session
         assert session is not None
-        first = trainer.is_global_zero
+        rank_0 = trainer.is_global_zero
+        first = rank_0 and brings_module
         layers = Layers.of(module, before) if first else None
         alone = first and (layers is None or layers.pickled is None)
         return cls(
-            result=result if first else None,
+            result=result if rank_0 else None,
             tensors={name: tensor.detach().cpu() for name, tensor in _tensors_of(module).items()} if alone else {},
             trains={name: one.requires_grad for name, one in module.named_parameters()} if first else {},
             extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if first else {},

@@ -42,6 +42,7 @@ class RunState:
         given: the loaders or the data module.
         return_predictions: keep what ``predict_step`` returns.
         strategy: where.
+        trial: nobody keeps what it trains: schedulers are left out, and callbacks that the module would bring.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class RunState:
         given: Given,
         return_predictions: bool,
         strategy: Strategy,
+        trial: bool,
     ) -> None:
         self.trainer = trainer
+        self.trial = trial
         self.stage = stage
         self.module = module
         self.given = given

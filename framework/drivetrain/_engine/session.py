@@ -73,6 +73,7 @@ class Session(RunState):
         ckpt_path: what to start from, or None.
         return_predictions: keep what ``predict_step`` returns.
         allow: what may differ from the run that it goes on with.
+        trial: nobody keeps what it trains.
         strategy: where.
         place: this process among all.
     """
@@ -86,10 +87,11 @@ class Session(RunState):
         ckpt_path: str | None,
         return_predictions: bool,
         allow: tuple[str, ...],
+        trial: bool,
         strategy: Strategy,
         place: Place,
     ) -> None:
-        super().__init__(trainer, stage, module, given, return_predictions, strategy)
+        super().__init__(trainer, stage, module, given, return_predictions, strategy, trial)
         self.place = place
         self.checkpoints = RunCheckpoints(self, ckpt_path, allow)
         self.last_line: str | None = None
@@ -244,8 +246,9 @@ class Session(RunState):
             after_first_batch=self.monitors.after_first_batch,
         )
         self.checkpoints.load()
-        logger.info(self.strategy.precision.describe())
-        advice = left_on_the_table(self.optimizers)
+        if not self.trial:
+            logger.info(self.strategy.precision.describe())
+        advice = None if self.trial else left_on_the_table(self.optimizers)
         if advice is not None:
             logger.info(advice)
         ended_before = self.checkpoints.ended_before
@@ -275,7 +278,7 @@ class Session(RunState):
         self.draws.end()
         self.saves.run()
         self.checkpoints.finish()
-        if self.strategy.rank == 0:
+        if self.strategy.rank == 0 and not self.trial:
             reasons = loop.why_it_ended() if ended_before is None else [ended_before]
             self._why = "; ".join(reasons)
             logger.info(how_it_ended(reasons, self.progress, nothing_left=ended_before is not None))
@@ -322,7 +325,8 @@ class Session(RunState):
         self.strategy.control.agree("the end of prepare_data")
 
     def _assemble(self) -> None:
-        self._own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
+        if not self.trial:
+            self._own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
         self._take_callbacks()
 
     def _take_callbacks(self) -> None:

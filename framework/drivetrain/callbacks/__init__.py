@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.accumulation_scheduler import (
         GradientAccumulationScheduler as GradientAccumulationScheduler,
     )
+    from drivetrain.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from drivetrain.callbacks.checkpoint import Checkpoint as Checkpoint
     from drivetrain.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from drivetrain.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from drivetrain.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from drivetrain.callbacks.garbage_collection import GarbageCollection as GarbageCollection
     from drivetrain.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from drivetrain.callbacks.learning_rate_finder import LearningRateFinder as LearningRateFinder
     from drivetrain.callbacks.loss_spike_guard import LossSpikeGuard as LossSpikeGuard
     from drivetrain.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from drivetrain.callbacks.model_summary import ModelSummary as ModelSummary
@@ -36,6 +38,7 @@ _HOME = {
     "BackboneFinetuning": ".finetuning",
     "BaseFinetuning": ".finetuning",
     "BasePredictionWriter": ".prediction_writer",
+    "BatchSizeFinder": ".batch_size_finder",
     "Checkpoint": ".checkpoint",
     "DeviceStatsMonitor": ".device_stats_monitor",
     "EMAWeightAveraging": ".weight_averaging",
@@ -43,6 +46,7 @@ _HOME = {
     "GarbageCollection": ".garbage_collection",
     "GradientAccumulationScheduler": ".accumulation_scheduler",
     "LambdaCallback": ".lambda_callback",
+    "LearningRateFinder": ".learning_rate_finder",
     "LearningRateMonitor": ".lr_monitor",
     "LossSpikeGuard": ".loss_spike_guard",
     "ModelSummary": ".model_summary",
@@ -61,6 +65,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Checkpoint",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
@@ -68,6 +73,7 @@ __all__ = [
     "GarbageCollection",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "LossSpikeGuard",
     "ModelSummary",

@@ -1,0 +1,265 @@
+"""The search for a learning rate: trained with a growing one, from which does the loss fall fastest?"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drivetrain.callback import Callback
+from drivetrain.callbacks._attributes import holders_of, set_attribute
+from drivetrain.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from drivetrain.run_context import RunContext, Trials
+
+logger = logging.getLogger("drivetrain")
+
+MODES = ("exponential", "linear")
+NAMES = ("lr", "learning_rate")
+_BETA = 0.98
+"""Of the smoothed loss, how much is kept from step to step."""
+
+
+class LRFind:
+    """What was found: learning rates with the losses that they gave, the same on every rank.
+
+    Args:
+        results: ``{"lr": [...], "loss": [...]}``, a pair for each optimizer step. The losses are smoothed.
+        mode: "exponential" or "linear": how the rates grow.
+
+    Based on Smith, "Cyclical Learning Rates for Training Neural Networks" (arXiv:1506.01186).
+    """
+
+    def __init__(self, results: Mapping[str, list[float]], mode: str = "exponential") -> None:
+        self.results: dict[str, list[float]] = {name: list(values) for name, values in results.items()}
+        self.mode = mode
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the learning rate at which the loss falls most steeply, over the logarithm of an exponential one.
+
+        Args:
+            skip_begin: points to leave out at the beginning.
+            skip_end: points to leave out at the end.
+
+        Returns:
+            None where fewer than two points with a finite loss are left.
+        """
+        index = self._steepest(skip_begin, skip_end)
+        return None if index is None else self.results["lr"][index]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Return a matplotlib figure of the losses over the learning rates.
+
+        Args:
+            suggest: mark the suggestion.
+            show: show it at once.
+            ax: matplotlib's axes to draw on; None for a figure of its own.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ConfigurationError(
+                "LRFind.plot needs matplotlib, which is not installed.",
+                "it draws the figure.",
+                "pip install matplotlib; or draw results['loss'] over results['lr'] with what is there.",
+            ) from error
+        if ax is None:
+            figure, ax = pyplot.subplots()
+        else:
+            figure = ax.figure
+        ax.plot(self.results["lr"], self.results["loss"])
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        ax.set_xlabel("Learning rate")
+        ax.set_ylabel("Loss")
+        index = self._steepest(10, 1) if suggest else None
+        if index is not None:
+            ax.plot(self.results["lr"][index], self.results["loss"][index], marker="o", markersize=10, color="red")
+        if show:
+            pyplot.show()
+        return figure
+
+    def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
+        last = len(self.results["loss"]) - skip_end
+        kept = [index for index in range(skip_begin, last) if math.isfinite(self.results["loss"][index])]
+        if len(kept) < 2:
+            return None
+        losses = torch.tensor([self.results["loss"][index] for index in kept], dtype=torch.float64)
+        rates = torch.tensor([self.results["lr"][index] for index in kept], dtype=torch.float64)
+        (slopes,) = torch.gradient(losses, spacing=[rates.log10() if self.mode == "exponential" else rates])
+        return kept[int(slopes.argmin())]
+
+
+class RateSearch(Callback):
+    """Sets the learning rate before each window of a trial, and notes the loss after it.
+
+    Args:
+        min_lr: of the first step.
+        max_lr: of the last step.
+        steps: how many.
+        mode: "exponential" or "linear".
+        early_stop_threshold: end where the smoothed loss is more than so many times the best; None never ends early.
+    """
+
+    def __init__(self, min_lr: float, max_lr: float, steps: int, mode: str, early_stop_threshold: float | None) -> None:
+        self._min, self._max, self._steps, self._mode = min_lr, max_lr, steps, mode
+        self._threshold = early_stop_threshold
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self._average = 0.0
+        self._best = math.inf
+        self._made = 0
+        self._sum: Any = 0.0  # of the window's losses, each by its weight
+        self._weight = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": self.rates, "losses": self.losses}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.rates, self.losses = list(state_dict["rates"]), list(state_dict["losses"])
+
+    def on_fit_start(self, trainer: RunContext, module: Any) -> None:
+        count = len(trainer.optimizers)
+        if not module.automatic_optimization or count != 1:
+            what = f"configure_optimizers returned {count or 'no'} optimizer{'s' if count != 1 else ''}"
+            raise ConfigurationError(
+                f"{type(module).__name__}: "
+                + (what if module.automatic_optimization else "automatic_optimization is False")
+                + ", and a learning rate is to be found.",
+                "one rate is tried at a time, on the one optimizer that the engine steps.",
+                "return one optimizer, or choose the rates by hand.",
+            )
+
+    def on_before_zero_grad(self, trainer: RunContext, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._sum, self._weight = 0.0, 0.0
+        rate = self._rate(trainer.global_step)
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def on_train_batch_end(
+        self, trainer: RunContext, module: Any, outputs: dict[str, Any], batch: Any, batch_idx: int
+    ) -> None:
+        weight = trainer.micro_batch_weight
+        if weight and outputs.get("loss") is not None:
+            self._sum = self._sum + outputs["loss"].double().item() * weight
+            self._weight += weight
+        if trainer.global_step == self._made:  # the window is open, or an overflow skipped its step
+            return
+        self._made = trainer.global_step
+        strategy = trainer.strategy
+        # Not in float64, which not every device has.
+        both = torch.tensor([self._sum, self._weight], dtype=torch.float32, device=strategy.device)
+        total, weights = strategy.reduce(both, "sum").tolist() if strategy.world_size > 1 else (self._sum, self._weight)
+        self._note(trainer, total / weights if weights else math.nan)
+
+    def _rate(self, step: int) -> float:
+        part = min(step, self._steps - 1) / max(1, self._steps - 1)
+        if self._mode == "linear":
+            return self._min + part * (self._max - self._min)
+        return float(self._min * (self._max / self._min) ** part)
+
+    def _note(self, trainer: RunContext, loss: float) -> None:
+        """Note the loss of a step, which is alike on every rank, and stop where it diverges."""
+        self.rates.append(self._rate(self._made - 1))
+        self._average = _BETA * self._average + (1 - _BETA) * loss
+        smoothed = self._average / (1 - _BETA ** len(self.rates))
+        self.losses.append(smoothed)
+        if self._threshold is not None and len(self.rates) > 1:
+            diverges = not math.isfinite(smoothed) or smoothed > self._threshold * self._best
+            if diverges:
+                trainer.should_stop = True
+        if math.isfinite(smoothed):
+            self._best = min(self._best, smoothed)
+
+
+def find_lr(
+    trials: Trials,
+    min_lr: float,
+    max_lr: float,
+    num_training: int,
+    mode: str,
+    early_stop_threshold: float | None,
+    update_attr: bool,
+    attr_name: str,
+) -> LRFind:
+    """Search a learning rate by a trial, and set it where ``update_attr``. Collective where there are several ranks.
+
+    Raises:
+        ConfigurationError: the search cannot be, or there is no attribute to update.
+    """
+    check_lr_arguments(min_lr, max_lr, num_training, mode, early_stop_threshold)
+    module, datamodule = trials.module, trials.datamodule
+    name = lr_attribute(module, datamodule, attr_name) if update_attr else None
+    search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold)
+    trials.run(search, num_training)
+    found = LRFind({"lr": search.rates, "loss": search.losses}, mode)
+    suggestion = found.suggestion()
+    if suggestion is None:
+        logger.warning(
+            "No learning rate can be suggested: of %d losses too few are left that are finite. Raise num_training, "
+            "or lower min_lr.",
+            len(search.losses),
+        )
+    elif name is not None:
+        set_attribute(name, suggestion, module, datamodule)
+        trials.say("The learning rate is set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
+    return found
+
+
+def lr_attribute(module: Any, datamodule: Any, asked: str) -> str:
+    """Return the name under which a module, its hyper-parameters or a data module has its learning rate.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    for name in (asked,) if asked else NAMES:
+        if holders_of(name, module, datamodule):
+            return name
+    raise ConfigurationError(
+        f"{type(module).__name__} has no attribute {' or '.join(repr(one) for one in ((asked,) if asked else NAMES))}"
+        ", nor a hyper-parameter of that name.",
+        "update_attr=True sets it to the learning rate that is found, for configure_optimizers to read.",
+        "write self.lr = ... in __init__ and use it, name another one (attr_name=), or give update_attr=False.",
+    )
+
+
+def check_lr_arguments(
+    min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
+) -> None:
+    """Refuse what no search can be made of.
+
+    Raises:
+        ConfigurationError: names the argument.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(
+            f"mode={mode!r}.{nearest(str(mode), MODES)}",
+            "the rates grow by a factor or by an amount.",
+            "use 'exponential' or 'linear'.",
+        )
+    if not 0 < min_lr < max_lr:
+        raise ConfigurationError(
+            f"min_lr={min_lr!r} with max_lr={max_lr!r}.",
+            "the rate grows from the first to the last.",
+            "give 0 < min_lr < max_lr, such as 1e-8 and 1.",
+        )
+    if type(num_training) is not int or num_training < 2:
+        raise ConfigurationError(
+            f"{num_training!r} training steps.", "a slope needs two of them at least.", "use an int, such as 100."
+        )
+    if early_stop_threshold is not None and not early_stop_threshold > 0:
+        raise ConfigurationError(
+            f"early_stop_threshold={early_stop_threshold!r}.",
+            "it says how many times the best loss ends the search.",
+            "use a positive number, such as 4.0, or None.",
+        )

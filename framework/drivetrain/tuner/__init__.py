@@ -1,0 +1,17 @@
+"""The finders: a learning rate and a batch size, found by trying. Every name is imported on first use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from drivetrain._runtime.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from drivetrain.callbacks._lr_search import LRFind as LRFind
+    from drivetrain.tuner.tuner import Tuner as Tuner
+
+_HOME = {"LRFind": "drivetrain.callbacks._lr_search", "Tuner": ".tuner"}
+
+__all__ = ["LRFind", "Tuner"]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,0 +1,174 @@
+"""The search for a learning rate: what is tried, what is suggested, and where that goes."""
+
+from __future__ import annotations
+
+import builtins
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from tuner_case import Data, Net, loader, quiet
+
+from drivetrain import Callback, ConfigurationError
+from drivetrain.callbacks import LearningRateFinder
+from drivetrain.tuner import LRFind, Tuner
+
+
+def test_the_rates_grow_evenly_from_the_first_to_the_last() -> None:  # L-06
+    options = {"min_lr": 1e-4, "max_lr": 1e-1, "num_training": 4, "early_stop_threshold": None, "update_attr": False}
+    found = Tuner(quiet()).lr_find(Net(), loader(), **options)
+    assert found.results["lr"] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
+    found = Tuner(quiet()).lr_find(Net(), loader(), mode="linear", **options)
+    assert found.results["lr"] == pytest.approx([1e-4, 0.0334, 0.0667, 1e-1])
+
+
+def test_the_losses_are_those_of_a_loop_by_hand() -> None:  # L-06
+    torch.manual_seed(0)
+    module = Net()
+    module.net[2] = torch.nn.Identity()
+    rates = [1e-3 * 100 ** (step / 5) for step in range(6)]
+    found = Tuner(quiet()).lr_find(
+        module, loader(20), min_lr=1e-3, max_lr=1e-1, num_training=6, early_stop_threshold=None
+    )
+    optimizer, average, losses = module.configure_optimizers()[0][0], 0.0, []
+    batches = list(loader(20))
+    for step, rate in enumerate(rates):
+        x, y = batches[step % 5]
+        optimizer.param_groups[0]["lr"] = rate
+        loss = torch.nn.functional.mse_loss(module.net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average = 0.98 * average + 0.02 * loss.item()
+        losses.append(average / (1 - 0.98 ** (step + 1)))
+    assert found.results["lr"] == pytest.approx(rates)
+    assert found.results["loss"] == pytest.approx(losses, rel=1e-6)
+
+
+def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:  # L-06
+    rates = [10.0 ** (step / 10 - 6) for step in range(50)]
+    losses = [-math.tanh(step - 30) for step in range(50)]
+    assert LRFind({"lr": rates, "loss": losses}).suggestion() == rates[30]
+    losses[12:25] = [math.nan] * 13
+    assert LRFind({"lr": rates, "loss": losses}).suggestion() == rates[30]
+    assert LRFind({"lr": rates, "loss": losses}).suggestion(skip_begin=31, skip_end=0) == rates[31]
+    assert LRFind({"lr": rates[:11], "loss": losses[:11]}).suggestion() is None
+
+
+def test_it_ends_where_the_loss_diverges() -> None:  # L-06
+    found = Tuner(quiet()).lr_find(Net(), loader(), min_lr=1.0, max_lr=1e12, num_training=200, update_attr=False)
+    assert len(found.results["lr"]) < 200
+
+
+class Named(Net):
+    """Has its learning rate in its hyper-parameters alone."""
+
+    def __init__(self, learning_rate: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        del self.lr
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=self.hparams.learning_rate)
+
+
+def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
+    module = Net()
+    found = Tuner(quiet()).lr_find(module, datamodule=Data(), num_training=15)
+    assert module.lr == found.suggestion()
+    module = Named()
+    found = Tuner(quiet()).lr_find(module, loader(), num_training=15)
+    assert module.hparams.learning_rate == found.suggestion()
+    module = Net()
+    module.rate = 1.0
+    found = Tuner(quiet()).lr_find(module, loader(), num_training=15, attr_name="rate")
+    assert (module.rate, module.lr) == (found.suggestion(), 0.05)
+    Tuner(quiet()).lr_find(module, loader(), num_training=15, update_attr=False)
+    assert module.lr == 0.05
+    with pytest.raises(ConfigurationError, match="no attribute 'alpha'"):
+        Tuner(quiet()).lr_find(module, loader(), attr_name="alpha")
+
+
+def test_what_cannot_be_searched_is_refused() -> None:  # L-06
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            return [SGD(self.net[0].parameters(), 0.1), SGD(self.net[4].parameters(), 0.1)], []
+
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ConfigurationError, match="returned 2 optimizers"):
+        Tuner(quiet()).lr_find(Two(), loader())
+    with pytest.raises(ConfigurationError, match="automatic_optimization is False"):
+        Tuner(quiet()).lr_find(Manual(), loader())
+    for options in ({"mode": "cubic"}, {"min_lr": 1.0, "max_lr": 0.1}, {"num_training": 1}):
+        with pytest.raises(ConfigurationError):
+            Tuner(quiet()).lr_find(Net(), loader(), **options)
+    with pytest.raises(ConfigurationError, match="fast_dev_run"):
+        Tuner(quiet(fast_dev_run=True)).lr_find(Net(), loader())
+    with pytest.raises(ConfigurationError, match="was given a Linear"):
+        Tuner(quiet()).lr_find(torch.nn.Linear(1, 1), loader())
+
+
+def test_the_callback_finds_what_the_tuner_finds(tmp_path: Path) -> None:  # L-06
+    torch.manual_seed(0)
+    module = Net()
+    wanted = Tuner(quiet(seed=1)).lr_find(module, loader(), num_training=15, update_attr=False).suggestion()
+    finder = LearningRateFinder(num_training_steps=15)
+    fit = quiet(seed=1, callbacks=[finder], max_epochs=2)
+    fit.fit(module, loader())
+    assert finder.optimal_lr is not None
+    assert module.lr == finder.optimal_lr.suggestion() == wanted
+    assert fit.lr_schedulers[0].base_lrs == [wanted]
+    fit.save_checkpoint(tmp_path / "kept")
+
+    later = LearningRateFinder(num_training_steps=15)
+    resumed = Net()
+    fit = quiet(seed=1, callbacks=[later], max_epochs=3)
+    fit.fit(resumed, loader(), ckpt_path=tmp_path / "kept")
+    assert later.optimal_lr is None
+    assert resumed.lr == wanted
+
+
+def test_the_callback_searches_for_a_fit_alone() -> None:  # L-06
+    module, finder = Net(), LearningRateFinder()
+    quiet(callbacks=[finder], fast_dev_run=True).fit(module, loader())
+    assert (module.lr, finder.optimal_lr) == (0.05, None)
+
+    class Bringing(Net):
+        def configure_callbacks(self) -> list[Callback]:
+            return [LearningRateFinder()]
+
+    with pytest.raises(ConfigurationError, match="LearningRateFinder came after the run had begun"):
+        quiet().fit(Bringing(), loader())
+
+
+def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:  # L-06
+    found = LRFind({"lr": [0.1, 1.0], "loss": [1.0, 2.0]})
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigurationError, match="needs matplotlib"):
+        found.plot()
+
+
+def test_a_plot_shows_the_losses_and_the_suggestion() -> None:  # L-06
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    rates = [10.0 ** (step / 10 - 6) for step in range(50)]
+    found = LRFind({"lr": rates, "loss": [-math.tanh(step - 30) for step in range(50)]})
+    (axes,) = found.plot(suggest=True).axes
+    curve, mark = axes.lines
+    assert list(curve.get_xdata()) == rates
+    assert list(mark.get_xdata()) == [rates[30]]
+    assert axes.get_xscale() == "log"

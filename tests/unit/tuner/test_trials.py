@@ -1,0 +1,198 @@
+"""After a search everything is as it was before, to the last bit, whichever way the search ended."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from tuner_case import FEATURES, Data, Drawn, Net, data, loader, quiet
+
+from drivetrain import Callback, ConfigurationError, TrainModule
+from drivetrain.callbacks import Checkpoint
+from drivetrain.loggers import CSVLogger
+from drivetrain.precision import MixedPrecision
+from drivetrain.tuner import Tuner
+
+
+class Remembering(Callback):
+    """Knows which hooks were called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def _loader(draws: str) -> DataLoader[Any]:
+    dataset = Drawn(30)
+    if draws == "shuffled":
+        return DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
+    sampler = WeightedRandomSampler([1.0] * 30, 30, generator=torch.Generator().manual_seed(2))
+    return DataLoader(dataset, batch_size=4, sampler=sampler)
+
+
+def _trained(tmp_path: Path, name: str, draws: str, **settings: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    module, loaders, counting = Net(), _loader(draws), Remembering()
+    module.net[0].weight.requires_grad_(False)
+    module.net[1].eval()
+    module.net[4].bias.grad = torch.ones(1)
+    root = tmp_path / name
+    fit = quiet(
+        max_epochs=3,
+        logger=CSVLogger(root),
+        callbacks=[counting, Checkpoint(dirpath=root / "kept")],
+        log_every_n_steps=1,
+        **settings,
+    )
+    if name != "plain":
+        found = Tuner(fit).lr_find(module, loaders, num_training=17, update_attr=False, early_stop_threshold=None)
+        assert len(found.results["lr"]) == 17
+        if name == "twice":
+            assert Tuner(fit).scale_batch_size(module, loaders, init_val=3, max_trials=2) == 6
+        assert not root.exists()
+        assert (fit.state, fit.session, fit.global_step, counting.calls) == ("idle", None, 0, 0)
+        assert module.losses == []
+        assert module.net[4].bias.grad is not None
+        assert [one.training for one in module.net] == [True, False, True, True, True]
+        assert not module.net[0].weight.requires_grad
+    fit.fit(module, loaders)
+    (rows,) = root.rglob("metrics.csv")
+    return {
+        "weights": dict(module.state_dict()),
+        "optimizer": fit.optimizers[0].state_dict()["state"],
+        "rates": fit.lr_schedulers[0].get_last_lr(),
+        "losses": module.losses,
+        "metrics": dict(fit.callback_metrics),
+        "counters": (fit.global_step, fit.current_epoch, fit.samples_seen, counting.calls),
+        "draws": (torch.rand(2), random.random(), float(np.random.rand()), float(loaders.dataset.own.random())),
+        "rows": rows.read_text(),
+    }
+
+
+@pytest.mark.parametrize("draws", ["shuffled", "weighted"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, {"seed": 3, "precision": "16-mixed"}]
+)
+def test_a_fit_after_a_search_is_the_fit_without_one(tmp_path: Path, draws: str, settings: dict[str, Any]) -> None:
+    # L-06
+    plain = _trained(tmp_path, "plain", draws, **settings)
+    for name in ("once", "twice"):
+        after = _trained(tmp_path, name, draws, **settings)
+        assert after.pop("rows") == plain["rows"]
+        for key, value in after.items():
+            torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Broken(Net):
+    """Fails in its fifth step."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 4:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseException) -> None:  # L-06
+    torch.manual_seed(0)
+    module, data = Broken(error), Data()
+    data.own = torch.Generator().manual_seed(1)
+    loaders = _loader("shuffled")
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    draws = (torch.get_rng_state(), random.getstate(), loaders.dataset.own.bit_generator.state)
+    for source in ({"train_dataloaders": loaders}, {"datamodule": data}):
+        with pytest.raises(type(error)):
+            Tuner(quiet()).lr_find(module, **source)
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(draws[0], torch.get_rng_state())
+    assert draws[1:] == (random.getstate(), loaders.dataset.own.bit_generator.state)
+    assert not hasattr(data, "dataset")
+    assert module.lr == 0.05
+
+
+class Counted(IterableDataset[Any]):
+    """A stream that knows where it stands."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(24):
+            self.at += 1
+            yield torch.full((FEATURES,), float(self.at)), torch.ones(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_stands_where_it_stood() -> None:  # L-06
+    stream = Counted()
+    stream.at = 7
+    Tuner(quiet()).lr_find(Net(), DataLoader(stream, batch_size=4), num_training=8)
+    assert stream.at == 7
+
+
+def test_a_scale_that_the_user_holds_is_as_it_was() -> None:  # L-06
+    precision = MixedPrecision("16-mixed", torch.device("cpu"))
+    before = precision.state_dict()
+    Tuner(quiet(precision=precision)).lr_find(Net(), loader(), num_training=8)
+    assert precision.state_dict() == before
+
+
+class Late(Net):
+    """Builds its layers under the strategy."""
+
+    def __init__(self) -> None:
+        TrainModule.__init__(self)
+        self.lr, self.losses, self.net = 0.1, [], None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Linear(FEATURES, 1)
+
+    def configure_callbacks(self) -> Any:
+        raise AssertionError("the module's callbacks have no part in a trial")
+
+
+def test_layers_that_are_built_late_are_not_there_yet() -> None:  # L-06
+    module = Late()
+    Tuner(quiet()).lr_find(module, loader(), num_training=8)
+    assert module.net is None
+    assert list(module.parameters()) == []
+
+
+def test_an_iterator_is_refused_that_would_be_used_up() -> None:  # L-06
+    with pytest.raises(ConfigurationError, match="gives each batch once"):
+        Tuner(quiet()).lr_find(Net(), iter(loader()))
+
+
+def test_a_module_is_refused_that_cannot_be_copied() -> None:  # L-06
+    module = Net()
+    module.handle = (each for each in ())
+    with pytest.raises(ConfigurationError, match="Net cannot be copied"):
+        Tuner(quiet()).lr_find(module, loader())
+
+
+def test_a_loader_with_workers_is_as_it_was() -> None:  # L-06
+    workers = DataLoader(data(40), batch_size=4, num_workers=1, persistent_workers=True)
+    Tuner(quiet()).lr_find(Net(), workers, num_training=12)
+    assert workers._iterator is None
+    assert workers.batch_size == 4
