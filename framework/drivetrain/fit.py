@@ -86,6 +86,8 @@ class Fit(RunReads):
         compile: compile the steps; a dict is passed to `torch.compile`.
         use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
         sync_batchnorm: normalise over all ranks.
+        reload_dataloaders_every_n_epochs: ask the module or the data module for its loaders again as every n-th epoch
+            begins, for what changes from epoch to epoch: batch sizes, lengths, files; 0 keeps them.
         profiler: kept for a later version; refused.
         launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; the name
             that a package has registered, or a `drivetrain.launchers.Launcher`.
@@ -143,6 +145,7 @@ class Fit(RunReads):
         compile: bool | dict[str, Any] = False,
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
         profiler: object | None = None,
         launcher: str | Launcher = "auto",
         environment: str | Environment = "auto",
@@ -193,6 +196,7 @@ class Fit(RunReads):
         self.compile = compile
         self.use_distributed_sampler = use_distributed_sampler
         self.sync_batchnorm = sync_batchnorm
+        self.reload_dataloaders_every_n_epochs = reload_dataloaders_every_n_epochs
         self.launcher = launcher
         self.environment = environment
         self.preemption_signals = preemption_signals

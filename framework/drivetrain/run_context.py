@@ -368,6 +368,7 @@ class RunContext(Protocol):
     compile: bool | dict[str, Any]
     use_distributed_sampler: bool
     sync_batchnorm: bool
+    reload_dataloaders_every_n_epochs: int
     preemption_signals: str | list[str] | None
     barebones: bool
 

@@ -41,6 +41,7 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         _check_count(name, values[name], lowest=1)
     _check_count("check_val_every_n_epoch", values["check_val_every_n_epoch"], lowest=1, none=True)
     _check_count("log_every_n_steps", values["log_every_n_steps"], lowest=0)
+    _check_count("reload_dataloaders_every_n_epochs", values["reload_dataloaders_every_n_epochs"], lowest=0)
     _check_count("num_sanity_val_steps", values["num_sanity_val_steps"], lowest=-1)
     if values["fast_dev_run"] is not True and values["fast_dev_run"] is not False:
         _check_count("fast_dev_run", values["fast_dev_run"], lowest=0)

@@ -190,7 +190,11 @@ class RunCheckpoints:
             return
         from drivetrain._engine.same_run import differences, refuse
 
-        found = differences(self.opened.state().get("made_of"), self._session.made_of)
+        now = self._session.made_of
+        if self._session.reload is not None and not self.opened.progress.get("batch_idx"):
+            # The epoch has not begun: what was saved is of the loader before.
+            now = {name: value for name, value in now.items() if name != "data"}
+        found = differences(self.opened.state().get("made_of"), now)
         refuse(self.opened.path, found, self._allow)
         differing = {one.consent for one in found}
         if differing - self._anew and self._session.strategy.rank == 0:

@@ -38,13 +38,21 @@ class Cursor:
             "begins": list(self.begins),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], source: BatchSource, progress: Progress) -> bool:
+    def load_state_dict(
+        self, state: Mapping[str, Any], source: BatchSource, progress: Progress, new_loader: bool = False
+    ) -> bool:
         """Go on where `state_dict` was taken; ``progress`` is loaded already, and may be counted anew.
+
+        Args:
+            state: as `state_dict` gave it.
+            source: what the run reads now.
+            progress: the counters.
+            new_loader: the epoch, which has not begun, has a loader of its own: it need not be like the one before.
 
         Returns:
             Whether the data is dealt as it was then, so that everything about it can go on bit for bit.
         """
-        alike = (self.world_size, source.stride) == (state["world_size"], state["stride"])
+        alike = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
         if alike:
             self.epoch, self.begins = state["epoch"], Origin(*state["begins"])
         elif progress.batch_idx:

@@ -292,10 +292,12 @@ class RunCheckpoint:
         """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
         run, progress, data = self._run, self._run.progress, state["data"]
         assert run.data is not None
+        if run.reload is not None:
+            run.reload(progress.epoch)
         source = run.data.train
         assert source is not None
         before = progress.batch_idx
-        alike = run.cursor.load_state_dict(data, source, progress)
+        alike = run.cursor.load_state_dict(data, source, progress, run.reload is not None and before == 0)
         if state["loop"] and run.loop is not None:
             validation = state["loop"]["validation"]
             if validation is not None and not alike:

@@ -88,6 +88,10 @@ class RunState:
         """Takes secrets out of hyper-parameters, wherever they go."""
         self.callbacks: list[Callback] = []
         self.data: StageData | None = None
+        self.reload: Callable[[int], None] | None = None
+        """Brings the loaders of an epoch, where they come anew in the course of the run; else None."""
+        self.first_length: int | None = None
+        """Micro-batches of the first epoch, by which the run's steps are estimated where loaders come anew."""
         self.lengths = Lengths(strategy.control)
         self.estimate_was_read = False
         """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""

@@ -56,6 +56,7 @@ from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.monitors import Monitors
+    from drivetrain._engine.reloading import Reloading
 
 logger = logging.getLogger("drivetrain")
 
@@ -102,6 +103,7 @@ class Session(RunState):
         self._teardowns: list[Callable[[str], None]] = []
         """Those still to be called, from when the first set-up is."""
         self._compiled: CompiledSteps | None = None
+        self._reloading: Reloading | None = None
         awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._awaited = awaited
         self._signals = Signals(awaited, self._asked_to_leave)
@@ -194,9 +196,16 @@ class Session(RunState):
             tell_of_unseeded(self.module, trainer.seed)
         self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
-        self.data = StageData(trainer, self.stage, self.module, self.given, dealing, strategy.control)
+        load = partial(StageData, trainer, self.stage, self.module, self.given, dealing, strategy.control)
+        if self.stage == "fit" and trainer.reload_dataloaders_every_n_epochs:
+            from drivetrain._engine.reloading import Reloading  # by whoever has loaders that change
+
+            self._reloading = Reloading(self, trainer.reload_dataloaders_every_n_epochs, load)
+            self._reloading.begin(self.checkpoints.opened)
+        else:
+            self.data = load()
         self.checkpoints.check_data()
-        runner = self._set_up_module(self.data)
+        runner = self._set_up_module(self._data())
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_rank(trainer.seed, strategy.data_rank)
         move = batch_mover(self.module, self.given.datamodule, strategy)
@@ -245,6 +254,8 @@ class Session(RunState):
             save=self.checkpoints.save_before_leaving,
             after_first_batch=self.monitors.after_first_batch,
         )
+        if self._reloading is not None:
+            self._reloading.feed(loop, runner, move)
         self.checkpoints.load()
         if not self.trial:
             logger.info(self.strategy.precision.describe())
@@ -502,7 +513,7 @@ def _settings_alike(trainer: RunContext) -> dict[str, Any]:
         "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
         "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
         "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
-        "inference_mode use_distributed_sampler preemption_signals"
+        "inference_mode use_distributed_sampler preemption_signals reload_dataloaders_every_n_epochs"
     )
     facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
     facts["strategy"] = trainer.strategy.name

@@ -23,7 +23,7 @@ from drivetrain._loops.schedulers import Outlook, Schedulers
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import TrainLimits, TrainLoop
+from drivetrain._loops.train import EpochData, TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.watch import EpochWatch
 from drivetrain._loops.windows import (
@@ -75,13 +75,9 @@ def build_training(
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     data = run.data
     assert data is not None
-    assert data.train is not None
-    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
-    ended = _Ended()
     return TrainLoop(
         step=step,
-        micro_batches=_micro_batches(run, move, tally, ended),
-        exhausted=lambda: ended.seen,
+        data=epoch_data(run, move),
         hooks=run.hooks,
         metrics=metrics,
         progress=run.progress,
@@ -93,7 +89,7 @@ def build_training(
             scheduler_step,
             metrics.agreed,
             lambda: list(metrics.callback_metrics()),
-            Outlook(estimated_steps(run), data.train_length, run.estimate_was_read),
+            Outlook(estimated_steps(run), None if run.reload else data.train_length, run.estimate_was_read),
             tells=strategy.rank == 0,
         ),
         validation=ValidationPlan(
@@ -106,9 +102,6 @@ def build_training(
             tells=strategy.control.rank == 0,
         ),
         control=strategy.control,
-        length=data.train_length,
-        certain=data.train_certain or data.train.stateful,
-        tally=tally,
         lengths=run.lengths,
         log=run.logger_call(),
         saves=run.saves,
@@ -117,6 +110,23 @@ def build_training(
         settle=settle,
         watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
         opening=run.opening,
+        reload=run.reload,
+    )
+
+
+def epoch_data(run: RunState, move: BatchMover | None) -> EpochData:
+    """Return what an epoch is trained on, as the run's data are now."""
+    data = run.data
+    assert data is not None
+    assert data.train is not None
+    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
+    ended = _Ended()
+    return EpochData(
+        micro_batches=_micro_batches(run, move, tally, ended),
+        exhausted=lambda: ended.seen,
+        length=data.train_length,
+        certain=data.train_certain or data.train.stateful,
+        tally=tally,
     )
 
 
@@ -158,7 +168,7 @@ def estimated_steps(run: RunState) -> int | float:
     """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
     trainer, data = run.trainer, run.data
     assert data is not None
-    length = data.train_length
+    length = data.train_length if run.first_length is None else run.first_length
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
     schedule = next((one for one in run.callbacks if one.window_of(0) is not None), None)
@@ -213,7 +223,7 @@ def _step(run: RunState, runner: StepRunner) -> TrainStep:
     if run.closure:
         assert run.data is not None
         assert run.data.train is not None
-        kind = partial(ClosureStep, lasting=run.data.train.lasting)
+        kind = partial(ClosureStep, lasting=run.data.train.lasting and run.reload is None)
         if strategy.precision.scales_loss:
             raise ConfigurationError(
                 f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",

@@ -152,6 +152,7 @@ def _trial_of(trainer: RunReads, stage: str, callback: Any, steps: int) -> Any:
     trial.log_every_n_steps = trial.num_sanity_val_steps = 0
     trial.max_epochs, trial.max_steps, trial.max_time = -1, steps, None
     trial.min_epochs = trial.min_steps = None
+    trial.reload_dataloaders_every_n_epochs = 0
     if isinstance(trial.precision_setting, Precision):  # whose loss scale moves
         trial.precision_setting = copy.deepcopy(trial.precision_setting)
     if stage == "fit":

@@ -63,6 +63,10 @@ class WindowOpening:
         self._buffers: dict[str, Tensor] = {}
         self._in_force = False
 
+    def read_from(self, source: BatchSource) -> None:
+        """Take note of another source from here on, between two epochs."""
+        self._source = source
+
     def begin_epoch(self) -> bool:
         """Take note of what there is, unless windows have one micro-batch: nothing comes between them then.
 

@@ -48,6 +48,25 @@ class TrainLimits:
     log_every_n_steps: int
 
 
+@dataclass(frozen=True, slots=True)
+class EpochData:
+    """What an epoch is trained on.
+
+    Attributes:
+        micro_batches: begins an epoch: ``micro_batches(epoch, first)`` iterates from micro-batch ``first``.
+        exhausted: says whether the epoch's data came to its end, which a loader that keeps its place may have passed.
+        length: micro-batches that an epoch should have; None where nothing says.
+        certain: whether it has exactly as many.
+        tally: of an epoch's batches.
+    """
+
+    micro_batches: Callable[[int, int], Iterator[MicroBatch]]
+    exhausted: Callable[[], bool]
+    length: int | None
+    certain: bool
+    tally: Tally
+
+
 class Opening(Protocol):
     """What a window begins with, where a run may leave within one."""
 
@@ -84,7 +103,7 @@ class TrainLoop:
 
     Args:
         step: what happens to a micro-batch and to a closed window.
-        micro_batches: begins an epoch: ``micro_batches(epoch, first)`` iterates from micro-batch ``first``.
+        data: what an epoch is trained on.
         hooks: who overrode what.
         metrics: where steps log.
         progress: the counters.
@@ -94,9 +113,6 @@ class TrainLoop:
         schedulers: of learning rates.
         validation: when to validate, and how.
         control: the way to the other ranks.
-        length: micro-batches that an epoch should have; None where nothing says.
-        certain: whether it has exactly as many.
-        tally: of an epoch's batches.
         lengths: says which length proved wrong.
         log: sends a dict of numbers to the loggers; None where there is none.
         saves: the checkpoints that were asked for.
@@ -104,15 +120,16 @@ class TrainLoop:
         save: writes what a later run goes on from, where this one ends before its time.
         settle: looks what trains, once the hooks that begin an epoch have been called.
         watch: says what only an epoch as a whole shows.
-        exhausted: says whether the epoch's data came to its end, which a loader that keeps its place may have passed.
         opening: what windows of several micro-batches begin with; None where a run never leaves within one.
+        reload: called with an epoch that begins or goes on; brings its data by `use`, where they change. None where
+            they do not.
     """
 
     def __init__(
         self,
         *,
         step: TrainStep,
-        micro_batches: Callable[[int, int], Iterator[MicroBatch]],
+        data: EpochData,
         hooks: HookTable,
         metrics: MetricStore,
         progress: Progress,
@@ -122,9 +139,6 @@ class TrainLoop:
         schedulers: Schedulers,
         validation: ValidationPlan,
         control: ControlPlane,
-        length: int | None,
-        certain: bool,
-        tally: Tally,
         lengths: Lengths,
         log: Callable[[Mapping[str, torch.Tensor | float]], None] | None,
         saves: SaveRequests,
@@ -132,11 +146,10 @@ class TrainLoop:
         save: Callable[[], None],
         settle: Callable[[], None],
         watch: EpochWatch,
-        exhausted: Callable[[], bool],
         opening: Opening | None,
+        reload: Callable[[int], None] | None,
     ) -> None:
         self._step = step
-        self._micro_batches = micro_batches
         self._hooks = hooks
         self._metrics = metrics
         self._progress = progress
@@ -146,9 +159,6 @@ class TrainLoop:
         self._schedulers = schedulers
         self._validation = validation
         self._control = control
-        self._length = length
-        self._certain = certain
-        self._tally = tally
         self._lengths = lengths
         self._log = log
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
@@ -160,12 +170,25 @@ class TrainLoop:
         self._save = save
         self._settle = settle
         self._watch = watch
-        self._exhausted = exhausted
         self._opening = opening
+        self._reload = reload
+        self._take(data)
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
         self._left_after_last_step = False  # for a signal's sake, before the epoch had come to its end
         self._asked_to_stop: str | None = None  # why, where it was left before it could stop
+
+    def _take(self, data: EpochData) -> None:
+        self._micro_batches = data.micro_batches
+        self._exhausted = data.exhausted
+        self._length = data.length
+        self._certain = data.certain
+        self._tally = data.tally
+
+    def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
+        """Train and validate on other data from here on, between two epochs."""
+        self._take(data)
+        self._validation.renew(validate, data.length)
 
     # What a checkpoint keeps
 
@@ -193,6 +216,8 @@ class TrainLoop:
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
         while not self._finished() or (resumed is not None and resumed.get("left_after_last_step")):
+            if self._reload is not None:
+                self._reload(self._progress.epoch)
             self._validation.begin_epoch(self._progress)
             begins = self._progress.batch_idx == 0
             if begins:

@@ -39,19 +39,41 @@ class ValidationPlan:
         metrics: MetricStore,
         tells: bool,
     ) -> None:
-        self._validate = validate
+        self._wanted = interval
         self._every_n_epochs = every_n_epochs
         self._stop = stop
         self._metrics = metrics
-        self._interval = None if validate is None else _in_micro_batches(interval, every_n_epochs, length)
         self._is_part = isinstance(interval, float)
-        self._tells_short = tells and length is None
-        self._length = length
+        self._tells = tells
+        self._said_longer = False
+        self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
         self._due = False
         self._progress: Progress | None = None
         self._ran_at = -1
         self.next_at = -1
         """The count of the epoch's micro-batches after which to call `run`; -1 for never."""
+
+    def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
+        """Go by other data from here on, between two epochs. An interval that has become too long is the epoch's."""
+        wanted = self._wanted
+        if validate is not None and self._every_n_epochs is not None and type(wanted) is int and length is not None:
+            if wanted > length and self._tells and not self._said_longer:
+                self._said_longer = True
+                logger.warning(
+                    "val_check_interval=%d is more than the %d micro-batches that an epoch has by now: validation runs "
+                    "at its end. Said once.",
+                    wanted,
+                    length,
+                )
+            wanted = min(wanted, length)
+        interval = None if validate is None else _in_micro_batches(wanted, self._every_n_epochs, length)
+        self._set(validate, length, interval)
+
+    def _set(self, validate: Callable[[], object] | None, length: int | None, interval: int | None) -> None:
+        self._validate = validate
+        self._interval = interval
+        self._tells_short = self._tells and length is None
+        self._length = length
 
     def begin_epoch(self, progress: Progress) -> None:
         """Look ahead into the epoch that starts or goes on."""

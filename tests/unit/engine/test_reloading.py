@@ -1,0 +1,288 @@
+"""Loaders that come again every so many epochs: when, and in runs that go on. Row L-07."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, random_split
+
+from drivetrain import Callback, ConfigurationError, DataModule, Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
+
+SAMPLES = 24
+
+
+def quiet(**settings: Any) -> Fit:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "reload_dataloaders_every_n_epochs": 1,
+        "seed": 4,
+    }
+    return Fit(**{**options, **settings})
+
+
+class Sequences(Dataset[Any]):
+    """Sequences of one length, each of its own number."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.linspace(0, 1, 8)[: self.length] * (index + 1) / SAMPLES
+
+
+class Scheduled(DataModule):
+    """Batches and sequences grow from epoch to epoch. A part is held out by chance."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    def train_dataloader(self) -> Any:
+        epoch = self.trainer.current_epoch
+        self.asked.append(("train", epoch))
+        kept, _ = random_split(Sequences(2 + epoch), [SAMPLES - 2 * epoch, 2 * epoch])
+        return DataLoader(kept, batch_size=2 * (epoch + 1), shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        self.asked.append(("val", self.trainer.current_epoch))
+        return DataLoader(Sequences(2), batch_size=6)
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, generator=generator))
+        self.dropout = nn.Dropout(0.3)
+        self.seen: list[tuple[int, list[int], int]] = []
+        self.rates: list[float] = []
+
+    def loss(self, batch: Any) -> Any:
+        _, x = batch
+        return (self.dropout(x) * self.weight[: x.shape[1]]).sum(1).sub(1).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((self.current_epoch, batch[0].tolist(), batch[1].shape[1]))
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / total))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(("every", "epochs"), [(0, [0]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4])])
+def test_loaders_come_at_every_nth_epoch(every: int, epochs: list[int]) -> None:  # L-07
+    source, net = Scheduled(), Net()
+    fit = quiet(max_epochs=5, reload_dataloaders_every_n_epochs=every)
+    fit.fit(net, datamodule=source)
+    assert source.asked == [(kind, epoch) for epoch in epochs for kind in ("train", "val")]
+    for epoch in range(5):
+        of = epoch - epoch % every if every else 0
+        batches = [samples for number, samples, _ in net.seen if number == epoch]
+        together = [sample for samples in batches for sample in samples]
+        assert {len(samples) for samples in batches[:-1]} == {2 * (of + 1)}
+        assert len(set(together)) == len(together) == SAMPLES - 2 * of
+        assert {length for number, _, length in net.seen if number == epoch} == {2 + of}
+    assert fit.num_training_batches == len([one for one in net.seen if one[0] == 4])
+
+
+class Plain(Net):
+    """Has one data set throughout, and batches as the epoch wants them."""
+
+    def __init__(self, grows: bool) -> None:
+        super().__init__()
+        self.grows = grows
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Sequences(3), batch_size=2 + self.current_epoch if self.grows else 2, shuffle=True)
+
+
+def test_the_order_of_an_epoch_is_that_of_its_seed_and_number() -> None:  # L-07
+    orders = []
+    for grows, every in ((True, 1), (False, 1), (False, 0)):
+        net = Plain(grows)
+        quiet(max_epochs=3, reload_dataloaders_every_n_epochs=every, limit_val_batches=0).fit(net)
+        orders.append([(epoch, sample) for epoch, samples, _ in net.seen for sample in samples])
+    assert orders[0] == orders[1] == orders[2]
+
+
+def _state(fit: Fit, net: Net) -> dict[str, Any]:
+    return {
+        "weights": dict(net.state_dict()),
+        "optimizer": fit.optimizers[0].state_dict()["state"],
+        "rates": net.rates[-1],
+        "seen": net.seen[-1],
+        "counters": (fit.global_step, fit.samples_seen, fit.micro_batches, fit.current_epoch),
+        "val": fit.callback_metrics["val"],
+    }
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "val_check_interval": 0.5}])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
+    every: int, settings: dict[str, Any], tmp_path: Path
+) -> None:  # L-07
+    options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every, **settings}
+    by_step = Checkpoint(tmp_path / "steps", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    by_epoch = Checkpoint(tmp_path / "epochs", filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+    net = Net()
+    fit = quiet(callbacks=[by_step, by_epoch], **options)
+    fit.fit(net, datamodule=Scheduled())
+    wanted = _state(fit, net)
+    steps = sorted((tmp_path / "steps").glob("*=*"), key=lambda path: int(path.name.rpartition("=")[2]))
+    assert len(steps) == fit.global_step
+    for path in (*steps[:-1:3], *sorted((tmp_path / "epochs").glob("*=*"))[:-1]):
+        net = Net()
+        fit = quiet(**options)
+        fit.fit(net, datamodule=Scheduled(), ckpt_path=path)
+        for name, value in _state(fit, net).items():
+            torch.testing.assert_close(
+                value, wanted[name], rtol=0, atol=0, msg=lambda text, path=path, name=name: f"{path} {name}: {text}"
+            )
+
+
+def test_a_run_that_was_stopped_goes_on_with_more_epochs(tmp_path: Path) -> None:  # L-07
+    net = Net()
+    fit = quiet(max_epochs=4)
+    fit.fit(net, datamodule=Scheduled())
+    wanted = _state(fit, net)
+    kept = tmp_path / "kept"
+    for limit in ({"max_epochs": 2}, {"max_epochs": 4, "max_steps": 14}):
+        first = quiet(**limit)
+        # The schedule's length is that of the whole run.
+        half = Net()
+        half.configure_optimizers = lambda half=half: _over(half, 48)  # type: ignore[method-assign]
+        first.fit(half, datamodule=Scheduled())
+        first.save_checkpoint(kept)
+        rest, source = Net(), Scheduled()
+        fit = quiet(max_epochs=4)
+        rest.configure_optimizers = lambda rest=rest: _over(rest, 48)  # type: ignore[method-assign]
+        fit.fit(rest, datamodule=source, ckpt_path=kept)
+        torch.testing.assert_close(_state(fit, rest), wanted, rtol=0, atol=0)
+
+
+def _over(net: Net, total: int) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / total))
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Back(Callback):
+    """Saves within the second epoch, and goes back to it once from the fourth."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.went = False
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 1) and not self.went:
+            trainer.defer_save(lambda: trainer.save_checkpoint(self.path))
+        if (trainer.current_epoch, batch_idx) == (3, 0) and not self.went:
+            self.went = True
+            trainer.roll_back(self.path)
+
+
+def test_going_back_brings_the_loaders_of_that_epoch(tmp_path: Path) -> None:  # L-07
+    net = Net()
+    fit = quiet(max_epochs=4)
+    fit.fit(net, datamodule=Scheduled())
+    wanted = _state(fit, net)
+    source, net = Scheduled(), Net()
+    fit = quiet(max_epochs=4, callbacks=[Back(tmp_path / "kept")])
+    fit.fit(net, datamodule=source)
+    assert [epoch for kind, epoch in source.asked if kind == "train"] == [0, 1, 2, 3, 1, 2, 3]
+    torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)
+
+
+def test_a_loader_that_was_given_stays(caplog: pytest.LogCaptureFixture) -> None:  # L-07
+    caplog.set_level("INFO", "drivetrain")
+    net, loader = Net(), DataLoader(Sequences(3), batch_size=4)
+    quiet(max_epochs=2).fit(net, loader)
+    assert caplog.text.count("fit was given its training loader: that one stays as it is") == 1
+    assert {length for _, _, length in net.seen} == {3}
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, "1"])
+def test_what_is_no_count_is_refused(value: Any) -> None:  # L-07
+    with pytest.raises(ConfigurationError, match="reload_dataloaders_every_n_epochs"):
+        quiet(reload_dataloaders_every_n_epochs=value)
+
+
+class Short(Scheduled):
+    """Has ever fewer batches."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
+
+
+def test_an_interval_that_an_epoch_outgrew_is_the_epochs_own(caplog: pytest.LogCaptureFixture) -> None:  # L-07
+    class Counting(Net):
+        ran: tuple[int, ...] = ()
+
+        def on_validation_end(self) -> None:
+            self.ran += (self.trainer.global_step,)
+
+    net = Counting()
+    quiet(max_epochs=3, val_check_interval=3).fit(net, datamodule=Short())
+    assert net.ran == (3, 6, 9, 11)
+    assert caplog.text.count("val_check_interval=3 is more than the 2 micro-batches") == 1
+
+
+def test_workers_of_a_loader_end_with_it() -> None:  # L-07
+    others = set(torch.multiprocessing.active_children())
+
+    class Working(Scheduled):
+        workers: tuple[int, ...] = ()
+
+        def train_dataloader(self) -> Any:
+            self.workers += (len(set(torch.multiprocessing.active_children()) - others),)
+            return DataLoader(Sequences(2), 6, num_workers=1, persistent_workers=True)
+
+    source = Working()
+    quiet(max_epochs=3, limit_val_batches=0).fit(Net(), datamodule=source)
+    assert source.workers == (0, 0, 0)
+    assert set(torch.multiprocessing.active_children()) == others
+
+
+class Interrupting(Callback):
+    """Asks to leave within a window of the third epoch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (2, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_left_within_a_window_goes_on_there(tmp_path: Path) -> None:  # L-07
+    options = {"max_epochs": 4, "accumulate_grad_batches": 2}
+    net = Net()
+    fit = quiet(**options)
+    fit.fit(net, datamodule=Scheduled())
+    wanted = _state(fit, net)
+    with pytest.raises(SystemExit):
+        quiet(callbacks=[Interrupting(), Checkpoint(tmp_path)], **options).fit(Net(), datamodule=Scheduled())
+    net = Net()
+    fit = quiet(**options, callbacks=[Checkpoint(tmp_path)])
+    fit.fit(net, datamodule=Scheduled(), ckpt_path="last")
+    assert net.seen[0][0] == 2
+    torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)
