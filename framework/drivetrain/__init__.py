@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain import launchers as launchers
     from drivetrain import loggers as loggers
     from drivetrain import precision as precision
+    from drivetrain import profilers as profilers
     from drivetrain import strategies as strategies
     from drivetrain import testing as testing
     from drivetrain import tuner as tuner
@@ -63,6 +64,7 @@ _SUBMODULES = frozenset(
         "launchers",
         "loggers",
         "precision",
+        "profilers",
         "strategies",
         "testing",
         "tuner",
@@ -91,6 +93,7 @@ __all__ = [
     "launchers",
     "loggers",
     "precision",
+    "profilers",
     "seed_everything",
     "strategies",
     "testing",

@@ -37,6 +37,7 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.log_queue import LogQueue
+    from drivetrain.profilers import Profiler
 
 Limit = int | float | None
 
@@ -88,7 +89,8 @@ class Fit(RunReads):
         sync_batchnorm: normalise over all ranks.
         reload_dataloaders_every_n_epochs: ask the module or the data module for its loaders again as every n-th epoch
             begins, for what changes from epoch to epoch: batch sizes, lengths, files; 0 keeps them.
-        profiler: kept for a later version; refused.
+        profiler: what measures where a run's time goes: "simple", "advanced", "pytorch", the name that a package has
+            registered, or a `drivetrain.profilers.Profiler`.
         launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; the name
             that a package has registered, or a `drivetrain.launchers.Launcher`.
         environment: who started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", the name
@@ -146,7 +148,7 @@ class Fit(RunReads):
         use_distributed_sampler: bool = True,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
-        profiler: object | None = None,
+        profiler: str | Profiler | None = None,
         launcher: str | Launcher = "auto",
         environment: str | Environment = "auto",
         preemption_signals: str | list[str] | None = "auto",
@@ -224,6 +226,11 @@ class Fit(RunReads):
             model_summary=enable_model_summary,
             checkpointing=enable_checkpointing,
         )
+        self.given_profiler = None
+        if profiler is not None:
+            from drivetrain.profilers._by_name import profiler_of  # by who names one
+
+            self.given_profiler = profiler_of(profiler)
         self.state = "idle"
         self.session = None
         self.built_unseeded = False

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from drivetrain.environments import Environment
     from drivetrain.loggers import Logger
     from drivetrain.precision import Precision
+    from drivetrain.profilers import Profiler
     from drivetrain.strategies.strategy import Strategy
 
 
@@ -163,6 +164,19 @@ class RunContext(Protocol):
 
     def print(self, *args: Any, **options: Any) -> None:
         """Print on rank 0, on a line of its own above the progress bar."""
+
+    # Profiling
+
+    @property
+    def profiler(self) -> Profiler:
+        """What measures the run; where `Fit` was given none, one whose spans do nothing.
+
+        ``with self.trainer.profiler.profile("augmentation"): ...`` is a phase of its own in the table and the trace.
+        """
+
+    @property
+    def profiles(self) -> bool:
+        """Whether `Fit` was given a profiler."""
 
     # Callbacks, and the end of the run
 

@@ -11,7 +11,7 @@ PROMISED = {
         *("Fit", "TrainModule", "Callback", "DataModule", "Strategy", "Precision", "Logger", "RunContext"),
         *("seed_everything", "DrivetrainError", "ConfigurationError", "CheckpointError", "DistributedError"),
         *("NonFiniteError", "LossSpikeError", "callbacks", "loggers", "precision", "data", "checkpoint"),
-        *("environments", "launchers", "strategies", "testing", "tuner"),
+        *("environments", "launchers", "profilers", "strategies", "testing", "tuner"),
     ],
     "drivetrain.callbacks": [
         *(
@@ -45,6 +45,10 @@ PROMISED = {
         ),
     ],
     "drivetrain.loggers": ["CSVLogger", "Logger", "TensorBoardLogger"],
+    "drivetrain.profilers": [
+        *("AdvancedProfiler", "PassThroughProfiler", "PhaseRow", "ProfiledRun", "Profiler", "PyTorchProfiler"),
+        "SimpleProfiler",
+    ],
     "drivetrain.precision": [
         *("DoublePrecision", "FullPrecision", "HalfPrecision", "MixedPrecision", "Precision", "resolve_precision"),
     ],

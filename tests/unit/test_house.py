@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"_distributed", "environments", "precision"},
     {"_metrics", "checkpoint", "launchers"},
     {"runs"},
-    {"loggers"},
+    {"loggers", "profilers"},
     {"strategies"},
     {"run_context"},  # what all above may know of a run
     {"callback", "module"},
@@ -229,6 +229,7 @@ def test_public_packages_are_those_of_the_contract() -> None:
         "loggers",
         "module",
         "precision",
+        "profilers",
         "runs",
     }
     ours = {f"drivetrain.{name}" for name in promised | {"strategies", "testing", "tuner"}}
@@ -394,8 +395,22 @@ NAMES_ASKED_FOR = {
     "drivetrain._engine.launching": {"ddp", "single_device"},  # what "auto" means
     "drivetrain.fit": {"32-true"},  # the default
 }
-KINDS = tuple(f"drivetrain{kind}" for kind in (".callbacks", ".loggers", ".launchers", ".environments", ".precision"))
-INTERFACES = {"Callback", "Logger", "Launcher", "Strategy", "Work", "World", "Environment", "Precision"}
+KINDS = tuple(
+    f"drivetrain{kind}"
+    for kind in (".callbacks", ".loggers", ".launchers", ".environments", ".precision", ".profilers")
+)
+INTERFACES = {
+    "Callback",
+    "Logger",
+    "Launcher",
+    "Strategy",
+    "Work",
+    "World",
+    "Environment",
+    "Precision",
+    "Profiler",
+    "ProfiledRun",
+}
 
 
 def asked_by_name(name: str, source: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""What `Fit` takes by name, ours and other packages': one manner for all five. K-03, G-06."""
+"""What `Fit` takes by name, ours and other packages': one manner for all six. K-03, G-06."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from drivetrain import ConfigurationError, Fit, Logger, Precision
+from drivetrain import ConfigurationError, Fit, Logger, Precision, TrainModule
 from drivetrain._config.entry_points import Names
 from drivetrain.environments import Environment, Placement, PlainEnvironment, environment_by_name
 from drivetrain.launchers import FunctionLauncher, named_launcher
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from drivetrain.precision import FullPrecision, resolve_precision
+from drivetrain.profilers import PassThroughProfiler, Profiler, SimpleProfiler
 from drivetrain_strategies import DDPStrategy, SingleDeviceStrategy
 
 CPU = torch.device("cpu")
@@ -47,6 +49,23 @@ class Fine(Precision):
     name = "fine"
 
 
+class Counting(Profiler):
+    """Counts how often each phase was started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def start(self, phase: str) -> None:
+        self.counts[phase] = self.counts.get(phase, 0) + 1
+
+    def stop(self, phase: str) -> None:
+        assert self.counts[phase]
+
+    def summary(self) -> str:
+        return f"forward {self.counts['forward']}"
+
+
 class OneDevice(SingleDeviceStrategy):
     pass
 
@@ -66,6 +85,7 @@ CASES = {  # by setting: the group, one of ours, and what a third party register
     "logger": ("drivetrain.loggers", "csv", "Kept"),
     "environment": ("drivetrain.environments", "plain", "Farm"),
     "precision": ("drivetrain.precision", "32-true", "Fine"),
+    "profiler": ("drivetrain.profilers", "simple", "Counting"),
 }
 
 
@@ -92,6 +112,7 @@ def test_nobody_takes_one_of_our_names(tmp_path: Path, monkeypatch: pytest.Monke
         "logger": (fit.loggers[0], CSVLogger),
         "environment": (environment_by_name("plain"), PlainEnvironment),
         "precision": (resolve_precision("32-true", CPU), FullPrecision),
+        "profiler": (fit.profiler, SimpleProfiler if setting == "profiler" else PassThroughProfiler),
     }
     one, kind = made[setting]
     assert type(one) is kind
@@ -118,7 +139,7 @@ def test_names_of_ours_are_known_without_metadata(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("nobody asked for anything of another package")
 
     monkeypatch.setattr("importlib.metadata.entry_points", read)
-    Fit(**QUIET, logger=["csv"], launcher="fork", environment="slurm", precision="bf16")
+    Fit(**QUIET, logger=["csv"], launcher="fork", environment="slurm", precision="bf16", profiler="simple")
     assert isinstance(environment_by_name("plain"), PlainEnvironment)
     assert resolve_precision("bf16", CPU).name == "bf16-mixed"
 
@@ -186,3 +207,33 @@ def test_an_environment_and_a_precision_are_made_by_name(tmp_path: Path, monkeyp
     install(other, monkeypatch, "drivetrain.precision", fine=f"{__name__}:Fine")
     assert type(resolve_precision("fine", CPU)) is Fine
     assert Fit(**QUIET, precision="fine").precision_setting == "fine"
+
+
+# Profilers
+
+
+def test_a_profiler_of_another_package_is_made_by_name_and_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # K-03
+    install(tmp_path, monkeypatch, "drivetrain.profilers", cargo=f"{__name__}:Counting")
+    monkeypatch.setenv("DRIVETRAIN_PROFILER", "cargo")
+    fit = Fit(**QUIET, logger=False, enable_model_summary=False, max_epochs=1, default_root_dir=tmp_path / "runs")
+
+    class Net(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    fit.fit(Net(), DataLoader(torch.ones(6, 2), batch_size=2))  # type: ignore[arg-type]
+    assert isinstance(fit.profiler, Counting)
+    assert fit.profiler.counts["forward"] == fit.profiler.counts["optimizer"] == 3
+    assert "forward 3" in capsys.readouterr().out
+    assert fit.log_dir is not None
+    assert Path(fit.log_dir, "profile", "fit-counting-rank-0.txt").read_text() == "forward 3"

@@ -70,13 +70,12 @@ def check_arguments(values: Mapping[str, Any], chosen: frozenset[str]) -> None:
         )
     if not isinstance(values["compile"], Mapping):
         _check_switch("compile", values["compile"], (True, False), " or a dict of torch.compile's options")
-    for name in ("profiler", "plugins"):
-        if values[name] is not None:
-            raise ConfigurationError(
-                f"{name}={values[name]!r}.",
-                "this version has nothing to plug in there: the name is kept for a later one.",
-                "drop it; wrap fit in torch.profiler, and pass objects as strategy=, precision= or environment=.",
-            )
+    if values["plugins"] is not None:
+        raise ConfigurationError(
+            f"plugins={values['plugins']!r}.",
+            "this version has nothing to plug in there: the name is kept for a later one.",
+            "drop it, and pass objects as strategy=, precision= or environment=.",
+        )
     if values["barebones"]:
         _check_barebones(values, chosen)
 

@@ -56,6 +56,14 @@ class BatchMover:
             batch = change(batch, dataloader_idx)
         return batch
 
+    def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around each thing that is done to a batch, before the first is moved."""
+        self._before = [around(hook) for hook in self._before]
+        self._transfer = None if self._transfer is None else around(self._transfer)
+        self._finish = [around(change) for change in self._finish]
+        if self.prefetcher is not None:
+            self.prefetcher.wrap(around)
+
     @property
     def prefetcher(self) -> Prefetcher | None:
         """What copies ahead, one for the whole run: each has a stream, whose memory no other stream can use."""

@@ -66,7 +66,7 @@ class RunCheckpoints:
         """
         session = self._session
         self._looked_in = self._folders()
-        saves = any(one.wants_run_folder for one in session.callbacks)
+        saves = session.profiling.wants_folder or any(one.wants_run_folder for one in session.callbacks)
         if session.trainer.loggers or saves or self._path is not None:
             from drivetrain._engine.run_beginning import begin
 
@@ -205,7 +205,8 @@ class RunCheckpoints:
     def load(self) -> None:
         """Go on from what was opened, if anything. Collective."""
         if self.opened is not None:
-            self._contents().load(self.opened, anew=self._anew)
+            with self._session.profiling.span("checkpoint"):
+                self._contents().load(self.opened, anew=self._anew)
             self._session.trainables.resuming(self._frozen() is not None)
 
     def restore_trainables(self) -> None:
@@ -293,7 +294,8 @@ class RunCheckpoints:
     def load_weights(self) -> None:
         """Take the weights of what was opened, if anything. Collective."""
         if self.opened is not None:
-            self._contents().load_weights(self.opened)
+            with self._session.profiling.span("checkpoint"):
+                self._contents().load_weights(self.opened)
             self.opened.close()
 
     def _folders(self) -> list[str]:
@@ -361,7 +363,8 @@ class RunCheckpoints:
             # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
             session.saves.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
         else:
-            self.write(path, weights_only, trainable_only=trainable_only)
+            with session.profiling.span("checkpoint"):
+                self.write(path, weights_only, trainable_only=trainable_only)
 
     def write(
         self,
@@ -470,7 +473,8 @@ class RunCheckpoints:
             CheckpointError: it could not be.
         """
         if self._background is not None:
-            self._background.finish()
+            with self._session.profiling.span("checkpoint"):
+                self._background.finish()
 
     def abandon(self) -> None:
         """Wait for what is being written; the run failed already."""

@@ -47,7 +47,7 @@ def build_evaluation(
         hooks=run.hooks,
         metrics=run.metrics,
         position=run.position,
-        sources=run.data.sources[stage],
+        sources=[run.profiling.evaluated(one) for one in run.data.sources[stage]],
         limits=run.data.limits[stage] if limits is None else limits,
         lengths=run.lengths,
         move=_safe(run, stage, move),
@@ -69,7 +69,8 @@ def build_validation(run: RunState, runner: StepRunner, move: Move | None) -> Ca
         within = run.opening if run.progress.within_window else None
         with within.evaluating() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
             try:
-                return evaluate()
+                with run.profiling.span("validation"):
+                    return evaluate()
             except Exception:
                 if early is not None:
                     with suppress(Exception):  # on a device that has failed
@@ -96,7 +97,7 @@ def build_prediction(run: RunState, runner: StepRunner, move: Move | None) -> Ca
         hooks=run.hooks,
         metrics=run.metrics,
         position=run.position,
-        sources=run.data.sources["predict"],
+        sources=[run.profiling.evaluated(one) for one in run.data.sources["predict"]],
         limits=run.data.limits["predict"],
         lengths=run.lengths,
         move=_safe(run, "predict", move),
@@ -128,7 +129,7 @@ def try_validation(run: RunState, runner: StepRunner, move: Move | None, note: C
     if steps != -1:
         limits = [steps if limit is None else min(steps, limit) for limit in limits]
     run.sanity_checking = True
-    with _draws_apart(run), run.buffers.aside():
+    with run.profiling.span("sanity check"), _draws_apart(run), run.buffers.aside():
         for hook in hooks.on_sanity_check_start:
             hook()
         build_evaluation(run, "validate", runner, move, limits)()

@@ -108,10 +108,9 @@ def run_here(request: Request, place: Place) -> Any:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
-    session = Session(*request, strategy, place)
+    session = Session(*request, strategy, place, None if trainer.session is None else trainer.session.folder)
     if stage != "fit":
         session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
-    session.folder.before = None if trainer.session is None else trainer.session.folder
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()

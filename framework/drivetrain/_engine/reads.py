@@ -26,6 +26,7 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain.callbacks import Checkpoint
+    from drivetrain.profilers import Profiler
 
 
 class RunReads(RunContext):
@@ -44,6 +45,9 @@ class RunReads(RunContext):
 
     session: Session | None
     """The run that is under way, or the last one."""
+
+    given_profiler: Profiler | None
+    """What measures runs; None where nothing does."""
 
     @property
     def metrics(self) -> MetricStore:
@@ -217,6 +221,18 @@ class RunReads(RunContext):
     @property
     def logger(self) -> Logger | None:
         return self.loggers[0] if self.loggers else None
+
+    @property
+    def profiler(self) -> Profiler:
+        if self.given_profiler is None:
+            from drivetrain.profilers import PassThroughProfiler  # by spans in a run that nobody profiles
+
+            return PassThroughProfiler()
+        return self.given_profiler
+
+    @property
+    def profiles(self) -> bool:
+        return self.given_profiler is not None
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "drivetrain_logs"
 """What runs without loggers are called."""
 
+_PROFILER = "The profiler"
+
 
 class RunPlace(NamedTuple):
     """Where runs of one name have their folders.
@@ -53,9 +55,11 @@ def place_of_run(run: RunState) -> RunPlace | None:
             # What this very Fit has evaluated beforehand is logged there already.
             place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
         return place
-    if not any(one.wants_run_folder for one in run.callbacks):
+    saves = any(one.wants_run_folder for one in run.callbacks)
+    if not saves and not run.profiling.wants_folder:
         return None
-    return RunPlace(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, "Checkpoint", for_checkpoints=True)
+    whose = "Checkpoint" if saves else _PROFILER
+    return RunPlace(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, whose, for_checkpoints=saves)
 
 
 def place_of_logger(first: Logger, loggers: Sequence[Logger]) -> RunPlace:
@@ -160,6 +164,12 @@ def is_in(one: Logger, folder: str) -> bool:
 
 def cannot_write(place: RunPlace, problem: str) -> tuple[str, str, str]:
     """Return the what, why and fix of the error that says so."""
+    if place.whose == _PROFILER:
+        return (
+            f"{place.whose} cannot write to {place.path!r}: {problem}.",
+            "what it measures would be lost at the end of the run.",
+            "give Fit a default_root_dir that can be written to, or the profiler a dirpath.",
+        )
     return (
         f"{place.whose} cannot write to {place.path!r}: {problem}.",
         AT_THE_FIRST_SAVE if place.for_checkpoints else AT_THE_FIRST_ROW,

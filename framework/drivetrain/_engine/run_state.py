@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +31,76 @@ from drivetrain.data._ahead import ReadAhead
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._engine.batches import BatchMover
+    from drivetrain._loops.step import TrainStep
+    from drivetrain._loops.windows import MicroBatch
+    from drivetrain.data._source import BatchSource
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Unprofiled:
+    """How a run is built that nobody profiles: from the parts as they are. `Profiling` wraps them."""
+
+    train_loop: type[TrainLoop] = TrainLoop
+    """The class of the training loop."""
+
+    @property
+    def wants_folder(self) -> bool:
+        """Whether the run needs a folder for a profile."""
+        return False
+
+    def begin(self) -> None:
+        """Begin to measure."""
+
+    def compare_ranks(self) -> None:
+        """Let the ranks tell each other what they measured. Collective."""
+
+    def end(self) -> None:
+        """Show and write what was measured, also of a run that failed."""
+
+    def span(self, phase: str) -> AbstractContextManager[Any]:
+        """Return a context that is a phase; for what comes once a run or an epoch."""
+        return nullcontext(phase)
+
+    def call(self, phase: str, function: F) -> F:
+        """Return ``function`` as a phase."""
+        del phase
+        return function
+
+    def hooks(self, table: HookTable) -> HookTable:
+        """Return the hooks, each a phase."""
+        return table
+
+    def mover(self, move: BatchMover | None) -> BatchMover | None:
+        """Return what brings batches to the device."""
+        return move
+
+    def source(self, source: BatchSource) -> BatchSource:
+        """Return a source of training's micro-batches."""
+        return source
+
+    def evaluated(self, source: BatchSource) -> BatchSource:
+        """Return a source of an evaluation's micro-batches."""
+        return source
+
+    def windows(
+        self, micro_batches: Callable[[int, int], Iterator[MicroBatch]]
+    ) -> Callable[[int, int], Iterator[MicroBatch]]:
+        """Return what begins an epoch of training."""
+        return micro_batches
+
+    def step(self, step: TrainStep) -> TrainStep:
+        """Return what trains on a micro-batch."""
+        return step
+
+    def knows_folder(self) -> None:
+        """Take note that the run's folder is known."""
+
+    def knows_data(self, loaders: Iterable[Any]) -> None:
+        """Take note of the loaders, as the user gave them."""
 
 
 class RunState:
@@ -103,6 +174,8 @@ class RunState:
         self.base: dict[str, str] = {}
         """Checksums of parameters that have never trained, for checkpoints that leave them out."""
         self.pass_over_training_data: Callable[[], None] | None = None
+        self.profiling = Unprofiled()
+        """How what the loops are built from is timed."""
         self._hooks: HookTable | None = None
         self._trainables: Trainables | None = None
 
@@ -148,7 +221,7 @@ class RunState:
         """Return what sends numbers to the loggers, or None where there are none on this rank."""
         if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
             return None
-        return self.trainer.log_metrics
+        return self.profiling.call("loggers", self.trainer.log_metrics)
 
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of how the data is dealt."""

@@ -26,6 +26,7 @@ from drivetrain._engine.handshake import facts_about, shake_hands
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.rank_log import RankLog
+from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
@@ -41,8 +42,10 @@ from drivetrain._engine.training import (
     set_up_stopping,
     under_context,
 )
+from drivetrain._loops.evaluate import NAMES
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.stopping import how_it_ended
+from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
@@ -77,6 +80,7 @@ class Session(RunState):
         trial: nobody keeps what it trains.
         strategy: where.
         place: this process among all.
+        before: the folder of the last run of the same `Fit`.
     """
 
     def __init__(
@@ -91,9 +95,11 @@ class Session(RunState):
         trial: bool,
         strategy: Strategy,
         place: Place,
+        before: RunFolder | None = None,
     ) -> None:
         super().__init__(trainer, stage, module, given, return_predictions, strategy, trial)
         self.place = place
+        self.folder.before = before
         self.checkpoints = RunCheckpoints(self, ckpt_path, allow)
         self.last_line: str | None = None
         """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
@@ -111,6 +117,10 @@ class Session(RunState):
         named = writes and trainer.settings["default_root_dir"].source != "default"
         root = trainer.default_root_dir if named else None
         self._log = RankLog(self.folder, strategy.rank, strategy.world_size, otherwise=root)
+        if trainer.profiles:
+            from drivetrain._engine.profiling import Profiling  # by runs that somebody profiles
+
+            self.profiling = Profiling(self, trainer.profiler, before)
         self._why = ""  # in words, it ended
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
@@ -144,6 +154,7 @@ class Session(RunState):
                 for child, training in flags:
                     child.training = training
                 self._detach()
+                self.profiling.end()
         if self._left_with is not None:
             self._requeue(self.stop.leaving)
             raise self._left_with
@@ -158,11 +169,22 @@ class Session(RunState):
     # The course of a run
 
     def _run(self) -> Any:
-        trainer, strategy = self.trainer, self.strategy
+        self.profiling.begin()
+        with self.profiling.span("set-up"):
+            runner, move = self._prepare()
+        result = self._stage_result(runner, move)
+        with self.profiling.span("taking down"):
+            self._take_down()
+        return result
+
+    def _prepare(self) -> tuple[StepRunner, BatchMover | None]:
+        """Set up everything that all stages have."""
+        trainer, strategy, profiling = self.trainer, self.strategy, self.profiling
         apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
         if trainer.seed is not None:
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
-        strategy.setup_environment()
+        with profiling.span("setup_environment"):
+            strategy.setup_environment()
         check_control_plane(strategy, self.place.placement)
         check_devices_apart(strategy)
         if self.place.world is not None and strategy.world_size > 1:
@@ -176,8 +198,10 @@ class Session(RunState):
             attach(self.given.datamodule, trainer)
         self._assemble()
         self.checkpoints.begin()
+        profiling.knows_folder()
         strategy.control.keep_records(self._log.folder)
-        self._prepare_data()
+        with profiling.span("prepare_data"):
+            self._prepare_data()
         self._set_up()
         if self._keeps_files:
             from drivetrain._engine.writable import check_folders
@@ -197,27 +221,32 @@ class Session(RunState):
         self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
         load = partial(StageData, trainer, self.stage, self.module, self.given, dealing, strategy.control)
-        if self.stage == "fit" and trainer.reload_dataloaders_every_n_epochs:
-            from drivetrain._engine.reloading import Reloading  # by whoever has loaders that change
+        with profiling.span("loaders"):
+            if self.stage == "fit" and trainer.reload_dataloaders_every_n_epochs:
+                from drivetrain._engine.reloading import Reloading  # by whoever has loaders that change
 
-            self._reloading = Reloading(self, trainer.reload_dataloaders_every_n_epochs, load)
-            self._reloading.begin(self.checkpoints.opened)
-        else:
-            self.data = load()
+                self._reloading = Reloading(self, trainer.reload_dataloaders_every_n_epochs, load)
+                self._reloading.begin(self.checkpoints.opened)
+            else:
+                self.data = load()
+        profiling.knows_data(self._data().loaders or self._data().evaluated)
         self.checkpoints.check_data()
-        runner = self._set_up_module(self._data())
+        with profiling.span("setup_module"):
+            runner = profiling.call("forward", self._set_up_module(self._data()))
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_rank(trainer.seed, strategy.data_rank)
-        move = batch_mover(self.module, self.given.datamodule, strategy)
-        result = self._stage_result(runner, move)
+        return runner, profiling.mover(batch_mover(self.module, self.given.datamodule, strategy))
+
+    def _take_down(self) -> None:
+        strategy = self.strategy
         release(self.module)
         strategy.restore_module()
         while self._teardowns:
             self._teardowns.pop(0)(self.stage)
         self._finish("success" if self._left_with is None else "interrupted")
+        self.profiling.compare_ranks()
         strategy.control.leave()
         strategy.teardown()
-        return result
 
     def _place_in_the_data(self) -> tuple[int, int]:
         return self.strategy.data_rank, self.strategy.data_world_size
@@ -240,8 +269,13 @@ class Session(RunState):
         return None
 
     def _fit(self, runner: StepRunner, move: BatchMover | None) -> None:
-        hooks = self.hooks
-        set_up_optimizers(self, self.checkpoints.regroup)
+        with self.profiling.span("set-up"):
+            loop = self._prepare_training(runner, move)
+        self._train(runner, move, loop)
+
+    def _prepare_training(self, runner: StepRunner, move: BatchMover | None) -> TrainLoop:
+        with self.profiling.span("configure_optimizers"):
+            set_up_optimizers(self, self.checkpoints.regroup)
         set_up_stopping(self)
         if self._data().sources.get("validate"):
             self.validate = build_validation(self, runner, move)
@@ -262,6 +296,10 @@ class Session(RunState):
         advice = None if self.trial else left_on_the_table(self.optimizers)
         if advice is not None:
             logger.info(advice)
+        return loop
+
+    def _train(self, runner: StepRunner, move: BatchMover | None, loop: TrainLoop) -> None:
+        hooks = self.hooks
         ended_before = self.checkpoints.ended_before
         if self.strategy.rank == 0 and ended_before is None and self.trainer.loggers:
             from drivetrain._engine.run_loggers import begin_logging  # by runs that log
@@ -277,7 +315,8 @@ class Session(RunState):
             hook()
         self.checkpoints.keep_trainables()
         if ended_before is None:
-            self.checkpoints.rehearse()
+            with self.profiling.span("set-up"):
+                self.checkpoints.rehearse()
             self._note_beginning()
             loop.run()
         self.metrics.enter(None)
@@ -323,8 +362,11 @@ class Session(RunState):
             self.strategy.broadcast_module(self.module)
         self.checkpoints.load_weights()
         if self.stage == "predict":
-            return build_prediction(self, runner, move)()
-        return build_evaluation(self, self.stage, runner, move)()
+            evaluate: Callable[[], Any] = build_prediction(self, runner, move)
+        else:
+            evaluate = build_evaluation(self, self.stage, runner, move)
+        with self.profiling.span(NAMES[self.stage]):
+            return evaluate()
 
     # Set-up
 
@@ -344,7 +386,7 @@ class Session(RunState):
         given = self._given_callbacks = checked_callbacks(self.trainer.callbacks, "trainer.callbacks holds")
         replaced = {type(callback) for callback in self._own}
         self.callbacks = [callback for callback in given if type(callback) not in replaced] + self._own
-        self._hooks = HookTable(self.trainer, self.module, self.callbacks)
+        self._hooks = self.profiling.hooks(HookTable(self.trainer, self.module, self.callbacks))
 
     def _come_since(self) -> list[Callback]:
         """The callbacks that somebody has appended to ``trainer.callbacks`` since they were taken."""
@@ -365,7 +407,7 @@ class Session(RunState):
     def _set_up_module(self, data: StageData) -> StepRunner:
         module, strategy = self.module, self.strategy
         strategy.take_settings(self._settings(data))
-        with strategy.module_init_context():
+        with strategy.module_init_context(), self.profiling.span("configure_model"):
             module.configure_model()
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             from drivetrain._engine.uninitialised import refuse_lazy
@@ -421,7 +463,7 @@ class Session(RunState):
         datamodule, hooks = self.given.datamodule, self.hooks
         setups: list[Callable[[str], None]] = [*hooks.setup]
         if datamodule is not None:
-            setups.insert(0, datamodule.setup)
+            setups.insert(0, self.profiling.call(f"{type(datamodule).__name__}.setup", datamodule.setup))
         self._plan_teardowns()
         for setup in setups:
             setup(self.stage)
@@ -445,6 +487,15 @@ class Session(RunState):
             self.data.close()
         if self.strategy.rank > 0:
             return
+        with self.profiling.span("logging"):
+            problem = self._finish_logging(status)
+        if problem is not None:
+            status, self._why = "failed", _in_short(problem)
+        self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
+        if problem is not None:
+            raise problem
+
+    def _finish_logging(self, status: str) -> Exception | None:
         problem: Exception | None = None
         try:
             self.trainer.finish_logging()
@@ -455,11 +506,7 @@ class Session(RunState):
                 one.finalize(status)
             except Exception as error:  # the others are still to write what they hold back
                 problem = problem or error
-        if problem is not None:
-            status, self._why = "failed", _in_short(problem)
-        self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
-        if problem is not None:
-            raise problem
+        return problem
 
     def _detach(self) -> None:
         if self._trainables is not None:
@@ -474,6 +521,10 @@ class Session(RunState):
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell hooks and ranks, let go of everything, and return what to raise."""
+        with self.profiling.span("failure"):
+            return self._let_go(error)
+
+    def _let_go(self, error: BaseException) -> BaseException:
         control = self.strategy.control
         error = in_vain(control, error)
         note_where(error, self)
@@ -518,4 +569,5 @@ def _settings_alike(trainer: RunContext) -> dict[str, Any]:
     facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
     facts["strategy"] = trainer.strategy.name
     facts["precision"] = trainer.strategy.precision.name
+    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # at its end ranks compare
     return facts

@@ -64,7 +64,7 @@ def build_training(
         after_first_batch: called once, after the first micro-batch, on one rank.
     """
     trainer, metrics, strategy = run.trainer, run.metrics, run.strategy
-    step = _step(run, runner)
+    step = run.profiling.step(_step(run, runner))
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
@@ -75,7 +75,7 @@ def build_training(
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     data = run.data
     assert data is not None
-    return TrainLoop(
+    return run.profiling.train_loop(
         step=step,
         data=epoch_data(run, move),
         hooks=run.hooks,
@@ -122,7 +122,7 @@ def epoch_data(run: RunState, move: BatchMover | None) -> EpochData:
     tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
     ended = _Ended()
     return EpochData(
-        micro_batches=_micro_batches(run, move, tally, ended),
+        micro_batches=run.profiling.windows(_micro_batches(run, move, tally, ended)),
         exhausted=lambda: ended.seen,
         length=data.train_length,
         certain=data.train_certain or data.train.stateful,
@@ -311,7 +311,7 @@ def _micro_batches(
     data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
     assert data is not None
     assert data.train is not None
-    source = data.train
+    source = run.profiling.source(data.train)
     weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
     if not module.automatic_optimization:
         weigh = None

@@ -60,6 +60,7 @@ class OptimizerHandle:
     ) -> None:
         self.optimizer = optimizer
         self._strategy = strategy
+        self._step_optimizer: Callable[..., bool] = strategy.optimizer_step
         self._before_step = before_step
         self._passes_closure = passes_closure
         self._weights_changed = weights_changed or _nothing
@@ -87,10 +88,10 @@ class OptimizerHandle:
                 hook(self.optimizer)
         try:
             if self._contexts is None:
-                self.stepped = self._strategy.optimizer_step(self.optimizer)
+                self.stepped = self._step_optimizer(self.optimizer)
             else:
                 with self._contexts.outside():
-                    self.stepped = self._strategy.optimizer_step(self.optimizer)
+                    self.stepped = self._step_optimizer(self.optimizer)
         except Exception as error:
             explain_missing_closure(error, self.optimizer, self._strategy)
             raise
@@ -114,9 +115,13 @@ class OptimizerHandle:
             return loss
 
         with contexts.outside():
-            self.stepped = self._strategy.optimizer_step(self.optimizer, evaluated)
+            self.stepped = self._step_optimizer(self.optimizer, evaluated)
         self._weights_changed()
         return losses[0] if losses else None
+
+    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around the optimizer's step."""
+        self._step_optimizer = around("optimizer", self._step_optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""
@@ -211,6 +216,17 @@ class ManualStep:
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
         self._has_stepped = False
         self._changes = self._count_changes()
+        self._backward: Callable[[torch.Tensor], object] = strategy.backward
+
+    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around backward and the optimizers' steps, before the first of them.
+
+        Args:
+            around: takes "backward" or "optimizer", and what does it.
+        """
+        self._backward = around("backward", self._backward)
+        for handle in self._handles:
+            handle.wrap(around)
 
     last_loss = None
 
@@ -264,10 +280,10 @@ class ManualStep:
             watch.refuse_within(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._contexts is None and not self._enters_sync:
-            self._strategy.backward(loss)
+            self._backward(loss)
         else:
             with (self._contexts or _NO_CONTEXTS).outside(), self._strategy.gradient_sync(True):
-                self._strategy.backward(loss)
+                self._backward(loss)
         # What changes the weights from here on need not be a step of ours.
         self._weights_changed()
         for hook in self._after_backward:

@@ -113,6 +113,15 @@ class AutomaticStep:
 
     never_steps = False
 
+    def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around backward and clipping, before the first step.
+
+        Args:
+            around: takes "backward" or "clipping", and what does it.
+        """
+        self._backward = around("backward", self._backward or operator.methodcaller("backward"))
+        self._clip = None if self._clip is None else around("clipping", self._clip)
+
     @property
     def last_loss(self) -> Tensor | None:
         return self._loss

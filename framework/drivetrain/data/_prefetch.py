@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +34,16 @@ class Prefetcher:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._opaque = False
 
-    def send(self, batch: Any) -> InFlight:
-        """Start the copy of a batch."""
+        self.send: Callable[[Any], InFlight] = self._send
+        """Starts the copy of a batch."""
+        self.receive: Callable[[InFlight], Any] = self._receive
+        """Returns the batch; what the current stream does from here on waits for its arrival."""
+
+    def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put something around `send` and `receive`."""
+        self.send, self.receive = around(self.send), around(self.receive)
+
+    def _send(self, batch: Any) -> InFlight:
         if self._opaque:
             # The memory of objects we cannot look into comes back for this copy while an earlier step may read it.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -44,8 +53,7 @@ class Prefetcher:
             arrived.record(self._stream)
         return InFlight(moved, arrived)
 
-    def receive(self, sent: InFlight) -> Any:
-        """Return the batch; what the current stream does from here on waits for its arrival."""
+    def _receive(self, sent: InFlight) -> Any:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(sent.arrived)
 

@@ -27,7 +27,9 @@ CONTRACT = {
 """What is promised of a `Fit` in a run."""
 
 NOT_IN_A_RUN = {"fit", "validate", "test", "predict"}
-THE_ENGINES = {"chosen_strategy", "launcher", "precision_setting", "progress", "session", "strategy_setting"}
+THE_ENGINES = {
+    *("chosen_strategy", "given_profiler", "launcher", "precision_setting", "progress", "session", "strategy_setting")
+}
 
 
 def code_of(owner: type, name: str) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -96,6 +97,8 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """`torch.cuda.Event` of an emulated device."""
 
+    _recorded_at: int | None = None
+
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> Any:
@@ -105,6 +108,14 @@ class Event(torch.Event):
     def record(self, stream: torch.Stream | None = None) -> None:
         """Record the event on a stream, by default on the current one."""
         super().record(torch.cuda.current_stream() if stream is None else stream)
+        self._recorded_at = perf_counter_ns()
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Return the milliseconds between two recordings: those of the host, which computes at once."""
+        assert isinstance(end_event, Event)
+        if self._recorded_at is None or end_event._recorded_at is None:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._recorded_at - self._recorded_at) / 1e6
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Let what comes on a stream, by default on the current one, wait for the event."""

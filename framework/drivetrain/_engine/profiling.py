@@ -1,0 +1,270 @@
+"""How a profiler sees a run: what the loops are built from is wrapped, once, before the first step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+
+from drivetrain._engine.batches import BatchMover
+from drivetrain._engine.run_folder import RunFolder
+from drivetrain._engine.run_state import RunState, Unprofiled
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.saving import SaveRequests
+from drivetrain._loops.step import AutomaticStep, TrainStep
+from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.windows import MicroBatch
+from drivetrain.checkpoint._folders import child
+from drivetrain.data._source import BatchSource
+from drivetrain.profilers import ProfiledRun, Profiler
+
+logger = logging.getLogger("drivetrain")
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+FOLDER = "profile"
+"""Within a run's folder."""
+
+
+class Profiling(Unprofiled):
+    """Tells a profiler what a run does.
+
+    Args:
+        run: the run.
+        profiler: measures it. A run that is nested in one that it measures already is a phase of that.
+        before: the folder of the last run of the same `Fit`, for an evaluation of what it trained.
+    """
+
+    _measuring: set[int] = set()  # noqa: RUF012 - by id, of this process
+    """Profilers that are in a run."""
+
+    def __init__(self, run: RunState, profiler: Profiler, before: RunFolder | None) -> None:
+        self._run = run
+        self._profiler = profiler
+        trainer, strategy = run.trainer, run.strategy
+        self._facts = ProfiledRun(
+            run.stage,
+            strategy.rank,
+            strategy.world_size,
+            strategy.device,
+            trainer.log_every_n_steps,
+            bool(trainer.compile),
+        )
+        self._before = before.path if before is not None and before.is_of_fit and run.stage != "fit" else None
+        self._is_nested = False
+        self._has_begun = False
+        self.train_loop = type("ProfiledLoop", (_ProfiledLoop,), {"span": self.span})
+        run.saves = _ProfiledSaves(self.call)
+
+    # The run
+
+    @property
+    def wants_folder(self) -> bool:
+        return self._profiler.dirpath is None
+
+    def begin(self) -> None:
+        self._is_nested = id(self._profiler) in Profiling._measuring
+        if self._is_nested:
+            self._profiler.start(self._run.stage)
+        else:
+            self._profiler.begin(self._facts)
+            Profiling._measuring.add(id(self._profiler))
+        self._has_begun = True
+
+    def compare_ranks(self) -> None:
+        control = self._run.strategy.control
+        if self._facts.world_size > 1 and not self._is_nested:
+            self._profiler.take_ranks(control.gather_objects(self._profiler.measured()))
+
+    def end(self) -> None:
+        if not self._has_begun:
+            return
+        self._has_begun = False
+        if self._is_nested:
+            self._profiler.stop(self._run.stage)
+            return
+        Profiling._measuring.discard(id(self._profiler))
+        try:
+            self._profiler.end()
+            self._write()
+            text = self._profiler.summary() if self._facts.rank == 0 else ""
+        except Exception as error:  # a run does not fail for its profile
+            logger.warning("The profile of this run is lost: %s: %s", type(error).__name__, error)
+            return
+        if text:
+            self._run.trainer.print(text)
+
+    def _write(self) -> None:
+        facts = self._facts
+        if facts.folder is None:
+            return
+        written = self._profiler.write(facts.folder, facts.name)
+        if written and facts.rank == 0:
+            logger.info("The profile is in %s.", ", ".join(written))
+
+    def _folder(self) -> str | None:
+        trainer = self._run.trainer
+        if trainer.fast_dev_run:
+            return None
+        # An evaluation's own folder is not claimed until a logger writes to it, which only rank 0 knows.
+        of_run = self._run.folder.path if self._run.stage == "fit" else self._before
+        return child(of_run or trainer.default_root_dir, FOLDER)
+
+    # What it is made of
+
+    def span(self, phase: str) -> AbstractContextManager[Any]:
+        return self._profiler.profile(phase)
+
+    def call(self, phase: str, function: F) -> F:
+        start, stop = self._profiler.start, self._profiler.stop
+
+        def spanned(*args: Any, **options: Any) -> Any:
+            start(phase)
+            try:
+                return function(*args, **options)
+            finally:
+                stop(phase)
+
+        return cast(F, spanned)
+
+    def hooks(self, table: HookTable) -> HookTable:
+        for part in (table.early, table.late):
+            for name, calls in part.items():
+                part[name] = tuple(self.call(f"{_owner(one)}.{name}", one) for one in calls)
+        return table
+
+    def mover(self, move: BatchMover | None) -> BatchMover | None:
+        if move is not None:
+            move.wrap(lambda function: self.call("transfer", function))
+        return move
+
+    def source(self, source: BatchSource) -> BatchSource:
+        return cast(BatchSource, _ProfiledSource(source, lambda pairs: self._read("data", pairs)))
+
+    def evaluated(self, source: BatchSource) -> BatchSource:
+        return cast(BatchSource, _ProfiledSource(source, lambda pairs: self._steps(self._read("data", pairs))))
+
+    def windows(self, micro_batches: Callable[[int, int], Iterator[MicroBatch]]) -> Callable[[int, int], Any]:
+        alone = self._facts.world_size == 1
+
+        def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
+            found = micro_batches(epoch, first)
+            return self._steps(found if alone else self._read("windows", found))
+
+        return begin
+
+    def step(self, step: TrainStep) -> TrainStep:
+        if self._run.manual is not None:
+            self._run.manual.wrap(self.call)
+        if not isinstance(step, AutomaticStep):
+            return step
+        step.wrap(self.call)
+        return _ProfiledStep(step, self.call("optimizer", step.close_window))
+
+    def knows_folder(self) -> None:
+        profiler, facts = self._profiler, self._facts
+        facts.folder = profiler.dirpath or self._folder()
+        facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
+
+    def knows_data(self, loaders: Iterable[Any]) -> None:
+        known = list(loaders)
+        workers = [one.num_workers for one in known if isinstance(getattr(one, "num_workers", None), int)]
+        pinned = [one.pin_memory for one in known if isinstance(getattr(one, "pin_memory", None), bool)]
+        self._facts.num_workers = min(workers, default=None)
+        self._facts.pin_memory = all(pinned) if pinned else None
+
+    # Iterators
+
+    def _read(self, phase: str, items: Iterator[T]) -> Iterator[T]:
+        start, stop = self._profiler.start, self._profiler.stop
+        while True:
+            start(phase)
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                stop(phase)
+            yield item
+
+    def _steps(self, items: Iterator[T]) -> Iterator[T]:
+        """Say, as the next item is asked for, that what is done with the one before is over."""
+        step = self._profiler.step
+        for item in items:
+            yield item
+            step()
+
+
+class _ProfiledSource:
+    """A source of batches, of which reading is a phase."""
+
+    def __init__(self, source: BatchSource, follow: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
+        self._source = source
+        self._follow = follow
+
+    def epoch(self, *args: Any) -> Iterator[Any]:
+        return self._follow(self._source.epoch(*args))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class _ProfiledStep:
+    """An automatic step of which closing a window is a phase."""
+
+    def __init__(self, step: AutomaticStep, close_window: Callable[[MicroBatch], bool]) -> None:
+        self._step = step
+        self.micro_batch = step.micro_batch
+        self.close_window = close_window
+        self.drop_window = step.drop_window
+
+    @property
+    def last_loss(self) -> Tensor | None:
+        return self._step.last_loss
+
+    @property
+    def never_steps(self) -> bool:
+        return self._step.never_steps
+
+
+class _ProfiledLoop(TrainLoop):
+    """A training loop of which going to the loggers is a phase."""
+
+    span: Callable[[str], AbstractContextManager[Any]]
+
+    def run(self) -> None:
+        with self.span("training"):
+            super().run()
+
+    def _flush(self) -> None:
+        with self.span("logging"):
+            super()._flush()
+
+    def _reduce_epoch(self) -> dict[str, Tensor]:
+        with self.span("logging"):
+            return super()._reduce_epoch()
+
+    def _flush_epoch(self, results: dict[str, Tensor]) -> None:
+        with self.span("logging"):
+            super()._flush_epoch(results)
+
+
+class _ProfiledSaves(SaveRequests):
+    """Requests for checkpoints, each of which is a phase."""
+
+    def __init__(self, call: Callable[[str, Callable[[], None]], Callable[[], None]]) -> None:
+        super().__init__()
+        self._call = call
+
+    def ask(self, save: Callable[[], None]) -> None:
+        super().ask(self._call("checkpoint", save))
+
+
+def _owner(hook: Any) -> str:
+    """The class whose hook it is."""
+    bound = getattr(hook, "func", hook)
+    return type(bound.__self__).__name__ if hasattr(bound, "__self__") else "module"

@@ -1,0 +1,90 @@
+"""Which functions each phase spends its time in (L-05)."""
+
+from __future__ import annotations
+
+import cProfile
+import pickle
+import pstats
+from pathlib import Path
+from typing import Any
+
+import pytest
+from profiler_case import Net, fit, loader
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.profilers import AdvancedProfiler
+
+
+def dearly(number: int) -> int:
+    return sum(n * n for n in range(number))
+
+
+class Busy(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        dearly(20_000)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        dearly(3)
+
+
+def calls_of(path: Path, function: str) -> int:
+    stats: Any = pstats.Stats(str(path))
+    return sum(found[1] for key, found in stats.stats.items() if key[2] == function)
+
+
+def test_functions_are_listed_by_the_phase_that_calls_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # L-05
+    runner = fit(tmp_path, profiler="advanced")
+    runner.fit(Busy(), loader())
+    summary = runner.profiler.summary()
+    assert summary in capsys.readouterr().out
+    by_phase = {part.split("\n")[0]: part for part in summary.split("\n\nProfile of ")}
+    assert "dearly" in by_phase["training > forward"]
+    assert "dearly" not in "".join(part for name, part in by_phase.items() if name == "training > backward")
+    assert "- " in summary
+    assert runner.log_dir is not None
+    written = Path(runner.log_dir, "profile", "fit-advanced-rank-0.txt").read_text()
+    assert "Profile of training > Busy.on_train_batch_end" in written
+
+
+def test_statistics_open_in_pstats_and_count_a_call_once(tmp_path: Path) -> None:
+    # L-05
+    profiler = AdvancedProfiler(tmp_path / "there", "mine", line_count_restriction=2, dump_stats=True)
+    fit(tmp_path, profiler=profiler).fit(Busy(), loader())
+    there = tmp_path / "there"
+    assert (there / "mine-rank-0.txt").exists()
+    assert calls_of(there / "mine-rank-0-training___forward.prof", "dearly") == 4
+    assert calls_of(there / "mine-rank-0-training___Busy.on_train_batch_end.prof", "dearly") == 4
+    assert sum(calls_of(path, "dearly") for path in there.glob("*.prof")) == 8
+    assert "List reduced" in profiler.summary()
+    pickle.dumps(profiler)  # as a launcher does, for the next run
+
+
+def test_a_failed_run_is_listed_too_and_leaves_no_profiler_behind(tmp_path: Path) -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ValueError("no more")
+
+    profiler = AdvancedProfiler()
+    with pytest.raises(ValueError, match="no more"):
+        fit(tmp_path, profiler=profiler).fit(Failing(), loader())
+    assert "Profile of training > forward" in "\n".join(path.read_text() for path in tmp_path.rglob("*.txt"))
+    with cProfile.Profile():  # nobody else watches
+        pass
+
+
+def test_a_thread_that_is_profiled_already_is_refused(tmp_path: Path) -> None:
+    with cProfile.Profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):
+        fit(tmp_path, profiler="advanced").fit(Net(), loader())
+
+
+def test_a_stop_without_a_start_is_refused_and_the_profile_goes_on(tmp_path: Path) -> None:
+    class Wrong(Net):
+        def on_train_start(self) -> None:
+            with pytest.raises(ConfigurationError, match="without a start"):
+                self.trainer.profiler.stop("never begun")
+
+    profiler = AdvancedProfiler()
+    fit(tmp_path, profiler=profiler).fit(Wrong(), loader())
+    assert "Profile of training" in profiler.summary()
