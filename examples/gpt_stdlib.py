@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sysconfig
 from pathlib import Path
 
@@ -69,7 +70,14 @@ class GPT(TrainModule):
         while text.shape[1] < LENGTH:
             likely = self(text)[0, -1].div(0.7).softmax(-1)
             text = torch.cat([text, likely.multinomial(1)[None]], dim=1)
-        return bytes(text[0, 1:].tolist()).decode(errors="replace")
+        return bytes(text[0, 1:].tolist()).decode(errors="backslashreplace")
+
+
+def page(text: str, columns: int = 96) -> str:
+    """The text for a screen: indented, in lines of so many columns, with escapes in place of what cannot be printed."""
+    shown = "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
+    lines = (line[at : at + columns] for line in shown.split("\n") for at in range(0, len(line) or 1, columns))
+    return "".join(f"    {line}".rstrip() + "\n" for line in lines)
 
 
 def pieces(files: list[Path]) -> list[bytes]:
@@ -106,18 +114,30 @@ def main() -> None:
     model = GPT()
 
     (before,) = fit.test(model, test_loader, verbose=False)
-    fit.print(f"Before training it writes:\n{model.write('def ')!r}\n")
+    fit.print(
+        f"Before training it writes noise, in which \\xf3 is a byte that is no text:\n\n{page(model.write('def '))}"
+    )
     fit.fit(model, train_loader)
     (after,) = fit.test(model, test_loader, verbose=False)
 
-    texts = "\n\n".join(model.write(start) for start in ("import ", "def ", "class "))
-    fit.print(f"After {fit.global_step} steps it writes:\n\n{texts}\n")
+    texts = "\n".join(page(model.write(start)) for start in ("import ", "def ", "class "))
+    fit.print(f"\nAfter {fit.global_step} steps it writes:\n\n{texts}")
     for when, loss in ("before", before["held_out_loss"]), ("after", after["held_out_loss"]):
         fit.print(f"Held-out files, {when}: loss {loss:.3f} nats, {loss / math.log(2):.3f} bits per byte")
     if "throughput/tokens_per_sec" in meter.latest:  # it takes some steps to tell
         fit.print(f"Throughput: {meter.latest['throughput/tokens_per_sec']:,.0f} bytes a second")
-    fit.print(f"The run's files: {logger.log_dir}")
-    fit.print("Another strategy is one word: python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2")
+    checkpoint = fit.checkpoint_callback.last_model_path
+    fit.print(f"""
+It leaves in {logger.log_dir}:
+    metrics.csv     loss, learning rate and throughput, a row every {fit.log_every_n_steps} steps
+    checkpoints/    the newest checkpoint: weights, optimizer, schedule, and the place in the data
+    hparams.json    what the model was built with
+    run.json        how the run was started, and how it ended
+
+What to run next:
+    python -m drivetrain.checkpoint show {os.path.relpath(checkpoint)}
+    python examples/gpt_stdlib.py --strategy ddp_static_graph --devices 2    (another strategy is one word)
+    python examples/gpt_stdlib.py --help""")
 
 
 if __name__ == "__main__":

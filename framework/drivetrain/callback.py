@@ -178,6 +178,18 @@ class Callback:
         """
         return False
 
+    def write_progress(self, trainer: RunContext, module: Any, batches: int) -> None:
+        """Print a line of progress where it is time for one and nobody looks at a terminal.
+
+        Called every ``log_every_n_steps`` optimizer steps of training, once what was logged has gone to the loggers,
+        and after as many micro-batches of an evaluation or a prediction. It must not wait for a device or a rank.
+
+        Args:
+            trainer: the run.
+            module: what is run.
+            batches: micro-batches made of the epoch or the evaluation.
+        """
+
     # The run
 
     def setup(self, trainer: RunContext, module: Any, stage: str) -> None:

@@ -141,6 +141,10 @@ class RunContext(Protocol):
     def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
         """The latest values logged with ``prog_bar=True``."""
 
+    @property
+    def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
+        """What the evaluation under way has logged with ``prog_bar=True``, as of now on this rank: means so far."""
+
     loggers: list[Logger]
     """Where numbers go."""
 

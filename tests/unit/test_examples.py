@@ -96,9 +96,17 @@ def test_gpt_learns_and_says_how_well(name: str, gpt: Callable[[str], tuple[str,
     assert number(r"Throughput: ([\d,]+) bytes", printed) > 0
     assert "Before training it writes" in printed
     assert f"After {GPT_STEPS} steps it writes" in printed
-    assert "--strategy" in printed.splitlines()[-1]
-    folder = re.search(r"The run's files: (.*)", printed)
+    # L-09: it can be read, and says what it leaves and what to run next
+    told = [line for line in printed.splitlines() if line.startswith("    ")]
+    assert all(len(line) <= 110 and line.isprintable() for line in told), told
+    folder = re.search(r"It leaves in (.*):\n((?:    .*\n)+)", printed)
     assert folder is not None
+    for name in re.findall(r"^    (\S+)", folder[2], re.MULTILINE):
+        assert (where / folder[1] / name).exists()
+    assert "--strategy" in printed.partition("What to run next:")[2]
+    shown = re.search(r"checkpoint show (.*)", printed)
+    assert shown is not None
+    assert (where / shown[1]).is_dir()
     table = (where / folder[1] / "metrics.csv").read_text().splitlines()
     assert {"step", "loss", "lr-AdamW"} <= set(table[0].split(","))
     assert [path.name for path in (where / "runs" / "gpt_stdlib").iterdir()] == ["version_0"]

@@ -25,7 +25,14 @@ def left_on_the_table(optimizers: Sequence[Optimizer]) -> str | None:
     ``differentiable``, and the kernel takes every parameter.
     """
     found = {f"{type(one).__name__}({switch}=True)": None for one in optimizers if (switch := _switch(one)) is not None}
-    return f"Faster here, and not torch's choice by itself: {', '.join(found)}." if found else None
+    if not found:
+        return None
+    kernels = " and ".join(dict.fromkeys(name.partition("(")[2].removesuffix("=True)") for name in found))
+    kept = next(iter(found)).replace("True", "False")
+    return (
+        f"{', '.join(found)} would be faster here: the {kernels} kernel updates all parameters at once, and torch does "
+        f"not choose it by itself. {kept} keeps torch's choice, and this line away."
+    )
 
 
 def _switch(optimizer: Optimizer) -> str | None:

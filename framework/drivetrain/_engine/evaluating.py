@@ -53,6 +53,7 @@ def build_evaluation(
         move=_safe(run, stage, move),
         give_out_buffers=give_out_buffers,
         inference_mode=_inference_mode(run),
+        pacing=run.pacing(),
         log=None if limits is not None else run.logger_call(),
         early=early,
     ).run
@@ -102,6 +103,7 @@ def build_prediction(run: RunState, runner: StepRunner, move: Move | None) -> Ca
         lengths=run.lengths,
         move=_safe(run, "predict", move),
         inference_mode=_inference_mode(run),
+        pacing=run.pacing(),
         keeps=run.return_predictions,
         before=partial(_predicted_before, run),
     ).run

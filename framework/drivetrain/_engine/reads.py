@@ -109,6 +109,10 @@ class RunReads(RunContext):
         return {} if self.session is None else self.session.metrics.progress_bar_metrics()
 
     @property
+    def evaluation_so_far(self) -> dict[str, torch.Tensor]:
+        return {} if self.session is None else self.session.metrics.evaluation_so_far()
+
+    @property
     def should_stop(self) -> bool:
         return self.session is not None and self.session.stop.requested
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.window_opening import WindowOpening
 from drivetrain._loops.configured_optimizers import SchedulerConfig
-from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.lengths import Lengths
 from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain._loops.progress import Position, Progress
@@ -34,6 +35,7 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.batches import BatchMover
+    from drivetrain._loops.pacing import Pacing
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.windows import MicroBatch
     from drivetrain.data._source import BatchSource
@@ -222,6 +224,16 @@ class RunState:
         if not self.trainer.loggers or self.strategy.rank != 0 or self.sanity_checking:
             return None
         return self.profiling.call("loggers", self.trainer.log_metrics)
+
+    def pacing(self) -> Pacing | None:
+        """Return what tells callbacks how far a loop has come; None where none of them wants to know."""
+        wanting = [one for one in self.callbacks if is_overridden("write_progress", one, Callback)]
+        every = self.trainer.log_every_n_steps
+        if not wanting or every <= 0:
+            return None
+        from drivetrain._loops.pacing import Pacing  # by runs that show how far they are
+
+        return Pacing([partial(one.write_progress, self.trainer, self.module) for one in wanting], every)
 
     def data_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of how the data is dealt."""

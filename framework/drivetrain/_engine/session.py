@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from drivetrain._engine.advice import left_on_the_table
 from drivetrain._engine.batches import BatchMover, batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiling import CompiledSteps
-from drivetrain._engine.console import heard
+from drivetrain._engine.console import heard, say_once
 from drivetrain._engine.defaults import checked_callbacks
 from drivetrain._engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
 from drivetrain._engine.failing import cause_of, in_vain, tell_others
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from drivetrain._engine.reloading import Reloading
 
 logger = logging.getLogger("drivetrain")
+
+_LONGEST_LINE = 200  # of them that are said as the run ends
 
 _LONGEST_REASON = 2000  # characters of an error that the run's record keeps
 
@@ -122,6 +125,9 @@ class Session(RunState):
 
             self.profiling = Profiling(self, trainer.profiler, before)
         self._why = ""  # in words, it ended
+        self._began = time.monotonic()
+        self._trained = False  # training has begun
+        self._ended_by: tuple[list[str], bool] | None = None  # the reasons, and whether nothing was left to train
         self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
 
     def execute(self) -> Any:
@@ -245,6 +251,7 @@ class Session(RunState):
             self._teardowns.pop(0)(self.stage)
         self._finish("success" if self._left_with is None else "interrupted")
         self.profiling.compare_ranks()
+        self._say_ending()
         strategy.control.leave()
         strategy.teardown()
 
@@ -292,10 +299,10 @@ class Session(RunState):
             self._reloading.feed(loop, runner, move)
         self.checkpoints.load()
         if not self.trial:
-            logger.info(self.strategy.precision.describe())
+            say_once(self.strategy.precision.describe())
         advice = None if self.trial else left_on_the_table(self.optimizers)
         if advice is not None:
-            logger.info(advice)
+            say_once(advice)
         return loop
 
     def _train(self, runner: StepRunner, move: BatchMover | None, loop: TrainLoop) -> None:
@@ -318,6 +325,7 @@ class Session(RunState):
             with self.profiling.span("set-up"):
                 self.checkpoints.rehearse()
             self._note_beginning()
+            self._trained = True
             loop.run()
         self.metrics.enter(None)
         if self.stop.leaving:
@@ -331,7 +339,7 @@ class Session(RunState):
         if self.strategy.rank == 0 and not self.trial:
             reasons = loop.why_it_ended() if ended_before is None else [ended_before]
             self._why = "; ".join(reasons)
-            logger.info(how_it_ended(reasons, self.progress, nothing_left=ended_before is not None))
+            self._ended_by = reasons, ended_before is not None
 
     def _note_beginning(self) -> None:
         data, batches = self._data(), self.trainer.num_training_batches
@@ -352,7 +360,7 @@ class Session(RunState):
         self.checkpoints.finish()
         if self.strategy.rank == 0:
             reason = self._why = f"{signal.Signals(number).name} asked it to save and leave"
-            logger.info(how_it_ended([reason], self.progress, nothing_left=False))
+            self._ended_by = [reason], False
         for hook in self.hooks.on_exception:
             hook(self._left_with)
 
@@ -508,6 +516,16 @@ class Session(RunState):
                 problem = problem or error
         return problem
 
+    def _say_ending(self) -> None:
+        if self._ended_by is not None and self.strategy.rank == 0:
+            reasons, nothing_left = self._ended_by
+            lines = [how_it_ended(reasons, self.progress, nothing_left, time.monotonic() - self._began)]
+            if self.trainer.settings["enable_progress_bar"].value and not self.trainer.barebones:
+                from drivetrain._engine.ending import left_behind
+
+                lines += left_behind(self)
+            logger.info("\n".join(lines))
+
     def _detach(self) -> None:
         if self._trainables is not None:
             self._trainables.end()
@@ -539,7 +557,8 @@ class Session(RunState):
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         self._why = _in_short(error)
-        calls += [self.checkpoints.abandon, lambda: self._finish(status), self.strategy.teardown]
+        self._ended_by = ([self._why.partition("\n")[0][:_LONGEST_LINE]], False) if self._trained else None
+        calls += [self.checkpoints.abandon, lambda: self._finish(status), self._say_ending, self.strategy.teardown]
         for call in calls:
             try:
                 call()

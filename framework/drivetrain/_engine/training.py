@@ -104,6 +104,7 @@ def build_training(
         control=strategy.control,
         lengths=run.lengths,
         log=run.logger_call(),
+        pacing=run.pacing(),
         saves=run.saves,
         draws=run.draws,
         save=save,

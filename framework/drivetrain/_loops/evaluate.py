@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from drivetrain.data._sharding import Share
 from drivetrain.data._source import BatchSource
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._loops.pacing import Pacing
 
 NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
 """What a stage is called in the names of its hooks and its step."""
@@ -78,6 +81,7 @@ class EvaluateLoop:
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
         give_out_buffers: gives every rank rank 0's buffers.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
+        pacing: tells callbacks how far it has come; None where none wants to know.
         log: sends reduced values to the loggers; None where there is none.
         early: lets the ranks leave before the end; None where they do not.
     """
@@ -98,6 +102,7 @@ class EvaluateLoop:
         move: Callable[[Any, int], Any] | None,
         give_out_buffers: Callable[[], object],
         inference_mode: bool,
+        pacing: Pacing | None,
         log: Callable[[Mapping[str, Tensor | float]], None] | None,
         early: EarlyExit | None = None,
     ) -> None:
@@ -115,6 +120,7 @@ class EvaluateLoop:
         self._move = move
         self._give_out_buffers = give_out_buffers
         self._inference_mode = inference_mode
+        self._pacing = pacing
         self._log = log
         self._early = early
         self._step = getattr(module, f"{name}_step")
@@ -141,6 +147,8 @@ class EvaluateLoop:
             if early is not None:
                 early.after_hooks()
             had_data = []
+            if self._pacing is not None:
+                self._pacing.before = 0
             for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True)):
                 metrics.dataloader_idx = index if len(self._sources) > 1 else None
                 metrics.had_data = False
@@ -173,7 +181,7 @@ class EvaluateLoop:
         several, came, position = len(self._sources) > 1, 0, self._position
         name = f"{self._name} loader {index}" if several else f"{self._name} loader"
         before = position.enter("evaluation")
-        for batch_idx, (given, share) in enumerate(islice(evaluation_pairs(source, self._strategy, name), limit)):
+        for batch_idx, (given, share) in enumerate(self._pairs(source, limit, name)):
             position.batch_idx = batch_idx
             if share.joins:
                 came += share.start >= 0  # nobody else's batch counts
@@ -200,8 +208,14 @@ class EvaluateLoop:
             early.undo()
             early.end()
             return False
+        if self._pacing is not None:
+            self._pacing.before += came
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return True
+
+    def _pairs(self, source: BatchSource, limit: int | None, name: str) -> Iterator[tuple[Any, Share]]:
+        pairs = islice(evaluation_pairs(source, self._strategy, name), limit)
+        return pairs if self._pacing is None else self._pacing.follow(pairs)
 
     def _join(self, given: Any, batch_idx: int, index: int) -> None:
         if not self._strategy.collective_forward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from drivetrain._metrics import MetricStore
 from drivetrain.data._source import BatchSource
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._loops.pacing import Pacing
 
 There = Callable[[Sequence[Any] | None, int, int], bool]
 
@@ -37,6 +40,7 @@ class PredictLoop:
         lengths: says which loader's length proved wrong.
         move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
+        pacing: tells callbacks how far it has come; None where none wants to know.
         keeps: keep what the steps return, for `run` to return it.
         before: asked once, returns what tells of a batch whether its outputs are there from an earlier run:
             ``there(indices, batch_idx, dataloader_idx)``, each of which must say so. Empty where nothing was.
@@ -56,6 +60,7 @@ class PredictLoop:
         lengths: Lengths,
         move: Callable[[Any, int], Any] | None,
         inference_mode: bool,
+        pacing: Pacing | None,
         keeps: bool,
         before: Callable[[], Sequence[There]],
     ) -> None:
@@ -70,6 +75,7 @@ class PredictLoop:
         self._lengths = lengths
         self._move = move
         self._inference_mode = inference_mode
+        self._pacing = pacing
         self._keeps = keeps
         self._before = before
         self._there: Sequence[There] = ()
@@ -116,7 +122,11 @@ class PredictLoop:
         came = first = self._first(index, source, limit) if self._there else 0
         told = source.tell_indices()
         pairs = evaluation_pairs(source, self._strategy, name, first)
-        for batch_idx, (given, share) in enumerate(islice(pairs, None if limit is None else limit - first), first):
+        pairs = islice(pairs, None if limit is None else limit - first)
+        if self._pacing is not None:
+            self._pacing.before += first
+            pairs = self._pacing.follow(pairs)
+        for batch_idx, (given, share) in enumerate(pairs, first):
             position.batch_idx = batch_idx
             indices = None if told is None else next(told, None)
             position.indices = None if share.joins else indices
@@ -144,6 +154,8 @@ class PredictLoop:
             del output  # not held while the next step computes
         position.leave(before)
         position.indices = None
+        if self._pacing is not None:
+            self._pacing.before += came - first
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
         return kept if self._strategy.speaks_for_data else []
 

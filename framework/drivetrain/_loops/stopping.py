@@ -304,15 +304,24 @@ def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_ste
     return f"max_steps={max_steps} {f'and max_epochs={max_epochs} are' if by_epochs else 'is'} reached"
 
 
-def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool) -> str:
+def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool, seconds: float) -> str:
     """Return the line that a run ends with.
 
     Args:
         reasons: what ended it: limits, then who asked for it.
         progress: how far it came.
         nothing_left: it went on from where it had ended before, and made no step.
+        seconds: that it took.
     """
     epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
     steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"
-    more = "; nothing was left to train" if nothing_left else ""
+    more = "; nothing was left to train" if nothing_left else f" after {_duration(seconds)}"
     return f"The run ended: {'; '.join(reasons) or 'there was nothing to train'} ({epochs}, {steps}){more}."
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,6 +27,9 @@ from drivetrain._metrics import MetricStore
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._ahead import ReadAhead
+
+if TYPE_CHECKING:
+    from drivetrain._loops.pacing import Pacing
 
 logger = logging.getLogger("drivetrain")
 
@@ -115,6 +118,7 @@ class TrainLoop:
         control: the way to the other ranks.
         lengths: says which length proved wrong.
         log: sends a dict of numbers to the loggers; None where there is none.
+        pacing: tells callbacks, with each flush, how far the epoch has come; None where none wants to know.
         saves: the checkpoints that were asked for.
         draws: brings the random generators back to where they stood when a resumed run was saved.
         save: writes what a later run goes on from, where this one ends before its time.
@@ -141,6 +145,7 @@ class TrainLoop:
         control: ControlPlane,
         lengths: Lengths,
         log: Callable[[Mapping[str, torch.Tensor | float]], None] | None,
+        pacing: Pacing | None,
         saves: SaveRequests,
         draws: ReadAhead,
         save: Callable[[], None],
@@ -165,6 +170,7 @@ class TrainLoop:
         self._flushed_at = 0
         self._steps_before: int | None = None  # the epoch; None where it was begun by another run
         self._said_idle = False
+        self._pacing = pacing
         self._saves = saves
         self._draws = draws
         self._save = save
@@ -480,6 +486,8 @@ class TrainLoop:
         self._reduce_steps()
         if self._log is not None:
             self._log(self._metrics.flush_steps())
+        if self._pacing is not None:
+            self._pacing.tell(self._progress.batch_idx)
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._log is not None

@@ -323,6 +323,23 @@ class MetricStore:
         """The latest values with ``prog_bar=True``; reading them as numbers waits for the device."""
         return self._chosen("prog_bar")
 
+    def evaluation_so_far(self) -> dict[str, Tensor]:
+        """Of the evaluation under way, the values with ``prog_bar=True`` as they are on this rank by now.
+
+        Nothing is reduced, and nothing changes: the evaluation's own results are what they would be anyhow.
+        """
+        values: dict[str, Tensor] = {}
+        for entry in self.entries.values():
+            if not entry.prog_bar or entry.metric is not None:
+                continue
+            if entry.on_step and entry.last is not None and (entry.waiting or entry.total is not None):
+                values[entry.step_name] = for_reading(entry.last)
+            elif entry.on_epoch:
+                total, weight = entry.twin().epoch_total(), entry.weight
+                if total is not None and (isinstance(weight, Tensor) or weight > 0):
+                    values[entry.epoch_name] = for_reading(total / weight if entry.operation == "mean" else total)
+        return values
+
     def agreed(self, name: str) -> float | None:
         """Return a logged value, the same on every rank, for a decision; None where nobody logged it. Collective."""
         return agreed_value(self.control, name, self.callback_metrics().get(name))

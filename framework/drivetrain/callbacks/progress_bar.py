@@ -4,54 +4,43 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
+from drivetrain._metrics.packing import Readback
 from drivetrain.callback import Callback
+from drivetrain.callbacks._bar_line import Phase, clock, fitted, in_words, speed
 from drivetrain.callbacks._latest import LatestNumbers
+from drivetrain.callbacks._live_lines import LiveLines
+from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from drivetrain.module.train_module import TrainModule
     from drivetrain.run_context import RunContext
 
-_BAR_WIDTH = 24
-
 _now = time.monotonic
 
-
-class Phase:
-    """What is being counted: an epoch's micro-batches, a validation, a test, a prediction."""
-
-    __slots__ = ("counted", "done", "paused", "started", "title", "total")
-
-    def __init__(self, title: str, total: int | None, started: float) -> None:
-        self.title = title
-        self.total = total
-        self.done = 0  # position, which a resumed epoch begins above 0
-        self.counted = 0  # seen by this phase
-        self.started = started
-        self.paused = 0.0
-
-    def elapsed(self, now: float) -> float:
-        """Seconds since the start, without what a validation took in between."""
-        return max(now - self.started - self.paused, 0.0)
-
-    def rate(self, now: float) -> float:
-        """Micro-batches a second, 0 where nothing can be said yet."""
-        elapsed = self.elapsed(now)
-        return self.counted / elapsed if elapsed > 0 else 0.0
+_PAUSE = 30.0
+"""Seconds between two lines of progress, at least, where the output is no terminal."""
 
 
 class ProgressBar(Callback):
-    """Shows progress, speed and the metrics logged with ``prog_bar=True``, on rank 0.
+    """Shows progress, speed, the run's remaining time and the metrics logged with ``prog_bar=True``, on rank 0.
 
     On a terminal one line is rewritten, by the clock (``refresh_rate`` times a second) and not by the step: between
-    two refreshes a step costs one comparison, and metrics are read off the device at a refresh only. Where the output
-    is no terminal (a file, a pipe, a notebook), one line is printed at the end of each epoch and evaluation.
+    two refreshes a step costs one comparison, and metrics are read off the device at a refresh only. What this process
+    prints meanwhile stands above it. A validation has a line of its own, with what it has logged so far: means over
+    what rank 0 has evaluated.
+
+    Where the output is no terminal (a file, a pipe, a notebook), a line is printed every ``log_every_n_steps``
+    optimizer steps (in an evaluation as many micro-batches) or 30 seconds, whichever is later, and one at the end of
+    each epoch and evaluation. It does not wait for metrics that are on a GPU, but is printed
+    ``log_every_n_steps`` later, as of the step that it names.
 
     Subclasses draw differently by overriding `draw`, `close` and `write`.
 
@@ -75,12 +64,16 @@ class ProgressBar(Callback):
         self._pause = 1.0 / refresh_rate
         self._stream = stream
         self._latest = LatestNumbers()
+        self._lines: LiveLines | None = None
         self._live = False  # a terminal, and this is rank 0
         self._speaks = False  # rank 0
         self._training: Phase | None = None
         self._phase: Phase | None = None
+        self._time_left: TimeLeft | None = None
+        self._run_left = ""
         self._next_refresh = 0.0
-        self._drawn = 0  # characters of the line on the terminal
+        self._next_line = 0.0
+        self._late: _LateLine | None = None
 
     # What a subclass draws with
 
@@ -89,30 +82,34 @@ class ProgressBar(Callback):
         """Where the bar writes."""
         return self._stream if self._stream is not None else sys.stdout
 
+    @property
+    def run_left(self) -> str:
+        """What is said of the time that the whole run still takes: "run 1:12 left"; "" outside of training."""
+        return self._run_left
+
     def is_terminal(self) -> bool:
         """True where a line can be rewritten."""
         return bool(self.stream.isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
         """Show ``phase`` as of ``now`` (seconds of `time.monotonic`); called at a refresh."""
-        width = shutil.get_terminal_size().columns - 1
-        line = _line(phase, metrics, now)[:width]
-        self.stream.write("\r" + line.ljust(self._drawn))
-        self.stream.flush()
-        self._drawn = len(line)
+        if self._lines is not None:
+            line = fitted(phase, metrics, now, self.run_left, self._lines.width)
+            bar = f"|{'#' * line.filled}{'-' * (line.width - line.filled)}| " if line.width else ""
+            self._lines.show([f"{line.title} {bar}{line.rest}"[: self._lines.width]])
 
     def close(self) -> None:
         """Leave the terminal as a following line of output needs it."""
-        if self._drawn:
-            self.stream.write("\r" + " " * self._drawn + "\r")
-            self.stream.flush()
-            self._drawn = 0
+        if self._lines is not None:
+            self._lines.clear()
 
     def write(self, text: str) -> None:
         """Print ``text`` on a line of its own, above the bar where one is shown."""
-        ProgressBar.close(self)
-        self.stream.write(text + "\n")
-        self.stream.flush()
+        if self._lines is not None:
+            self._lines.print(text)
+        else:
+            self.stream.write(text + "\n")
+            self.stream.flush()
         self._next_refresh = 0.0
 
     def write_line(self, text: str) -> bool:
@@ -126,13 +123,25 @@ class ProgressBar(Callback):
         """Decide whether this rank shows anything."""
         self._speaks = trainer.is_global_zero
         self._live = self._speaks and self.is_terminal()
+        self._next_line = _now() + _PAUSE
+        if self._live:
+            self._lines = LiveLines(self.stream)
+            if self._stream is None:
+                self._lines.guard()
 
     def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         """Take the bar down, also after a failure."""
-        if self._live:
+        if self._lines is not None:
             self.close()
+            self._lines.release()
+        self._lines = None
         self._live = self._speaks = False
-        self._training = self._phase = None
+        self._training = self._phase = self._time_left = self._late = None
+        self._run_left = ""
+
+    def on_fit_start(self, trainer: RunContext, module: TrainModule) -> None:
+        """Begin with the time that the run may take."""
+        self._time_left = TimeLeft(trainer, _now())
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin the count of an epoch that is resumed in its middle and has no start of its own."""
@@ -141,7 +150,8 @@ class ProgressBar(Callback):
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Begin an epoch's count."""
         last = f"/{trainer.max_epochs}" if trainer.max_epochs not in (None, -1) else ""
-        self._training = Phase(f"Epoch {trainer.current_epoch + 1}{last}", _count(_to_come(trainer)), _now())
+        title = f"Epoch {trainer.current_epoch + 1}{last}"
+        self._training = Phase(title, _count(_to_come(trainer)), _now(), trainer.batch_idx)
         self._show(self._training)
 
     def on_train_batch_end(
@@ -151,7 +161,6 @@ class ProgressBar(Callback):
         phase = self._training
         if phase is not None:
             phase.done = batch_idx + 1
-            phase.counted += 1
         if self._live and _now() >= self._next_refresh:
             self._refresh(trainer)
 
@@ -239,16 +248,56 @@ class ProgressBar(Callback):
         phase = self._phase
         if phase is not None:
             phase.done += 1
-            phase.counted += 1
         if self._live and _now() >= self._next_refresh:
             self._refresh(trainer)
 
     def _refresh(self, trainer: RunContext) -> None:
         phase, now = self._phase, _now()
         if phase is not None:
-            self.draw(phase, self._latest.read(trainer.progress_bar_metrics), now)
+            self._run_left = self._said_of_the_run(trainer, phase, now)
+            self.draw(phase, self._latest.read(self._metrics(trainer, phase)), now)
         # The pause begins after the drawing, so that a slow terminal cannot take up the whole run.
         self._next_refresh = _now() + self._pause
+
+    def _metrics(self, trainer: RunContext, phase: Phase) -> Mapping[str, Tensor | float]:
+        return trainer.progress_bar_metrics if phase is self._training else trainer.evaluation_so_far
+
+    def _said_of_the_run(self, trainer: RunContext, phase: Phase, now: float) -> str:
+        if self._time_left is None or phase is not self._training:
+            return ""
+        seconds = self._time_left.seconds(trainer, now)
+        return f"run {'?' if seconds is None else clock(seconds)} left"
+
+    # Where the output is no terminal
+
+    def write_progress(self, trainer: RunContext, module: TrainModule, batches: int) -> None:
+        """Print a line where it is time for one and the output is no terminal."""
+        if self._live or not self._speaks:
+            return
+        if self._late is not None and self._late.has_arrived:
+            self._write_late()
+        phase, now = self._phase, _now()
+        if phase is None or now < self._next_line or self._late is not None:
+            return
+        phase.done = batches
+        self._next_line = now + _PAUSE
+        values = self._metrics(trainer, phase)
+        parts = [f"{phase.done}/{phase.total}" if phase.is_bounded else f"{phase.done}", "batches"]
+        said = [" ".join(parts), clock(phase.elapsed(now)), speed(phase.rate(now))]
+        if phase is self._training:
+            last = f"/{trainer.max_steps}" if trainer.max_steps >= 0 else ""
+            said = [f"step {trainer.global_step}{last}", *said, self._said_of_the_run(trainer, phase, now)]
+        else:
+            left = phase.left(now)
+            said.append(f"{'?' if left is None else clock(left)} left")
+        self._late = _LateLine(f"{phase.title}: {', '.join(said)}", values)
+        if self._late.has_arrived:
+            self._write_late()
+
+    def _write_late(self) -> None:
+        if self._late is not None:
+            self.write(self._late.text())
+            self._late = None
 
     def _conclude(self, trainer: RunContext, phase: Phase | None) -> None:
         self._phase = None
@@ -256,50 +305,49 @@ class ProgressBar(Callback):
             return
         if self._live:
             self.close()
+        self._write_late()
         now = _now()
         metrics = self._latest.read(trainer.progress_bar_metrics, wait=True)
-        self.write(summary_line(phase, metrics, now))
+        run = self._said_of_the_run(trainer, phase, now)
+        self.write(summary_line(phase, metrics, now, "" if run == f"run {clock(0)} left" else run))
+        self._next_line = now + _PAUSE
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stream": None, "_phase": None, "_training": None}
+        gone = ("_stream", "_phase", "_training", "_lines", "_late", "_time_left")
+        return self.__dict__ | dict.fromkeys(gone)
 
 
-def summary_line(phase: Phase, metrics: Mapping[str, float], now: float) -> str:
-    """The line that an epoch or evaluation leaves behind."""
+class _LateLine:
+    """A line whose metrics are on their way from a device."""
+
+    def __init__(self, text: str, values: Mapping[str, Tensor | float]) -> None:
+        self._text = text
+        self._names = list(values)
+        self._readback = Readback(list(values.values()))
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._readback.has_arrived
+
+    def text(self) -> str:
+        """Return all of it. Waits for metrics that have not arrived."""
+        metrics = dict(zip(self._names, self._readback.numbers(), strict=True))
+        return ", ".join([self._text, *in_words(metrics)])
+
+
+def summary_line(phase: Phase, metrics: Mapping[str, float], now: float, run: str = "") -> str:
+    """The line that an epoch or evaluation leaves behind.
+
+    Args:
+        phase: what is over.
+        metrics: by name.
+        now: seconds of `time.monotonic`.
+        run: what is said of the time that the run still takes; "" for nothing.
+    """
     parts = [clock(phase.elapsed(now))]
     if phase.counted:  # an evaluation of unknown length may not have been counted
         parts = [f"{phase.done} batches", *parts, speed(phase.rate(now))]
-    return f"{phase.title}: " + ", ".join([*parts, *(f"{name}={number(value)}" for name, value in metrics.items())])
-
-
-def clock(seconds: float) -> str:
-    """``seconds`` as ``m:ss`` or ``h:mm:ss``."""
-    whole = int(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def speed(rate: float) -> str:
-    """Micro-batches a second, or seconds a micro-batch where that reads better."""
-    return f"{1 / rate:.2f} s/it" if 0 < rate < 1 else f"{rate:.1f} it/s"
-
-
-def number(value: float) -> str:
-    """A metric in four significant digits."""
-    return f"{value:.0f}" if math.isfinite(value) and value == int(value) and abs(value) < 1e6 else f"{value:.4g}"
-
-
-def _line(phase: Phase, metrics: Mapping[str, float], now: float) -> str:
-    rate, parts = phase.rate(now), [phase.title]
-    if phase.total and phase.done <= phase.total:  # else the length it was reckoned with is proven wrong
-        filled = min(_BAR_WIDTH, _BAR_WIDTH * phase.done // phase.total)
-        parts.append(f"|{'#' * filled}{'-' * (_BAR_WIDTH - filled)}| {phase.done}/{phase.total}")
-        left = f"<{clock((phase.total - phase.done) / rate)}" if rate > 0 else ""
-    else:
-        parts.append(f"{phase.done}")
-        left = ""
-    parts.append(f"[{clock(phase.elapsed(now))}{left}, {speed(rate)}]")
-    return " ".join([*parts, *(f"{name}={number(value)}" for name, value in metrics.items())])
+    return f"{phase.title}: " + ", ".join([*parts, *([run] if run else []), *in_words(metrics)])
 
 
 def _to_come(trainer: RunContext) -> int | float:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
-from drivetrain.callbacks.progress_bar import Phase, ProgressBar, clock, number, speed
+from drivetrain.callbacks._bar_line import BarLine, Phase, fitted
+from drivetrain.callbacks.progress_bar import ProgressBar
 from drivetrain.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 
 class RichProgressBar(ProgressBar):
-    """A `ProgressBar` drawn with rich: colours, and printing from user code appears above the bar.
+    """A `ProgressBar` drawn with rich: in colours, and a validation's bar below its epoch's.
 
-    rich's own refresh thread stays off: the bar is drawn by the run, on the same clock as the plain one.
+    No thread refreshes it: the bar is drawn by the run, on the same clock as the plain one.
 
     Args:
         refresh_rate: refreshes a second, above 0 and at most 10.
@@ -36,59 +34,48 @@ class RichProgressBar(ProgressBar):
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        self._progress: Progress | None = None
-        self._tasks: dict[int, TaskID] = {}
+        self._epoch: BarLine | None = None
+        self._last: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
         """Show ``phase`` as a bar of its own; a validation stands below its epoch."""
-        if self._progress is None:
-            self._progress = self._start()
-        progress, key = self._progress, id(phase)
-        training = self._training
-        kept = {id(each) for each in (phase, training) if each is not None}
-        for old in [each for each in self._tasks if each not in kept]:
-            progress.remove_task(self._tasks.pop(old))
-        if key not in self._tasks:
-            self._tasks[key] = progress.add_task(phase.title, total=phase.total, details="")
-        rate = phase.rate(now)
-        left = f"<{clock((phase.total - phase.done) / rate)}" if phase.total and rate > 0 else ""
-        shown = " ".join(f"{name}={number(value)}" for name, value in metrics.items())
-        details = f"[{clock(phase.elapsed(now))}{left}, {speed(rate)}] {shown}"
-        progress.update(self._tasks[key], completed=phase.done, total=phase.total, details=details)
-        progress.refresh()
+        if self._lines is None:
+            return
+        width = self._lines.width
+        shown = [fitted(phase, metrics, now, self.run_left, width)]
+        if phase is self._training:
+            self._epoch = shown[0]
+        elif self._training is not None and self._epoch is not None:
+            shown.insert(0, self._epoch)
+        self._last = self._styled(shown, width)
+        self._lines.show(self._last)
 
     def close(self) -> None:
         """Take the bar down, or leave it standing with ``leave``."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-            self._tasks = {}
+        if self._leave and self._lines is not None and self._last and self._phase is None:
+            self._lines.print("\n".join(self._last))
+        self._last = []
+        super().close()
 
-    def write(self, text: str) -> None:
-        """Print ``text`` above the bar."""
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            super().write(text)
-
-    def _start(self) -> Progress:
+    def _styled(self, lines: Sequence[BarLine], width: int) -> list[str]:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.text import Text
 
-        progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[details]}", markup=False),
-            console=Console(file=self.stream),
-            auto_refresh=False,
-            transient=not self._leave,
-        )
-        progress.start()
-        return progress
+        console = Console(file=self.stream, width=width, legacy_windows=False)
+        coloured = console.color_system is not None
+        drawn = []
+        for line in lines:
+            text = Text(f"{line.title} ")
+            text.append("━" * line.filled, "bar.finished" if line.filled == line.width else "bar.complete")
+            text.append(("━" if coloured else " ") * (line.width - line.filled), "bar.back")
+            text.append(f" {line.rest}" if line.width else line.rest)
+            with console.capture() as captured:
+                console.print(text, end="", no_wrap=True, overflow="crop", crop=True, highlight=False)
+            drawn.append(captured.get())
+        return drawn
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_progress": None, "_tasks": {}}
+        return super().__getstate__() | {"_epoch": None, "_last": []}
 
 
 def rich_is_installed() -> bool:

@@ -69,6 +69,9 @@ from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 logger = logging.getLogger("drivetrain")
 
+_SAID: set[str] = set()
+"""The plans that this process has logged."""
+
 
 class FSDPStrategy(DistributedStrategy):
     """Sharded data-parallel training on `torch.distributed.fsdp.fully_shard`.
@@ -226,8 +229,10 @@ class FSDPStrategy(DistributedStrategy):
         self.precision.convert_module(module)
         self._originals = originals_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
-        if self.rank == 0:
-            logger.info("%s", plan.table(mesh.layout.shard))
+        table = plan.table(mesh.layout.shard)
+        if self.rank == 0 and table not in _SAID:  # evaluations of the same module have the same plan
+            _SAID.add(table)
+            logger.info("%s", table)
         self._manual = not getattr(module, "automatic_optimization", True)
         compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
         self._swap = change_forwards(

@@ -35,6 +35,7 @@ class Run:
     samples_seen: int = 0
     max_epochs: int | None = 10
     max_steps: int = -1
+    max_time: Any = None
     num_training_batches: int | float = 10
     num_val_batches: list[int | float] = field(default_factory=list)
     num_test_batches: list[int | float] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Run:
     stop_reason: str = ""
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     progress_bar_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluation_so_far: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scheduler_configs: list[SchedulerConfig] = field(default_factory=list)
     loggers: list[Any] = field(default_factory=lambda: ["a logger"])

@@ -15,8 +15,8 @@ from drivetrain._distributed.control import LocalControl
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import ProgressBar, RichProgressBar
+from drivetrain.callbacks._bar_line import clock, number, speed
 from drivetrain.callbacks._progress_default import EpochLines, default_progress_bar
-from drivetrain.callbacks.progress_bar import clock, number, speed
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.testing import requires_package
@@ -47,13 +47,15 @@ class _CountingRun(Run):
 def _train(bar: ProgressBar, run: Run, epochs: int, batches: int, pause: float = 0.0) -> None:
     trainer: Any = run
     bar.setup(trainer, _MODULE, "fit")
+    bar.on_fit_start(trainer, _MODULE)
     bar.on_train_start(trainer, _MODULE)
     for epoch in range(epochs):
-        run.current_epoch = epoch
+        run.current_epoch, run.batch_idx = epoch, 0
         bar.on_train_epoch_start(trainer, _MODULE)
         for index in range(batches):
             time.sleep(pause)
             run.micro_batches += 1
+            run.batch_idx += 1
             bar.on_train_batch_end(trainer, _MODULE, {}, None, index)
         bar.on_train_epoch_end(trainer, _MODULE)
     bar.on_train_end(trainer, _MODULE)
@@ -157,7 +159,7 @@ def test_a_validation_within_training_is_not_training_time() -> None:
 
 def test_an_epoch_resumed_in_its_middle_counts_from_there() -> None:
     output = io.StringIO()
-    run: Any = Run(num_training_batches=10, current_epoch=4, micro_batches=46)
+    run: Any = Run(num_training_batches=10, current_epoch=4, micro_batches=46, batch_idx=6)
     bar = ProgressBar(stream=output)
     bar.setup(run, _MODULE, "fit")
     bar.on_train_start(run, _MODULE)  # and no on_train_epoch_start
@@ -191,7 +193,7 @@ def test_a_line_is_written_above_the_bar_and_a_failure_takes_it_down(kind: type[
     assert "[bold] a line" in output.getvalue()
     bar.teardown(run, _MODULE, "fit")
     after = output.getvalue()
-    assert after.endswith(("\r", "\x1b[2K"))  # the line is empty again, for a traceback to begin on
+    assert after.endswith("\r\x1b[J")  # the line is empty again, for a traceback to begin on
     bar.on_train_batch_end(run, _MODULE, {}, None, 2)
     assert output.getvalue() == after
 

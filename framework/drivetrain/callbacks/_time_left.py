@@ -1,0 +1,65 @@
+"""How long a run still takes, by its limits and by the pace that it has kept."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from drivetrain._config.arguments import duration
+
+if TYPE_CHECKING:
+    from drivetrain.run_context import RunContext
+
+
+class TimeLeft:
+    """Estimates when a training run comes to the first of ``max_epochs``, ``max_steps`` and ``max_time``.
+
+    The pace is the average since the first micro-batches, which may have compiled or started workers; validations and
+    checkpoints within the run count as it has had them so far. Reading it takes nothing from the device.
+
+    Args:
+        trainer: the run, which is about to train.
+        now: seconds of `time.monotonic`.
+    """
+
+    def __init__(self, trainer: RunContext, now: float) -> None:
+        self._deadline = None if trainer.max_time is None else now + duration(trainer.max_time).total_seconds()
+        self._since, self._from = now, trainer.micro_batches
+        self._first_pace: float | None = None  # with all that is slow only once
+
+    def seconds(self, trainer: RunContext, now: float) -> float | None:
+        """Return the seconds that are left, 0 at the end of the run; None where nothing tells."""
+        pace = self._pace(trainer.micro_batches, now)
+        micro_batches = _micro_batches_left(trainer)
+        if micro_batches == 0:
+            return 0.0
+        known = [] if self._deadline is None else [max(self._deadline - now, 0.0)]
+        if pace is not None and micro_batches < math.inf:
+            known.append(micro_batches * pace)
+        return min(known, default=None)
+
+    def _pace(self, micro_batches: int, now: float) -> float | None:
+        """Seconds a micro-batch, None before the first."""
+        made = micro_batches - self._from
+        if made < 0:  # the run went back to a checkpoint
+            self._since, self._from, made = now, micro_batches, 0
+        if not made:
+            return self._first_pace
+        pace = (now - self._since) / made
+        if self._first_pace is None:
+            self._first_pace, self._since, self._from = pace, now, micro_batches
+        return pace
+
+
+def _micro_batches_left(trainer: RunContext) -> float:
+    """Micro-batches to the first limit; infinite where neither of the two is known."""
+    length, window = trainer.num_training_batches, trainer.accumulate_grad_batches
+    by_epochs = by_steps = math.inf
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        epochs = trainer.max_epochs - trainer.current_epoch
+        by_epochs = 0 if epochs <= 0 else epochs * length - trainer.batch_idx
+    if trainer.max_steps >= 0:
+        # The last window of an epoch may be a short one.
+        in_a_step = window if math.isinf(length) or not length else length / math.ceil(length / window)
+        by_steps = max(trainer.max_steps - trainer.global_step, 0) * in_a_step
+    return max(min(by_epochs, by_steps), 0)
