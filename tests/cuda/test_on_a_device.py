@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from drivetrain.callbacks import Checkpoint, LambdaCallback, ThroughputMonitor
 from drivetrain.callbacks._peak_flops import known_peak_flops
 from drivetrain.checkpoint import load
 from drivetrain.precision import MixedPrecision
+from drivetrain.profilers import PyTorchProfiler, SimpleProfiler
 from drivetrain.testing import requires_cuda
 
 pytestmark = [pytest.mark.cuda, requires_cuda()]
@@ -98,12 +100,14 @@ def test_a_checkpoint_of_the_device_goes_on_in_the_hosts_memory(tmp_path: Path) 
     torch.testing.assert_close(weights(here), weights(there), atol=1e-4, rtol=1e-4)
 
 
-def test_no_step_waits_for_the_device() -> None:
+@pytest.mark.parametrize("profiler", [None, "simple"])
+def test_no_step_waits_for_the_device(tmp_path: Path, profiler: str | None) -> None:
     # O-05, O-04: torch raises where one does
     def switch(trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         torch.cuda.set_sync_debug_mode({4: "error", 12: "default"}.get(batch_idx, torch.cuda.get_sync_debug_mode()))
 
-    settings = {"gradient_clip_val": 0.5, "callbacks": [LambdaCallback(on_train_batch_start=switch)]}
+    watching = {"callbacks": [LambdaCallback(on_train_batch_start=switch)], "default_root_dir": tmp_path}
+    settings = {"gradient_clip_val": 0.5, "profiler": profiler, **watching}
     try:
         fit = trained(Net(), rows(16, pin_memory=True), **settings)
     finally:
@@ -190,3 +194,21 @@ def test_processes_that_a_notebook_forks_can_use_their_devices(tmp_path: Path) -
         [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
     )
     assert "it has trained" in done.stdout, done.stderr[-3000:]
+
+
+def test_a_profile_tells_of_the_device(tmp_path: Path) -> None:
+    # O-05, L-05
+    simple = SimpleProfiler()
+    trained(Net(), profiler=simple, default_root_dir=tmp_path)
+    assert sum(row.self_ns for row in simple.rows()) == simple.total_ns
+    timed = {" > ".join(row.path): row.device_ns for row in simple.rows()}
+    assert all((timed[f"training > {phase}"] or 0) > 0 for phase in ("forward", "backward", "optimizer"))
+    traced = PyTorchProfiler(tmp_path / "traced", memory_snapshot=not REHEARSED)
+    trained(Net(), profiler=traced)
+    (trace,) = (tmp_path / "traced").glob("*.trace.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"forward", "backward", "optimizer", "ProfilerStep#2"} <= {one["name"] for one in events}
+    if not REHEARSED:  # the emulation has neither kernels nor an allocator of CUDA's
+        assert any(one.get("cat") == "kernel" and one["dur"] > 0 for one in events)
+        (snapshot,) = (tmp_path / "traced").glob("*.memory.pickle")
+        assert snapshot.stat().st_size > 1000

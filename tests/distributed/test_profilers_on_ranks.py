@@ -120,17 +120,22 @@ def test_a_profiler_on_one_rank_alone_is_refused_by_name(tmp_path: Path) -> None
         assert "SimpleProfiler" in said
 
 
-def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[list[Any], str, int]:
-    profiler = SimpleProfiler()
-    _fit(root, "single_device", profiler, accelerator="gpu", devices=1)
-    return [(row.path, row.calls, row.device_ns) for row in profiler.rows()], profiler.summary(), profiler.total_ns
+def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[list[Any], str, list[int]]:
+    profiler, waits = SimpleProfiler(), []
+    for one in (None, SimpleProfiler(device_times=False), profiler):
+        gpu.forget()
+        _fit(root, "single_device", one, accelerator="gpu", devices=1)
+        waits.append(len(gpu.host_syncs))
+    return [(row.path, row.calls, row.device_ns) for row in profiler.rows()], profiler.summary(), waits
 
 
 @requires_emulated_cuda()
 def test_on_a_device_events_time_what_the_host_does_not_wait_for(tmp_path: Path) -> None:
     # L-05
     seen = on_emulated_cuda(_on_a_device, tmp_path)
-    rows, summary, _ = seen.returned
+    rows, summary, waits = seen.returned
+    assert waits[0] == waits[1]
+    assert waits[2] <= waits[0] + 1  # as the run ends: for what has not come yet
     timed = {" > ".join(path): device for path, _, device in rows}
     calls = {" > ".join(path): count for path, count, _ in rows}
     assert calls["training > transfer"] >= 16

@@ -88,13 +88,14 @@ class Profiling(Unprofiled):
             self._profiler.stop(self._run.stage)
             return
         Profiling._measuring.discard(id(self._profiler))
-        try:
-            self._profiler.end()
-            self._write()
-            text = self._profiler.summary() if self._facts.rank == 0 else ""
-        except Exception as error:  # a run does not fail for its profile
-            logger.warning("The profile of this run is lost: %s: %s", type(error).__name__, error)
-            return
+        for part in (self._profiler.end, self._show, self._write):
+            try:
+                part()
+            except Exception as error:  # a run does not fail for its profile
+                logger.warning("Of this run's profile something is lost: %s: %s", type(error).__name__, error)
+
+    def _show(self) -> None:
+        text = self._profiler.summary() if self._facts.rank == 0 else ""
         if text:
             self._run.trainer.print(text)
 

@@ -42,10 +42,10 @@ class DeviceTimes:
     def read(self, wait: bool = False) -> None:
         """Add up what the device has passed; where ``wait``, wait for the rest."""
         waiting = self._waiting
+        if wait and waiting:
+            torch.cuda.synchronize(self._device)
         while waiting and (wait or waiting[0][2].query()):  # type: ignore[no-untyped-call]
             phase, first, last = waiting.popleft()
-            if wait:
-                last.synchronize()
             phase.device_ns = max(phase.device_ns, 0) + round(first.elapsed_time(last) * 1e6)
             self._free += [first, last]
 

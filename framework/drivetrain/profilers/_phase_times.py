@@ -213,17 +213,3 @@ class PhaseTimes:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_markers": None, "_top": None}  # one that is over can be sent elsewhere
-
-
-def cost_of_a_phase(rounds: int = 500) -> float:
-    """Return the nanoseconds that a phase takes beyond what `PhaseTimes` counts as its own, measured here and now."""
-    times = PhaseTimes("calibration")
-    start, stop = times.start, times.stop
-    before = perf_counter_ns()
-    for _ in range(rounds):
-        start("empty")
-        try:
-            pass
-        finally:
-            stop("empty")
-    return max(0.0, (perf_counter_ns() - before - times.own_ns) / rounds)

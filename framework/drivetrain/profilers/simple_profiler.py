@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from drivetrain.profilers._device_times import DeviceTimes
 from drivetrain.profilers._next_steps import next_steps
-from drivetrain.profilers._phase_times import PhaseTimes, cost_of_a_phase
+from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"
@@ -68,7 +69,7 @@ class SimpleProfiler(Profiler):
     def begin(self, run: ProfiledRun) -> None:
         """Forget what was measured before, and start the clock."""
         self._run, self._ranks = run, []
-        self._uncounted = cost_of_a_phase()
+        self._uncounted = _uncounted()
         self._device = DeviceTimes(run.device) if self.device_times and run.device.type == "cuda" else None
         self._times = PhaseTimes(run.stage, self._device)
 
@@ -159,6 +160,31 @@ class SimpleProfiler(Profiler):
         return self.__dict__ | {"_device": None}
 
 
+def _uncounted(rounds: int = 300) -> float:
+    """Return the nanoseconds that a phase takes beyond what is counted as the profiler's own, measured here and now."""
+    profiler = SimpleProfiler()
+    times = profiler._times = PhaseTimes("calibration")
+    start, stop = profiler.start, profiler.stop
+
+    def nothing(*args: Any, **options: Any) -> None:
+        return None
+
+    def spanned(*args: Any, **options: Any) -> None:
+        start("nothing")
+        try:
+            return nothing(*args, **options)
+        finally:
+            stop("nothing")
+
+    began = perf_counter_ns()
+    for _ in range(rounds):
+        nothing(None)
+    between = perf_counter_ns()
+    for _ in range(rounds):
+        spanned(None)
+    return max(0.0, (perf_counter_ns() - between - times.own_ns - (between - began)) / rounds)
+
+
 def _about_device(run: ProfiledRun, timed: bool) -> list[str]:
     if run.device.type == "cpu":
         return []
@@ -196,7 +222,7 @@ def _table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[str]:
         if timed:
             line.append("" if row.device_ns is None else _in_s(row.device_ns))
         if ranks and profiler.extended:
-            line += _over_ranks(row, ranks)
+            line += _over_ranks(row, ranks, profiler._run.rank)
         cells.append(line)
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     laid = [
@@ -209,9 +235,11 @@ def _table(rows: Sequence[PhaseRow], profiler: SimpleProfiler) -> list[str]:
     return [line.rstrip() for line in (laid[0], rule, *laid[1:-1], rule, laid[-1])]
 
 
-def _over_ranks(row: PhaseRow, ranks: Sequence[Mapping[str, int]]) -> list[str]:
+def _over_ranks(row: PhaseRow, ranks: Sequence[Mapping[str, int]], own: int) -> list[str]:
+    """What the quickest and the slowest rank took, as far as the others had come when they told."""
     if row.path == ("total",):
         found = [sum(one.values()) for one in ranks]
     else:
         found = [one.get(" > ".join(row.path), 0) for one in ranks]
+    found[own] = row.self_ns
     return [_in_s(min(found)), _in_s(max(found))]

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from profiler_case import Net, fit, loader
@@ -15,7 +16,7 @@ from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.profilers import ProfiledRun, SimpleProfiler
+from drivetrain.profilers import ProfiledRun, PyTorchProfiler, SimpleProfiler
 
 
 def paths(profiler: SimpleProfiler) -> dict[str, Any]:
@@ -294,6 +295,40 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(tmp_path:
     (tmp_path / "drivetrain_logs").write_text("in the way")
     with pytest.raises(ConfigurationError, match=r"The profiler cannot write to .*(?s:.*)dirpath"):
         fit(tmp_path, profiler="simple").fit(Net(), loader())
+
+
+def test_a_profile_goes_to_an_object_store(tmp_path: Path) -> None:
+    # L-05
+    folder = f"memory://profiles-{tmp_path.name}"
+    for profiler in (SimpleProfiler(folder), PyTorchProfiler(folder)):
+        fit(tmp_path, profiler=profiler).fit(Net(), loader(32))
+    there = fsspec.filesystem("memory")
+    names = sorted(path.rpartition("/")[2] for path in there.ls(folder, detail=False))
+    assert names == ["fit-pytorch-rank-0.trace.json", "fit-pytorch-rank-0.txt", "fit-simple-rank-0.txt"]
+    there.rm(folder, recursive=True)
+
+
+def test_a_profile_that_cannot_be_written_is_told_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # L-05
+    (tmp_path / "file").write_text("in the way")
+    runner = fit(tmp_path, profiler=SimpleProfiler(tmp_path / "file"))
+    runner.fit(Net(), loader())
+    assert runner.state == "finished"
+    assert "Of this run's profile something is lost: FileExistsError" in caplog.text
+    assert "Profile of fit" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_is_profiled_from_where_it_does(tmp_path: Path) -> None:
+    saver = Checkpoint(tmp_path / "kept", every_n_train_steps=2)
+    fit(tmp_path, max_steps=2, callbacks=[saver], enable_checkpointing=True).fit(Net(), loader())
+    profiler = SimpleProfiler()
+    fit(tmp_path, profiler=profiler, max_steps=4).fit(Net(), loader(), ckpt_path=saver.last_model_path)
+    assert adds_up(profiler)
+    rows = paths(profiler)
+    assert rows["training > forward"].calls == 2
+    assert rows["set-up > checkpoint"].calls == 1
 
 
 def test_a_quick_try_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
