@@ -72,7 +72,7 @@ def test_what_is_printed_on_rank_0_before_and_after_the_run_appears_once(runs: d
 
 def test_waiting_for_another_rank_is_silent(runs: dict[str, Run]) -> None:
     lines = runs["ran"].errors.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["Precision 32-true", "The run ended"] * 2, lines
+    assert [line.partition(":")[0] for line in lines] == ["Precision 32-true", "The run ended", "The run ended"], lines
 
 
 def test_a_call_on_rank_0_alone_after_the_others_have_left_is_refused(runs: dict[str, Run]) -> None:  # G-04

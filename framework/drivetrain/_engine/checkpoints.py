@@ -54,6 +54,8 @@ class RunCheckpoints:
         """What the run goes on from."""
         self.ended_before: str | None = None
         """Why nothing is left to train of what was found by "auto"; None where something is."""
+        self.written: str | None = None
+        """The last one that this run has written, and that became whole, wherever that is."""
 
     # Reading
 
@@ -403,6 +405,7 @@ class RunCheckpoints:
             write_out(session.trainer)
 
         def whole() -> None:
+            self.written = path
             then()
             if strategy.rank == 0:
                 session.folder.wrote(path, facts)

@@ -14,23 +14,26 @@ if TYPE_CHECKING:
 _MOST = 10  # names of the run's folder that are told
 
 
-def left_behind(run: RunState) -> list[str]:
-    """Return a line for each checkpoint that a later run may begin with, and one for the run's folder, on rank 0."""
-    return [f"  {line}" for line in (*_checkpoints(run), *_files(run.folder.path))]
+def left_behind(run: RunState, written: str | None) -> list[str]:
+    """Return a line for each checkpoint that a later run may begin with, and one for the run's folder, on rank 0.
+
+    Args:
+        run: which.
+        written: the last checkpoint that it has written, which need not be there any more; None for none.
+    """
+    best = {one.best_model_path: _score(one) for one in run.callbacks if one.best_model_path and _score(one)}
+    newest = (getattr(one, "last_model_path", "") for one in run.callbacks)
+    last = written if written is not None and _is_there(written) else next(filter(None, newest), None)
+    lines = [
+        f"best {'and last ' if path == last else ''}checkpoint: {_shown(path)}{score}" for path, score in best.items()
+    ]
+    if last is not None and last not in best:
+        lines.append(f"last checkpoint: {_shown(last)}")
+    return [f"  {line}" for line in (*lines, *_files(run.folder.path))]
 
 
-def _checkpoints(run: RunState) -> Iterator[str]:
-    for callback in run.callbacks:
-        kept = list(callback.kept_checkpoints)
-        best, last = callback.best_model_path, getattr(callback, "last_model_path", kept[-1] if kept else "")
-        score = _score(callback)
-        if best and best == last:
-            yield f"best and last checkpoint: {_shown(best)}{score}" if score else f"last checkpoint: {_shown(last)}"
-            continue
-        if best and score:
-            yield f"best checkpoint: {_shown(best)}{score}"
-        if last:
-            yield f"last checkpoint: {_shown(last)}"
+def _is_there(path: str) -> bool:
+    return "://" in path or os.path.exists(path)
 
 
 def _score(callback: Callback) -> str:

@@ -523,7 +523,7 @@ class Session(RunState):
             if self.trainer.settings["enable_progress_bar"].value and not self.trainer.barebones:
                 from drivetrain._engine.ending import left_behind
 
-                lines += left_behind(self)
+                lines += left_behind(self, self.checkpoints.written)
             logger.info("\n".join(lines))
 
     def _detach(self) -> None:

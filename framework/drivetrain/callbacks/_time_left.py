@@ -25,7 +25,9 @@ class TimeLeft:
     def __init__(self, trainer: RunContext, now: float) -> None:
         self._deadline = None if trainer.max_time is None else now + duration(trainer.max_time).total_seconds()
         self._since, self._from = now, trainer.micro_batches
-        self._first_pace: float | None = None  # with all that is slow only once
+        self._seen = trainer.micro_batches
+        self._warm = False  # what is slow only once is over
+        self._last_pace: float | None = None
 
     def seconds(self, trainer: RunContext, now: float) -> float | None:
         """Return the seconds that are left, 0 at the end of the run; None where nothing tells."""
@@ -40,15 +42,14 @@ class TimeLeft:
 
     def _pace(self, micro_batches: int, now: float) -> float | None:
         """Seconds a micro-batch, None before the first."""
-        made = micro_batches - self._from
-        if made < 0:  # the run went back to a checkpoint
-            self._since, self._from, made = now, micro_batches, 0
-        if not made:
-            return self._first_pace
-        pace = (now - self._since) / made
-        if self._first_pace is None:
-            self._first_pace, self._since, self._from = pace, now, micro_batches
-        return pace
+        if micro_batches < self._seen:  # the run went back to a checkpoint
+            self._since, self._from = now, micro_batches
+        self._seen, made = micro_batches, micro_batches - self._from
+        if made:
+            self._last_pace = (now - self._since) / made
+            if not self._warm:
+                self._warm, self._since, self._from = True, now, micro_batches
+        return self._last_pace
 
 
 def _micro_batches_left(trainer: RunContext) -> float:

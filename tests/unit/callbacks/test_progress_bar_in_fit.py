@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from terminal_screen import Screen, run_on_a_terminal
 
 from drivetrain.testing import requires_linux, requires_package
 
 pytestmark = pytest.mark.slow
 
 _SCRIPT = """
-import sys, time
+import logging, sys, time
 sys.path.insert(0, {here!r})
 if {without_rich}:
     sys.modules["rich"] = None
@@ -27,13 +26,22 @@ class Talking(Regression):
         time.sleep(0.02)
         if batch_idx == 3:
             self.print("a line from the step")
-            print("a plain print")
+        if batch_idx == 3:
+            print("a plain", end="", flush=True)
+            time.sleep(0.15)
+            print(" print")
+            print("from the module to stderr", file=sys.stderr)
+            logging.getLogger("drivetrain").warning("what the engine says")
         if {fails} and batch_idx == 5:
             raise ValueError("a failure in the step")
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.06)
+        self.log("val_loss", self.loss(batch), prog_bar=True)
+
 fit = quiet_fit(max_epochs=2, enable_progress_bar=True, enable_model_summary=True, num_sanity_val_steps=1)
-fit.fit(Talking(), loader(80), loader(8))
+fit.fit(Talking(), loader(80), loader(24))
 print("after the run")
 """
 
@@ -43,51 +51,63 @@ def _script(without_rich: bool = False, fails: bool = False) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _on_a_terminal(command: list[str]) -> tuple[str, int]:
-    """Run ``command`` with a pseudo-terminal for its output; return what it wrote and its exit code."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-    )
-    os.close(theirs)
-    written = b""
-    while True:
-        try:
-            part = os.read(ours, 4096)
-        except OSError:  # Linux's way to say that nobody holds the other end any more
-            break
-        if not part:
-            break
-        written += part
-    os.close(ours)
-    return written.decode(), process.wait(timeout=60)
-
-
-_LINE = r"Epoch {}/2: 20 batches, 0:0\d, [\d.]+ it/s, train_loss=[\d.]+"
+_LINE = r"Epoch {}/2: 20 batches, 0:0\d, [\d.]+ it/s(?:, run 0:\d\d left)?, train_loss=[\d.]+"
 
 
 @requires_linux()
 @pytest.mark.parametrize("without_rich", [True, pytest.param(False, marks=requires_package("rich"))])
-def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(without_rich: bool) -> None:
-    text, code = _on_a_terminal(_script(without_rich))
+def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(without_rich: bool) -> None:  # L-09
+    resizes = iter([60])
+
+    def resized(screen: Screen) -> int | None:
+        return next(resizes, None) if screen.lines and re.match("Epoch 2/2 .*] run", screen.lines[-1]) else None
+
+    screen, frames, text, code = run_on_a_terminal(_script(without_rich), 100, resized)
     assert code == 0, text
     # More refreshes than epochs, fewer than steps: it goes by the clock.
     refreshes = len(re.findall(r"\d+/20", text))
-    assert 4 <= refreshes <= 60
-    # Escape sequences aside, each of these is whole on a line of its own.
-    lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1].strip() for line in re.split(r"\r?\n", text)]
-    for epoch in (1, 2):
-        assert any(re.fullmatch(_LINE.format(epoch), line) for line in lines), lines
-    assert "after the run" in lines
-    assert "a line from the step" in lines
-    assert any("a plain print" in line for line in lines)
-    assert any(line.startswith("5 parameters") for line in lines)
+    assert 4 <= refreshes <= 60 * 2  # where a validation's bar stands below, the epoch's is drawn again
+    # Nothing of a bar is left over; what was printed and said stands where it belongs, each on a line of its own.
+    said = screen.paragraphs
+    said = said[next(index for index, line in enumerate(said) if line.startswith("5 parameters")) + 1 :]
+    end = "The run ended: max_epochs=2 is reached (2 epochs, 40 optimizer steps) after "
+    expected = [
+        *[
+            "a line from the step",
+            "a plain print",
+            "from the module to stderr",
+            "what the engine says",
+            _LINE.format(1) + ", val_loss=.*",
+        ],
+        *[
+            "a line from the step",
+            "a plain print",
+            "from the module to stderr",
+            "what the engine says",
+            _LINE.format(2) + ", val_loss=.*",
+        ],
+        *[re.escape(end) + r"\d+\.\d s\.", "after the run"],
+    ]
+    assert re.fullmatch("\n".join(expected), "\n".join(said)), said
+    # Each time one bar of each kind stands there, in the terminal's width.
+    bars = [[line for line in frame if re.match(r"Epoch \d/2 |Validation |Sanity check ", line)] for frame in frames]
+    assert all(len({line.split()[0] for line in frame}) == len(frame) for frame in bars)
+    told = {" ".join(line.split()[:2]) for frame in bars for line in frame}
+    assert told >= {"Epoch 1/2", "Epoch 2/2"}
+    evaluated = [line for frame in bars for line in frame if line.startswith(("Validation", "Sanity"))]
+    assert {line.split()[0] for line in evaluated} == {"Validation", "Sanity"}
+    assert any("val_loss=" in line for line in evaluated)
+    assert not any("train_loss" in line or "run" in line for line in evaluated)
+    assert any(re.search(r"run \d+:\d\d left", line) for frame in bars for line in frame)
+    after = [line for frame in bars for line in frame if line.startswith("Epoch 2/2")]
+    assert any(len(line) > 60 for line in after)
+    assert len(after[-1]) < 60
     assert ("━" in text) is not without_rich
 
 
 @requires_linux()
 def test_a_failure_leaves_the_terminal_usable() -> None:
-    text, code = _on_a_terminal(_script(fails=True))
+    _, _, text, code = run_on_a_terminal(_script(fails=True), 100)
     assert code != 0
     assert "ValueError: a failure in the step" in re.sub(r"\x1b\[[\d;]*m", "", text)  # Python 3.13 colours it
     assert "\x1b[?25l" not in text  # the cursor was never hidden, and is there after a SIGKILL too
@@ -97,6 +117,6 @@ def test_a_failure_leaves_the_terminal_usable() -> None:
 def test_in_a_pipe_there_is_one_line_an_epoch_and_no_control_character() -> None:
     result = subprocess.run(_script(), capture_output=True, text=True, timeout=120, check=True)
     lines = result.stdout.splitlines()
-    assert sum(bool(re.fullmatch(_LINE.format(r"\d"), line)) for line in lines) == 2
+    assert sum(bool(re.fullmatch(_LINE.format(r"\d") + ", val_loss=.*", line)) for line in lines) == 2
     assert not re.search(r"[\x1b\r]", result.stdout)
     assert lines.count("a line from the step") == lines.count("a plain print") == 2

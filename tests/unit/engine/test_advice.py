@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_case import Bare
+from engine_case import Bare, fit
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Fit
+from drivetrain._engine import console
 from drivetrain._engine.advice import left_on_the_table
 
 
@@ -56,11 +56,18 @@ class Module(Bare):
         return AdamW(self.parameters(), lr=0.1)
 
 
-def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Fit(
-        max_epochs=2, accelerator="cpu", default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+def test_a_process_says_it_once_and_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # L-09
+    monkeypatch.setattr(console, "_SAID", set())
+    data = DataLoader(TensorDataset(torch.ones(4, 2)))
+    fit(tmp_path).fit(Module(), data)  # where nobody listens it has not been said
     with caplog.at_level(logging.INFO, logger="drivetrain"):
-        trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(4, 2))))
-    assert sum("AdamW(fused=True)" in record.getMessage() for record in caplog.records) == 1
+        for _ in range(2):
+            fit(tmp_path).fit(Module(), data)
+        fit(tmp_path, precision="bf16-mixed").fit(Module(), data)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("AdamW(fused=True)" in line and "torch does not choose it by itself" in line for line in said) == 1
+    told = [line.partition(":")[0] for line in said if line.startswith("Precision")]
+    assert told == ["Precision 32-true", "Precision bf16-mixed"]
