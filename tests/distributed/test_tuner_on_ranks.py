@@ -133,6 +133,17 @@ def test_the_size_is_what_fits_on_every_rank() -> None:  # L-06
         assert "batch size 1 " in rank["nothing fits"]["text"]
 
 
+def _losses(batch_size: int) -> list[float]:
+    options = {"min_lr": 1e-3, "max_lr": 0.1, "num_training": 11, "update_attr": False}
+    return Tuner(quiet(strategy="auto")).lr_find(Regression(), loader(42, batch_size), **options).results["loss"]
+
+
+def test_the_losses_are_over_the_samples_of_all_ranks() -> None:  # L-06
+    first, second = on_ranks(_losses, 2, 4, process_group=None, timeout=60)
+    assert first == second
+    assert first == pytest.approx(_losses(8), rel=1e-5)
+
+
 class Failing(Regression):
     """Fails in its seventh step, on rank 1."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, random_split
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
 
 from drivetrain import Callback, ConfigurationError, DataModule, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
@@ -265,6 +266,58 @@ def test_workers_of_a_loader_end_with_it() -> None:  # L-07
     assert set(torch.multiprocessing.active_children()) == others
 
 
+def test_validation_reads_the_loaders_of_its_epoch() -> None:  # L-07
+    class Validating(Net):
+        lengths: tuple[int, ...] = ()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.lengths += (batch[1].shape[1],)
+
+    class Longer(Scheduled):
+        def val_dataloader(self) -> Any:
+            return DataLoader(Sequences(3 + self.trainer.current_epoch), batch_size=SAMPLES)
+
+    net = Validating()
+    quiet(max_epochs=4, reload_dataloaders_every_n_epochs=2).fit(net, datamodule=Longer())
+    assert net.lengths == (3, 3, 5, 5)
+
+
+class Weighted(Scheduled):
+    """Draws its samples by a sampler of its own."""
+
+    def train_dataloader(self) -> Any:
+        epoch = self.trainer.current_epoch
+        sampler = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        return DataLoader(Sequences(2 + epoch), batch_size=2 + epoch, sampler=sampler)
+
+
+class Standing:
+    """Knows where in its samples it stands."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.data, self.size, self.at = Sequences(length), size, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < SAMPLES:
+            samples = [self.data[index] for index in range(self.at, min(self.at + self.size, SAMPLES))]
+            self.at += self.size
+            yield torch.tensor([index for index, _ in samples]), torch.stack([x for _, x in samples])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Stateful(Scheduled):
+    """Has loaders that a checkpoint keeps the place of."""
+
+    def train_dataloader(self) -> Any:
+        return Standing(2 + self.trainer.current_epoch, 2 + self.trainer.current_epoch)
+
+
 class Interrupting(Callback):
     """Asks to leave within a window of the third epoch."""
 
@@ -273,16 +326,17 @@ class Interrupting(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_run_that_left_within_a_window_goes_on_there(tmp_path: Path) -> None:  # L-07
+@pytest.mark.parametrize("source", [Scheduled, Weighted, Stateful])
+def test_a_run_that_left_within_a_window_goes_on_there(source: type[Scheduled], tmp_path: Path) -> None:  # L-07
     options = {"max_epochs": 4, "accumulate_grad_batches": 2}
     net = Net()
     fit = quiet(**options)
-    fit.fit(net, datamodule=Scheduled())
+    fit.fit(net, datamodule=source())
     wanted = _state(fit, net)
     with pytest.raises(SystemExit):
-        quiet(callbacks=[Interrupting(), Checkpoint(tmp_path)], **options).fit(Net(), datamodule=Scheduled())
+        quiet(callbacks=[Interrupting(), Checkpoint(tmp_path)], **options).fit(Net(), datamodule=source())
     net = Net()
     fit = quiet(**options, callbacks=[Checkpoint(tmp_path)])
-    fit.fit(net, datamodule=Scheduled(), ckpt_path="last")
+    fit.fit(net, datamodule=source(), ckpt_path="last")
     assert net.seen[0][0] == 2
     torch.testing.assert_close(_state(fit, net), wanted, rtol=0, atol=0)

@@ -25,27 +25,31 @@ def test_the_rates_grow_evenly_from_the_first_to_the_last() -> None:  # L-06
     assert found.results["lr"] == pytest.approx([1e-4, 0.0334, 0.0667, 1e-1])
 
 
-def test_the_losses_are_those_of_a_loop_by_hand() -> None:  # L-06
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_losses_are_those_of_a_loop_by_hand(window: int) -> None:  # L-06
     torch.manual_seed(0)
     module = Net()
     module.net[2] = torch.nn.Identity()
     rates = [1e-3 * 100 ** (step / 5) for step in range(6)]
-    found = Tuner(quiet()).lr_find(
-        module, loader(20), min_lr=1e-3, max_lr=1e-1, num_training=6, early_stop_threshold=None
+    found = Tuner(quiet(accumulate_grad_batches=window)).lr_find(
+        module, loader(24), min_lr=1e-3, max_lr=1e-1, num_training=6, early_stop_threshold=None
     )
     optimizer, average, losses = module.configure_optimizers()[0][0], 0.0, []
-    batches = list(loader(20))
+    batches = list(loader(24))
     for step, rate in enumerate(rates):
-        x, y = batches[step % 5]
         optimizer.param_groups[0]["lr"] = rate
-        loss = torch.nn.functional.mse_loss(module.net(x), y)
         optimizer.zero_grad()
-        loss.backward()
+        loss = 0.0
+        for offset in range(window):
+            x, y = batches[(step * window + offset) % 6]
+            part = torch.nn.functional.mse_loss(module.net(x), y) / window
+            part.backward()
+            loss += part.item()
         optimizer.step()
-        average = 0.98 * average + 0.02 * loss.item()
+        average = 0.98 * average + 0.02 * loss
         losses.append(average / (1 - 0.98 ** (step + 1)))
     assert found.results["lr"] == pytest.approx(rates)
-    assert found.results["loss"] == pytest.approx(losses, rel=1e-6)
+    assert found.results["loss"] == pytest.approx(losses, rel=1e-5)
 
 
 def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:  # L-06
@@ -90,6 +94,17 @@ def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
     assert module.lr == 0.05
     with pytest.raises(ConfigurationError, match="no attribute 'alpha'"):
         Tuner(quiet()).lr_find(module, loader(), attr_name="alpha")
+
+
+def test_schedules_are_left_out() -> None:  # L-06
+    class Plateau(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), self.lr)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    found = Tuner(quiet()).lr_find(Plateau(), loader(), num_training=15, early_stop_threshold=None)
+    assert len(found.results["lr"]) == 15  # more than an epoch, at whose end nothing was validated
 
 
 def test_what_cannot_be_searched_is_refused() -> None:  # L-06

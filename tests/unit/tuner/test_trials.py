@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ class Broken(Net):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
-def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseException) -> None:  # L-06
+def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseException, tmp_path: Path) -> None:  # L-06
     torch.manual_seed(0)
     module, data = Broken(error), Data()
     data.own = torch.Generator().manual_seed(1)
@@ -117,12 +118,13 @@ def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseExceptio
     draws = (torch.get_rng_state(), random.getstate(), loaders.dataset.own.bit_generator.state)
     for source in ({"train_dataloaders": loaders}, {"datamodule": data}):
         with pytest.raises(type(error)):
-            Tuner(quiet()).lr_find(module, **source)
+            Tuner(quiet(default_root_dir=tmp_path, logger=True)).lr_find(module, **source)
     torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     assert torch.equal(draws[0], torch.get_rng_state())
     assert draws[1:] == (random.getstate(), loaders.dataset.own.bit_generator.state)
     assert not hasattr(data, "dataset")
     assert module.lr == 0.05
+    assert not list(tmp_path.iterdir())
 
 
 class Counted(IterableDataset[Any]):
@@ -182,6 +184,18 @@ def test_layers_that_are_built_late_are_not_there_yet() -> None:  # L-06
 def test_an_iterator_is_refused_that_would_be_used_up() -> None:  # L-06
     with pytest.raises(ConfigurationError, match="gives each batch once"):
         Tuner(quiet()).lr_find(Net(), iter(loader()))
+
+
+def test_nothing_is_said_but_the_finding(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    # L-06
+    monkeypatch.setattr(logging.getLogger("drivetrain"), "propagate", False)  # pytest takes what is said
+    fit = quiet(enable_progress_bar=True, enable_model_summary=True, logger=True, default_root_dir=tmp_path)
+    module = Net()
+    Tuner(fit).lr_find(module, loader(), num_training=15)
+    assert capfd.readouterr() == ("", f"The learning rate is set to {module.lr:.4g}: Net.lr.\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_module_is_refused_that_cannot_be_copied() -> None:  # L-06
