@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import TrainModule
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint import convert, load
+from drivetrain.checkpoint import convert, load, show
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.errors import CheckpointError
 from drivetrain_strategies import DeepSpeedStrategy, FSDPStrategy
@@ -228,6 +228,7 @@ def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path)
 def test_a_configuration_may_come_from_elsewhere(by_one_process: Path, tmp_path: Path) -> None:  # L-08
     from transformers import AutoModelForCausalLM
 
+    assert "  models  model (LlamaForCausalLM)\n" in show(by_one_process)
     llama().config.save_pretrained(tmp_path / "theirs")
     convert(by_one_process, tmp_path / "out", to="hf", prefix="model.", config=tmp_path / "theirs")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -7,7 +7,7 @@ model that has no room anywhere has shapes all the same. What ``forward`` leaves
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from drivetrain._runtime.generators import kept_generators
+from drivetrain._runtime.generators import is_generator, kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
 from drivetrain.module._example_input import as_call, has_forward
 
@@ -66,7 +66,8 @@ def forward_shapes(module: nn.Module, example: Any, device: torch.device) -> For
     if any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
         return ForwardShapes(missing="TorchScript cannot run on shapes alone")
     try:
-        with in_eval_mode(module), kept_generators(device):
+        own = [one for child in module.modules() for one in vars(child).values() if is_generator(one)]
+        with in_eval_mode(module), kept_generators(device, own):
             return _pass(module, example, device)
     except Exception as error:  # whatever a user's forward may raise; no summary is worth a run
         told = " ".join(str(error).split()) or "no message"
@@ -121,7 +122,7 @@ class _Hollow:
         try:
             for attributes, before in kept:
                 for name, value in before.items():
-                    if isinstance(value, torch.Tensor | list | tuple | dict) and name != "_modules":
+                    if isinstance(value, torch.Tensor | list | tuple | dict | deque) and name != "_modules":
                         attributes[name] = self.within(value)
                 attributes["_parameters"], attributes["_buffers"] = (
                     {name: None if one is None else self.of(one) for name, one in dict.items(before[kind])}

@@ -36,6 +36,7 @@ def show(path: str | os.PathLike[str]) -> str:
         f"  from    {_pairs(arguments)}",
         *([f"  without {', '.join(secrets)}"] if secrets else []),
         *([f"  on      a base of {len(facts.base)} weights, which are not in it"] if facts.base else []),
+        *([f"  models  {_named_models(facts.pretrained)}"] if facts.pretrained else []),
         f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):
@@ -48,6 +49,10 @@ def show(path: str | os.PathLike[str]) -> str:
     for tied, first in manifest.aliases.items():
         rows = [(row[0], row[1], row[2], f"tied to {first}") if row[0] == tied else row for row in rows]
     return "\n".join([*lines, "", *_table(("name", "type", "shape", "file"), rows)])
+
+
+def _named_models(models: Mapping[str, Mapping[str, Any]]) -> str:
+    return ", ".join(f"{name} ({one.get('class', 'unknown')})" for name, one in models.items())
 
 
 def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import re
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -129,6 +131,8 @@ class _Vision(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.plain = torch.zeros(1)
         self.kept: list[Any] = []
+        self.queue: deque[Any] = deque([torch.zeros(1)])
+        self.dice = random.Random(1)
         self.last: Any = None
         self.example_input_array = torch.zeros(4, 3, 32, 32) if example is None else example
 
@@ -136,6 +140,9 @@ class _Vision(nn.Module):
         self.calls += 1
         self.plain.add_(1)
         self.kept.append(x)
+        self.queue.append(x)
+        self.dice.random()
+        self.late = nn.Linear(2, 2)
         self.last = x
         y = self.a_name_that_is_much_longer_than_there_is_room_for_it_in_eighty_columns(self.stem(x + self.plain))
         if flip and y.sum() > 0:
@@ -170,7 +177,9 @@ def test_an_example_gives_shapes_and_flops_and_changes_nothing() -> None:
     assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
     assert [one.training for one in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert (model.kept, model.last, model.plain.item()) == ([], None, 0.0)
+    assert (model.kept, model.last, model.plain.item(), len(model.queue)) == ([], None, 0.0, 1)
+    assert model.dice.random() == random.Random(1).random()
+    assert not hasattr(model, "late")
     assert not model._forward_hooks
     assert torch.backends.mha.get_fastpath_enabled()
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from drivetrain import CheckpointError
 from drivetrain._distributed.control import LocalControl
-from drivetrain.checkpoint import load, show, verify
+from drivetrain.checkpoint import convert, load, show, verify
 from drivetrain.checkpoint._finding import newest
 from drivetrain.checkpoint._format import Contents, save
 from drivetrain.checkpoint._format.checksums import sums_of
@@ -68,6 +68,9 @@ class TestManifests:
             {"world_size": 10**15},
             {"lineage": [["run", 1, 2]]},
             {"aliases": {"a": 1}},
+            {"pretrained": {"model": {}}},
+            {"pretrained": {"model": {"config": []}}},
+            {"pretrained": {"model": {"adapters": {"default": 1}}}},
             {"format": 10**400},
         ],
         ids=lambda planted: next(iter(planted)),
@@ -83,6 +86,16 @@ class TestManifests:
         checkpoint = newest([str(tmp_path)])
         assert checkpoint is not None
         assert checkpoint.path.endswith("good") or "extra" in planted
+
+    def test_no_adapter_leads_out_of_the_folder(self, tmp_path: Path) -> None:
+        # J-06, L-08
+        for name in ("../out", "/out", ".."):
+            planted = {"layer": {"adapters": {name: {}, "default": {}}, "adapter_prefix": ""}}
+            path = Path(written(tmp_path / "c"))
+            resealed(path, lambda document, planted=planted: document.update({"pretrained": planted}))  # type: ignore[misc]
+            with pytest.raises(CheckpointError, match="no name of a folder"):
+                convert(path, tmp_path / "in" / "folder", to="hf")
+            assert os.listdir(tmp_path) == ["c"]
 
     @pytest.mark.parametrize("kind", ["pipe", "link to itself", "directory", "device"])
     def test_what_is_no_file(self, tmp_path: Path, kind: str) -> None:
