@@ -424,6 +424,14 @@ class Fit(RunReads):
             at = self.global_step if step is None else step
             self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
 
+    def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
+        session = self._running("log_histogram")
+        if self.loggers:
+            from drivetrain._engine.histograms import log_histograms  # by runs that ask for them
+
+            self._collective_calls.check(self.strategy.control, "log_histogram", session.whereabouts)
+            log_histograms(session, name, value, self.global_step if step is None else step, bins)
+
     def finish_logging(self) -> None:
         if self._log_queue is not None:
             self._log_queue.hand_on(wait=True)

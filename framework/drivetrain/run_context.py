@@ -166,6 +166,21 @@ class RunContext(Protocol):
     def finish_logging(self) -> None:
         """Wait for what `log_metrics` was given, and hand it to the loggers. On rank 0 only."""
 
+    def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
+        """Send the distribution of numbers that are spread over ranks to all loggers. Collective.
+
+        Each rank counts what it holds, between edges that all agree on, and the counts are summed: nothing is gathered.
+        A parameter, its gradient or a buffer of the module counts once, however the strategy lays it out. Of any
+        other tensor each rank has a part of its own (activations of its micro-batch, say), and all parts count.
+
+        Args:
+            name: its name.
+            value: a tensor of any shape, or tensors by name, which are called ``name/theirs``; None in place of one
+                that a rank has nothing of.
+            step: the optimizer step; None is ``global_step``.
+            bins: of equal width, between the smallest and the largest finite number.
+        """
+
     def print(self, *args: Any, **options: Any) -> None:
         """Print on rank 0, on a line of its own above the progress bar."""
 

@@ -44,11 +44,11 @@ PROMISED = {
             "torchrun_variables",
         ),
     ],
-    "drivetrain.loggers": ["CSVLogger", "Logger", "TensorBoardLogger"],
     "drivetrain.profilers": [
         *("AdvancedProfiler", "PassThroughProfiler", "PhaseRow", "ProfiledRun", "Profiler", "PyTorchProfiler"),
         "SimpleProfiler",
     ],
+    "drivetrain.loggers": ["CSVLogger", "Histogram", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"],
     "drivetrain.precision": [
         *("DoublePrecision", "FullPrecision", "HalfPrecision", "MixedPrecision", "Precision", "resolve_precision"),
     ],

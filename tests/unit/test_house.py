@@ -54,6 +54,8 @@ HEAVY = [
     "torch._dynamo",
     "onnx",
     "onnxruntime",
+    "wandb",
+    "mlflow",
 ]
 
 

@@ -191,6 +191,10 @@ class Session(RunState):
             seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
         with profiling.span("setup_environment"):
             strategy.setup_environment()
+        if trainer.loggers:
+            from drivetrain.loggers._quiet import quieten  # by runs that log
+
+            quieten(trainer.loggers, strategy.rank > 0)
         check_control_plane(strategy, self.place.placement)
         check_devices_apart(strategy)
         if self.place.world is not None and strategy.world_size > 1:

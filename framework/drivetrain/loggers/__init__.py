@@ -9,14 +9,22 @@ from drivetrain._runtime.lazy_names import lazy_names
 if TYPE_CHECKING:
     from drivetrain.loggers.csv_logger import CSVLogger as CSVLogger
     from drivetrain.loggers.logger import Logger as Logger
+    from drivetrain.loggers.media import Histogram as Histogram
+    from drivetrain.loggers.media import Table as Table
+    from drivetrain.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
     from drivetrain.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+    from drivetrain.loggers.wandb_logger import WandbLogger as WandbLogger
 
 _HOME = {
     "CSVLogger": ".csv_logger",
+    "Histogram": ".media",
     "Logger": ".logger",
+    "MLFlowLogger": ".mlflow_logger",
+    "Table": ".media",
     "TensorBoardLogger": ".tensorboard_logger",
+    "WandbLogger": ".wandb_logger",
 }
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Histogram", "Logger", "MLFlowLogger", "Table", "TensorBoardLogger", "WandbLogger"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -18,11 +18,23 @@ def _tensorboard(root: str) -> Logger:
     return TensorBoardLogger(root)
 
 
+def _wandb(root: str) -> Logger:
+    from drivetrain.loggers.wandb_logger import WandbLogger
+
+    return WandbLogger(save_dir=root)
+
+
+def _mlflow(root: str) -> Logger:
+    from drivetrain.loggers.mlflow_logger import MLFlowLogger
+
+    return MLFlowLogger(save_dir=root)
+
+
 _NAMES = Names[Logger](
     "logger",
     "drivetrain.loggers",
     Logger,  # type: ignore[type-abstract]
-    {"csv": _csv, "tensorboard": _tensorboard},
+    {"csv": _csv, "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow},
     words=(),
     why="it names what keeps a run's numbers",
     instead="a drivetrain.Logger, a list of both, True, False or None",
@@ -33,7 +45,7 @@ def logger_by_name(name: str, root: str) -> Logger:
     """Build the logger called ``name``.
 
     Args:
-        name: "csv", "tensorboard", or one that a package has registered.
+        name: "csv", "tensorboard", "wandb", "mlflow", or one that a package has registered.
         root: the run's ``default_root_dir``, a local path or an fsspec URL, which the factory is called with.
 
     Raises:

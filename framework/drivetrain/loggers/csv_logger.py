@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib.util
+import json
 import logging
 import os
 import time
@@ -14,6 +16,8 @@ from drivetrain.checkpoint._format.object_file import replaced
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._csv_table import Row, lines_of, table_of, text_of
 from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.loggers._media_files import MediaFiles
+from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure
 
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between tries where a store refuses
 _FINAL = (PermissionError, ValueError, csv.Error)  # trying again changes nothing
@@ -27,6 +31,9 @@ class CSVLogger(DirectoryLogger):
     The table's first column is ``step``; a metric that appears later becomes a new column, and what is already in the
     file (a run goes on in its folder) is kept. A row torn by a kill is dropped. A metric that is itself
     called ``step`` gets the column ``step.1``.
+
+    Media are files, ``media/<key>/step=<n>.<kind>``: pictures and figures PNG (pictures need Pillow), texts plain,
+    tables CSV, histograms JSON with ``counts`` and ``edges``.
 
     At a URL the table is put anew as a whole at each write, and it is tried for a few seconds where the store refuses.
     Rows that could not be written, there or on a disk that is full, are held back and written with the next ones: a
@@ -95,6 +102,39 @@ class CSVLogger(DirectoryLogger):
         """Write ``params`` to ``hparams.json``, without secrets."""
         self._directory.write_json("hparams.json", self._left_out.take_out(params)[0])
 
+    def log_image(self, key: str, value: Any, step: int) -> None:
+        """Write a PNG file, where Pillow is installed."""
+        if importlib.util.find_spec("PIL") is None:
+            self._cannot_keep("images without Pillow (pip install pillow)")
+        else:
+            self._write_file(key, step, "png", png_of(pixels_of(value)))
+
+    def log_figure(self, key: str, value: Any, step: int) -> None:
+        """Write a PNG file."""
+        self._write_file(key, step, "png", png_of_figure(value))
+
+    def log_histogram(self, key: str, value: Any, step: int) -> None:
+        """Write a JSON file with ``counts`` and ``edges``."""
+        found = Histogram.of(value)
+        document = {"counts": found.counts, "edges": found.edges, "left_out": found.left_out}
+        self._write_file(key, step, "json", f"{json.dumps(document)}\n".encode())
+
+    def log_text(self, key: str, value: str, step: int) -> None:
+        """Write a text file."""
+        self._write_file(key, step, "txt", value.encode())
+
+    def log_table(self, key: str, value: Any, step: int) -> None:
+        """Write a CSV file."""
+        table = Table.of(value)
+        rows = [
+            {column: "" if cell is None else str(cell) for column, cell in zip(table.columns, row, strict=True)}
+            for row in table.rows
+        ]
+        self._write_file(key, step, "csv", text_of(table.columns, rows).encode())
+
+    def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
+        MediaFiles(self._directory).write(f"{self._prefix}{key}", step, kind, content)
+
     def save(self) -> None:
         """Write the rows that are held back.
 
@@ -105,7 +145,7 @@ class CSVLogger(DirectoryLogger):
             self._tried(self._write, _PAUSES)
 
     def rewind(self, step: int) -> None:
-        """Take the rows of later steps out of the table, and the columns that are empty then.
+        """Take the rows of later steps out of the table, the columns that are empty then, and the media of later steps.
 
         Args:
             step: that of the checkpoint; -1 takes out all rows.
@@ -120,6 +160,7 @@ class CSVLogger(DirectoryLogger):
         self._rows_before = 0
         self._come_again = set()
         self._tried(lambda: self._cut(step), _PAUSES)
+        self._tried(lambda: MediaFiles(self._directory).rewind(step), _PAUSES)
 
     def _save_or_warn(self) -> None:
         """Write, in the course of a run: a store that refuses for an hour must not end a training of days."""

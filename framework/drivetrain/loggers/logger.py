@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,20 @@ import torch
 if TYPE_CHECKING:
     from drivetrain.runs._directory import RunDirectory
 
+_log = logging.getLogger("drivetrain")
+
 
 class Logger(ABC):
     """Base class of everything that keeps metrics and hyper-parameters. Three must be written.
 
     These are `name`, `version` and `log_metrics`. What may be written does nothing by default: `log_hyperparams`,
     `log_graph`, `rewind`, `save` and `finalize`; `writes_to` and `log_dir` where there are files, and `adopt` where the
-    version is not known before the run.
+    version is not known before the run. The media, `log_image` to `log_table`, say once that this logger cannot keep
+    them; `drivetrain.loggers.media` has what turns a user's value into pixels, counts or rows.
 
-    Only rank 0 calls a logger. Building one touches no disk, network or other state (a `Fit` must be free to build):
-    directories, files and connections come with the first write.
+    Only rank 0 calls a logger; on other ranks a run's loggers do nothing when they are called. Building one touches no
+    disk, network or other state (a `Fit` must be free to build): directories, files and connections come with the
+    first write.
 
     Give one or several to ``Fit(logger=...)``, or register a callable that takes the run's ``default_root_dir`` (a path
     or URL) and makes one in the entry-point group ``drivetrain.loggers``, and give its name.
@@ -51,6 +56,11 @@ class Logger(ABC):
         return None
 
     @property
+    def experiment(self) -> Any:
+        """The object of the library behind it, for what this interface has no method for; None where there is none."""
+        return None
+
+    @property
     def writes_to(self) -> str | None:
         """The folder or URL below which this logger writes, tried before the first step; None where it writes none."""
         return None
@@ -66,6 +76,50 @@ class Logger(ABC):
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
         """Keep the module's graph, traced on ``example``, where the logger can show one."""
         del module, example
+
+    # Media: what a user logs by hand, in a hook or a step, with ``self.logger.log_image(...)``
+
+    def log_image(self, key: str, value: Any, step: int) -> None:
+        """Keep a picture as of optimizer step ``step``.
+
+        Args:
+            key: its name.
+            value: a tensor of shape (C, H, W) or (H, W), an array of shape (H, W, C) or (H, W), or a picture of
+                Pillow's. Numbers are bytes (uint8), or from 0 to 1.
+            step: the optimizer step.
+        """
+        self._cannot_keep("images")
+
+    def log_figure(self, key: str, value: Any, step: int) -> None:
+        """Keep a figure of matplotlib's, or whatever has a ``savefig`` like it."""
+        self._cannot_keep("figures")
+
+    def log_histogram(self, key: str, value: Any, step: int) -> None:
+        """Keep the distribution of a tensor's or array's numbers, or a `drivetrain.loggers.Histogram` of them.
+
+        For a tensor that is spread over ranks call ``trainer.log_histogram`` on every rank.
+        """
+        self._cannot_keep("histograms")
+
+    def log_text(self, key: str, value: str, step: int) -> None:
+        """Keep a text."""
+        self._cannot_keep("texts")
+
+    def log_table(self, key: str, value: Any, step: int) -> None:
+        """Keep a table.
+
+        Args:
+            key: its name.
+            value: columns by name, rows by column (a list of mappings), or a DataFrame.
+            step: the optimizer step.
+        """
+        self._cannot_keep("tables")
+
+    def _cannot_keep(self, what: str) -> None:
+        told: set[str] = self.__dict__.setdefault("_told_that_it_cannot_keep", set())
+        if what not in told:
+            told.add(what)
+            _log.warning("%s cannot keep %s: they are passed over.", type(self).__name__, what)
 
     def rewind(self, step: int) -> None:
         """Drop what was logged after optimizer step ``step``: the run goes on from a checkpoint of that step.

@@ -8,13 +8,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
 
 _log = logging.getLogger("drivetrain")
 
@@ -64,7 +65,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def experiment(self) -> Any:
-        """The ``SummaryWriter``, for what this class has no method for (images, text); made at the first use.
+        """The ``SummaryWriter``, for what this class has no method for (audio, meshes); made at the first use.
 
         Use it on rank 0 only: it creates the run's directory.
         """
@@ -95,6 +96,43 @@ class TensorBoardLogger(DirectoryLogger):
             for key, value in shown.items():
                 writer.add_scalar(key, value, 0)
         writer.flush()  # a run that goes on from here, killed or not, finds them there
+
+    def log_image(self, key: str, value: Any, step: int) -> None:
+        """Write a picture."""
+        self._add_image(key, pixels_of, value, step)
+
+    def log_figure(self, key: str, value: Any, step: int) -> None:
+        """Write a figure, as a picture."""
+        self._add_image(key, pixels_of_figure, value, step)
+
+    def log_histogram(self, key: str, value: Any, step: int) -> None:
+        """Write how the numbers are distributed."""
+        found = Histogram.of(value)
+        self.experiment.add_histogram_raw(
+            f"{self._prefix}{key}",
+            min=found.edges[0],
+            max=found.edges[-1],
+            num=found.total,
+            sum=found.sum,
+            sum_squares=found.sum_of_squares,
+            bucket_limits=list(found.edges[1:]),
+            bucket_counts=list(found.counts),
+            global_step=step,
+        )
+
+    def log_text(self, key: str, value: str, step: int) -> None:
+        """Write a text, which TensorBoard shows as Markdown."""
+        self.experiment.add_text(f"{self._prefix}{key}", value, step)
+
+    def log_table(self, key: str, value: Any, step: int) -> None:
+        """Write a table, as a text in Markdown."""
+        self.experiment.add_text(f"{self._prefix}{key}", Table.of(value).as_markdown(), step)
+
+    def _add_image(self, key: str, pixels: Callable[[Any], Any], value: Any, step: int) -> None:
+        if importlib.util.find_spec("PIL") is None:
+            self._cannot_keep("images without Pillow (pip install pillow)")
+        else:
+            self.experiment.add_image(f"{self._prefix}{key}", pixels(value), step, dataformats="HWC")
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
         """Trace ``module`` on ``example`` and write its graph; without an example nothing is written."""

@@ -1,0 +1,55 @@
+"""Media as files in the run's folder: ``media/<key>/step=<n>.<kind>``."""
+
+from __future__ import annotations
+
+import re
+
+from drivetrain.checkpoint._format.object_file import replaced
+from drivetrain.runs._directory import RunDirectory, make_directory
+
+_FOLDER = "media"
+_UNSAFE = re.compile(r"[^\w.@+= -]")
+_STEP = re.compile(r"/step=(\d+)\.\w+$")
+
+
+class MediaFiles:
+    """Writes files by key and step below a run's directory.
+
+    Args:
+        directory: the run's.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+
+    def write(self, key: str, step: int, kind: str, content: bytes) -> None:
+        """Write a file, in place of one of the same key and step.
+
+        Args:
+            key: slashes make folders; what a file's name cannot hold becomes an underscore.
+            step: the optimizer step.
+            kind: the file's ending, without a dot.
+            content: all of it.
+        """
+        self._directory.make()
+        parts = [_UNSAFE.sub("_", part) for part in key.split("/")]
+        folder = "/".join([_FOLDER, *(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)])
+        make_directory(self._directory.file(folder))
+        filesystem = self._directory.filesystem
+        path = str(filesystem._strip_protocol(self._directory.file(f"{folder}/step={step}.{kind}")))
+        if self._directory.is_local:
+            with open(path, "wb") as stream:
+                stream.write(content)
+            return
+        with replaced(filesystem, path) as stream:
+            stream.write(content)
+
+    def rewind(self, step: int) -> None:
+        """Remove the files of later steps."""
+        filesystem = self._directory.filesystem
+        filesystem.invalidate_cache()
+        root = str(filesystem._strip_protocol(self._directory.file(_FOLDER)))
+        for path in filesystem.find(root):
+            found = _STEP.search(path)
+            if found is not None and int(found[1]) > step:
+                filesystem.rm_file(path)

@@ -1,0 +1,232 @@
+"""MLFlowLogger on the real mlflow, with its local store, read back by mlflow's client. L-04"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from services import OFFLINE, Drawing, mlflow_client, mlflow_curve, mlflow_run, offline
+
+from drivetrain.errors import ConfigurationError, DrivetrainError
+from drivetrain.loggers import MLFlowLogger
+from drivetrain.testing import requires_package
+
+__all__ = ["offline"]
+pytestmark = [requires_package("mlflow"), requires_package("sqlalchemy"), pytest.mark.usefixtures("offline")]
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store without runs: making its tables takes a second."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in OFFLINE.items():
+            patch.setenv(name, value)
+        MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path, empty_store: Path) -> Path:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    return tmp_path
+
+
+def folder_of(logger: MLFlowLogger) -> Path:
+    return Path(str(logger.log_dir))
+
+
+def test_what_it_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # L-04
+    root = tmp_path / "100% of it"
+    root.mkdir()
+    logger = MLFlowLogger("digits", "mine", save_dir=root, tags={"team": "a"}, prefix="a")
+    assert not list(root.iterdir())  # building it touches nothing
+    logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}, "path": None})
+    logger.log_metrics({"loss": 1.5, "epoch": 0}, 3)
+    logger.log_metrics({"loss": math.nan, "acc@1": torch.tensor(0.5).item()}, 6)
+    folder = folder_of(logger)
+    assert mlflow_run(root, folder).info.status == "RUNNING"
+    logger.finalize("success")
+    assert folder == root / "digits" / "version_0"
+    run = mlflow_run(root, folder)
+    assert (run.info.run_id, run.info.run_name, run.info.status) == (logger.run_id, "mine", "FINISHED")
+    assert run.data.tags["team"] == "a"
+    assert run.data.params == {"lr": "0.1", "net/width": "3", "path": "None"}
+    assert mlflow_curve(root, folder, "a-epoch") == [(3, 0.0)]
+    assert mlflow_curve(root, folder, "a-acc_1") == [(6, 0.5)]
+    assert "'a-acc_1' there" in caplog.text
+    (first, second) = mlflow_curve(root, folder, "a-loss")
+    assert first == (3, 1.5)
+    assert math.isnan(second[1])
+    experiment = mlflow_client(root).get_experiment_by_name("digits")
+    assert experiment.experiment_id == logger.experiment_id
+    assert (root / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"), [("success", "FINISHED"), ("failed", "FAILED"), ("interrupted", "KILLED")]
+)
+def test_how_the_run_ended(root: Path, status: str, shown: str) -> None:
+    logger = MLFlowLogger(save_dir=root, synchronous=False)
+    for step in range(50):
+        logger.log_metrics({"loss": step / 2}, step)
+    logger.finalize(status)
+    assert mlflow_run(root, folder_of(logger)).info.status == shown
+    assert mlflow_curve(root, folder_of(logger), "loss") == [(step, step / 2) for step in range(50)]
+
+
+def test_media(root: Path) -> None:
+    # L-04
+    from PIL import Image
+
+    logger = MLFlowLogger(save_dir=root)
+    logger.log_image("seen/picture", torch.rand(3, 4, 6), 2)
+    logger.log_image("grey", np.zeros((4, 6)), 2)
+    logger.log_figure("figure", Drawing(), 2)
+    logger.log_histogram("weights", torch.arange(8.0), 2)
+    logger.log_text("said/../x", "a | b", 2)
+    logger.log_table("table", {"x": [1, 2], "y": ["a", None]}, 2)
+    logger.finalize("success")
+    artifacts = root / "drivetrain_logs" / "mlflow-artifacts" / logger.run_id / "artifacts"
+    sizes = {path.name.split("+")[0]: Image.open(path).size for path in artifacts.glob("images/*.png")}
+    assert sizes == {"seen~picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
+    assert sum(json.loads((artifacts / "histograms/weights/step=2.json").read_text())["counts"]) == 8
+    assert (artifacts / "texts/said/_/x/step=2.txt").read_text() == "a | b"
+    table = json.loads((artifacts / "tables/table/step=2.json").read_text())
+    assert table == {"columns": ["x", "y"], "data": [[1, "a"], [2, None]]}
+
+
+def test_a_run_that_goes_on_has_no_fold(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # L-04: the rows at 6 and 8 are there already
+    first = MLFlowLogger(save_dir=root, version=0)
+    first.log_hyperparams({"lr": 0.1, "width": 3})
+    for step in (2, 4, 6, 8):
+        first.log_metrics({"loss": step / 2, "epoch": 0}, step)
+        first.log_image("a/b", torch.rand(3, 2, 2), step)
+    run_id = first.run_id
+    again = MLFlowLogger(save_dir=root, version=0)  # the first one was killed
+    again.rewind(4)
+    again.log_hyperparams({"lr": 0.2, "width": 3, "new": 1})
+    for step in (6, 8, 10):
+        again.log_metrics({"loss": step / 2, "epoch": 0}, step)
+        again.log_metrics({"val_loss": -step / 2, "epoch": 0}, step)  # of which nothing was there
+        again.log_image("a/b", torch.rand(3, 2, 2), step)
+    assert again.run_id == run_id
+    again.finalize("success")
+    folder = folder_of(again)
+    assert mlflow_curve(root, folder, "loss") == [(step, step / 2) for step in (2, 4, 6, 8, 10)]
+    assert mlflow_curve(root, folder, "epoch") == [(step, 0.0) for step in (2, 4, 6, 8, 10)]
+    assert mlflow_curve(root, folder, "val_loss") == [(step, -step / 2) for step in (6, 8, 10)]
+    images = sorted(
+        int(file.path.split("+")[2])
+        for file in mlflow_client(root).list_artifacts(run_id, "images")
+        if file.path.endswith(".png")
+    )
+    assert images == [2, 4, 6, 8, 10]
+    run = mlflow_run(root, folder)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"lr": "0.1", "width": "3", "new": "1"}
+    assert "had at first: lr." in caplog.text
+    # An evaluation afterwards goes into the same run.
+    again.log_metrics({"test_loss": 0.5}, 10)
+    again.finalize("success")
+    assert mlflow_curve(root, folder, "test_loss") == [(10, 0.5)]
+
+
+def test_another_folder_is_another_run(root: Path) -> None:
+    logger = MLFlowLogger(save_dir=root)
+    ids = []
+    for version in ("version_0", "version_1"):
+        logger.adopt(version)
+        logger.log_metrics({"loss": 1.0}, 1)
+        ids.append(logger.run_id)
+        logger.finalize("success")
+    assert ids[0] != ids[1]
+    named = MLFlowLogger(save_dir=root, run_id=ids[0])
+    assert named.run_id == ids[0]
+    named.finalize("success")
+
+
+def test_a_store_that_refuses_does_not_end_a_run(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import sqlite3
+
+    logger = MLFlowLogger(save_dir=root)
+    logger.log_metrics({"loss": 1.0}, 1)
+    database = sqlite3.connect(root / "mlflow.db")
+    database.execute("ALTER TABLE metrics RENAME TO gone")
+    for step in (2, 3):
+        logger.log_metrics({"loss": float(step)}, step)
+    with pytest.raises(DrivetrainError, match="refuses rows"):
+        logger.save()
+    assert caplog.text.count("The run goes on") == 1
+    database.execute("ALTER TABLE gone RENAME TO metrics")
+    database.close()
+    logger.finalize("success")
+    assert mlflow_curve(root, folder_of(logger), "loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_secrets_stay_here(root: Path) -> None:
+    # J-11
+    secret = "sk-very-secret"
+    logger = MLFlowLogger(save_dir=root, tags={"api_token": secret})
+    logger.log_hyperparams({"api_token": secret, "net": {"password": secret, "width": 3}})
+    logger.finalize("success")
+    assert mlflow_run(root, folder_of(logger)).data.params == {"net/width": "3"}
+    for path in root.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def test_a_copy_for_another_process_has_no_connection(root: Path) -> None:
+    logger = MLFlowLogger(save_dir=root)
+    logger.log_metrics({"loss": 1.0}, 1)
+    copy = pickle.loads(pickle.dumps(logger))
+    assert copy.log_dir == logger.log_dir
+    logger.finalize("success")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"log_model": True}, "log_model"),
+        ({"checkpoint_path_prefix": "x"}, "checkpoint_path_prefix"),
+        ({"save_dir": "memory://logs"}, "tracking_uri"),
+    ],
+)
+def test_what_it_does_not_take(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        MLFlowLogger(**arguments)
+
+
+@pytest.mark.parametrize("missing", ["mlflow.tracking", "alembic"])
+def test_without_the_packages(root: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    if missing == "alembic":
+        import importlib.util
+
+        found = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else found(name))
+    else:
+        monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'drivetrain\[mlflow\]'"):
+        MLFlowLogger(save_dir=root)
+
+
+def test_a_password_in_the_uri_is_not_told(caplog: pytest.LogCaptureFixture, root: Path) -> None:
+    # J-11
+    logger = MLFlowLogger(tracking_uri="sqlite://user:hunter2@/nowhere", save_dir=root)
+    logger._opened, logger._is_open = (logger.directory.path, "0"), True
+    with caplog.at_level(logging.WARNING, "drivetrain"):
+        logger.log_metrics({"loss": 1.0}, 1)
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "drivetrain"]
+    assert "//...@/nowhere" in told.split(" refuses ")[0]

@@ -1,0 +1,221 @@
+"""WandbLogger on the real wandb, offline, read back from the files that ``wandb sync`` would send. L-04"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from services import Drawing, offline, wandb_curve, wandb_records, wandb_rows
+
+from drivetrain.errors import ConfigurationError
+from drivetrain.loggers import WandbLogger
+from drivetrain.testing import requires_package
+
+__all__ = ["offline"]
+pytestmark = [requires_package("wandb"), pytest.mark.usefixtures("offline")]
+
+
+def folder_of(logger: WandbLogger) -> Path:
+    return Path(str(logger.log_dir))
+
+
+def kinds(part: list[Any], kind: str) -> list[Any]:
+    return [getattr(record, kind) for record in part if record.WhichOneof("record_type") == kind]
+
+
+def test_what_it_writes(tmp_path: Path) -> None:
+    # L-04
+    logger = WandbLogger("mine", tmp_path, project="digits", offline=True, prefix="a", group="g", tags=["t"])
+    assert not list(tmp_path.iterdir())  # building it touches nothing
+    logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}})
+    logger.log_metrics({"loss": 1.5, "epoch": 0}, 3)
+    logger.log_metrics({"loss": math.nan}, 6)
+    folder = folder_of(logger)
+    run_id = logger.experiment.id
+    logger.finalize("success")
+    assert folder == tmp_path / "digits" / "version_0"
+    assert json.loads((folder / "wandb.json").read_text()) == {"run_id": run_id}
+    (part,) = wandb_records(folder)
+    (run,) = kinds(part, "run")
+    assert (run.run_id, run.project, run.display_name, run.run_group, list(run.tags)) == (
+        run_id,
+        "digits",
+        "mine",
+        "g",
+        ["t"],
+    )
+    config = {one.key: json.loads(one.value_json) for update in kinds(part, "config") for one in update.update}
+    assert config == {"lr": 0.1, "net": {"width": 3}}
+    rows = wandb_rows(folder)
+    assert [(row["trainer/global_step"], row.get("a-epoch")) for row in rows] == [(3, 0), (6, None)]
+    assert rows[0]["a-loss"] == 1.5
+    assert math.isnan(rows[1]["a-loss"])
+    # The axis of the charts is the optimizer step.
+    assert {one.glob_name: one.step_metric for one in kinds(part, "metric")}["*"] == "trainer/global_step"
+
+
+@pytest.mark.parametrize(("status", "code"), [("success", 0), ("failed", 1), ("interrupted", 255)])
+def test_how_the_run_ended(tmp_path: Path, status: str, code: int) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finalize(status)
+    (part,) = wandb_records(folder_of(logger))
+    assert [one.exit_code for one in kinds(part, "exit")] == [code]
+
+
+def test_media(tmp_path: Path) -> None:
+    # L-04
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.log_image("picture", torch.rand(3, 4, 6), 2)
+    logger.log_image("grey", torch.rand(4, 6), 2)
+    logger.log_figure("figure", Drawing(), 2)
+    logger.log_histogram("weights", torch.arange(8.0), 2)
+    logger.log_text("said", "a | b", 2)
+    logger.log_table("table", {"x": [1, 2], "y": ["a", None]}, 2)
+    logger.finalize("success")
+    folder = folder_of(logger)
+    found = {name: value for row in wandb_rows(folder) for name, value in row.items() if isinstance(value, dict)}
+    assert {name: value["_type"] for name, value in found.items()} == {
+        "picture": "image-file",
+        "grey": "image-file",
+        "figure": "image-file",
+        "weights": "histogram",
+        "said": "table-file",
+        "table": "table-file",
+    }
+    assert (found["picture"]["width"], found["picture"]["height"]) == (6, 4)
+    assert sum(found["weights"]["values"]) == 8
+    assert len(found["weights"]["bins"]) == 65
+    (files,) = folder.glob("wandb/*run-*/files")
+    table = json.loads((files / found["table"]["path"]).read_text())
+    assert (table["columns"], table["data"]) == (["x", "y"], [[1, "a"], [2, None]])
+    assert json.loads((files / found["said"]["path"]).read_text())["data"] == [["a | b"]]
+
+
+def test_a_run_that_goes_on_has_no_fold(tmp_path: Path) -> None:
+    # L-04: the rows at 6 and 8 are there already
+    first = WandbLogger(save_dir=tmp_path, version=0)
+    for step in (2, 4, 6, 8):
+        first.log_metrics({"loss": step / 2, "epoch": 0}, step)
+    first.log_text("said", "before", 8)
+    run_id = first.experiment.id
+    first.finalize("failed")
+    wandb_rows(folder_of(first))
+    again = WandbLogger(save_dir=tmp_path, version=0)
+    again.rewind(4)
+    for step in (6, 8, 10):
+        again.log_metrics({"loss": step / 2, "epoch": 0}, step)
+        again.log_metrics({"val_loss": -step / 2, "epoch": 0}, step)  # of which nothing was there
+        again.log_text("said", "again", step)
+    assert again.experiment.id == run_id
+    again.finalize("success")
+    rows = wandb_rows(folder_of(again))
+    assert wandb_curve(folder_of(again), "loss") == [(step, step / 2) for step in (2, 4, 6, 8, 10)]
+    assert wandb_curve(folder_of(again), "val_loss") == [(step, -step / 2) for step in (6, 8, 10)]
+    assert [step for step, _ in wandb_curve(folder_of(again), "said")] == [8, 10]
+    numbers = [row["_step"] for row in rows]
+    assert numbers == sorted(set(numbers))  # wandb's own axis goes on as well
+
+
+def test_the_same_object_goes_on(tmp_path: Path) -> None:
+    # L-04: also before wandb's process has written the file
+    logger = WandbLogger(save_dir=tmp_path)
+    for step in (2, 4, 6):
+        logger.log_metrics({"loss": step / 2}, step)
+    logger.finalize("success")
+    logger.rewind(2)
+    for step in (4, 6, 8):
+        logger.log_metrics({"loss": step / 2}, step)
+    logger.finalize("success")
+    logger.log_metrics({"test_loss": 0.5}, 8)  # an evaluation afterwards
+    logger.finalize("success")
+    assert wandb_curve(folder_of(logger), "loss") == [(step, step / 2) for step in (2, 4, 6, 8)]
+    assert wandb_curve(folder_of(logger), "test_loss") == [(8, 0.5)]
+    assert len({run.run_id for part in wandb_records(folder_of(logger)) for run in kinds(part, "run")}) == 1
+
+
+def test_another_folder_is_another_run(tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    ids = []
+    for version in ("version_0", "version_1"):
+        logger.adopt(version)
+        logger.log_metrics({"loss": 1.0}, 1)
+        ids.append(logger.experiment.id)
+        logger.finalize("success")
+    assert ids[0] != ids[1]
+    named = WandbLogger(save_dir=tmp_path, id="mine")
+    assert named.experiment.id == "mine"
+    named.finalize("success")
+    versioned = WandbLogger(save_dir=tmp_path, version="theirs")
+    assert versioned.experiment.id == "theirs"
+    assert versioned.version == "theirs"
+    versioned.finalize("success")
+
+
+def test_a_run_of_the_users_is_used_and_not_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import wandb
+
+    run = wandb.init(project="theirs", dir=str(tmp_path))
+    given = WandbLogger(save_dir=tmp_path / "a", experiment=run)
+    given.log_metrics({"loss": 1.0}, 1)
+    given.finalize("success")
+    found = WandbLogger(save_dir=tmp_path / "b")
+    with caplog.at_level(logging.WARNING, "drivetrain"):
+        found.log_metrics({"loss": 2.0}, 2)
+    found.finalize("success")
+    assert "has a run under way" in caplog.text
+    assert wandb.run is run
+    run.finish()
+    assert wandb_curve(tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_secrets_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-11: nor by the command line, which wandb keeps
+    secret = "sk-very-secret"
+    arguments = ["train.py", f"--api_token={secret}", "--lr", "0.1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    logger = WandbLogger(save_dir=tmp_path, config={"api_token": secret, "lr": 1})
+    logger.log_hyperparams({"api_token": secret, "width": 3})
+    logger.finalize("success")
+    assert sys.argv is arguments
+    (part,) = wandb_records(folder_of(logger))
+    assert [list(one.args) for one in kinds(part, "environment") if one.args] == [["--api_token=...", "--lr", "0.1"]]
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def test_a_copy_for_another_process_has_no_connection(tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    copy = pickle.loads(pickle.dumps(logger))
+    assert copy.log_dir == logger.log_dir
+    logger.finalize("success")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"log_model": "all"}, "log_model"),
+        ({"checkpoint_name": "x"}, "checkpoint_name"),
+        ({"anonymous": True}, "anonymous"),
+        ({"grup": "x"}, "Did you mean 'group'"),
+        ({"add_file_policy": "immutable"}, "add_file_policy"),
+        ({"save_dir": "memory://logs"}, "local save_dir"),
+    ],
+)
+def test_what_it_does_not_take(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        WandbLogger(**arguments)
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'drivetrain\[wandb\]'"):
+        WandbLogger(save_dir=tmp_path)
