@@ -408,14 +408,27 @@ class Shaped(Regression):
             names = ["b", "a"] if odd else ["a", "b"]
             self.parts = nn.ModuleDict({name: seeded(lambda: nn.Linear(1, 1)) for name in names})
 
+        self.odd = way if odd else ""
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        lr = 0.2 if self.odd == "lr" else 0.1
+        if self.odd == "optimizer":
+            return torch.optim.RMSprop(self.parameters(), lr)
+        optimizer = torch.optim.SGD(self.parameters(), torch.tensor(lr), momentum=0.9)
+        if self.odd == "scheduler":
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+        if self.odd == "groups":
+            optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()]})
+        return optimizer
 
 
 def _different() -> dict[str, Any]:
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
     found: dict[str, Any] = {}
-    for way in ("shape", "dtype", "requires_grad", "more", "order"):
+    for way in ("shape", "dtype", "requires_grad", "more", "order", "lr", "optimizer", "scheduler", "groups"):
         with failing() as found[way]:
             quiet(strategy="ddp").fit(Shaped(way, rank), loader(64, 4))
     for name, settings in {
@@ -459,6 +472,10 @@ def test_what_differs_between_ranks_is_named_before_the_first_step(process_group
         "requires_grad": "parameter 'net.0.bias'",
         "more": "parameter 'extra.weight'",
         "order": "order of parameters",
+        "lr": "optimizer 0, group 0, lr: 0.1",
+        "optimizer": 'optimizer 0: "SGD"',
+        "scheduler": "schedulers: []",
+        "groups": "optimizer 0, group 0, parameters: 4",
     }
     for found in ranks:
         for name, error in found.items():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from drivetrain._distributed.control import ControlPlane, spread
 from drivetrain.errors import DistributedError
@@ -51,3 +52,24 @@ def facts_about(module: nn.Module) -> dict[str, Any]:
     ).hexdigest()
     facts["torch"] = torch.__version__
     return facts
+
+
+def facts_about_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Any]:
+    """Return what must be alike of optimizers: their classes, and each group's numbers. Replicas drift apart else."""
+    facts: dict[str, Any] = {"schedulers": [type(scheduler).__name__ for scheduler in schedulers]}
+    for index, optimizer in enumerate(optimizers):
+        facts[f"optimizer {index}"] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            where = f"optimizer {index}, group {number}"
+            facts[f"{where}, parameters"] = len(group["params"])
+            said = {name: _plain(value) for name, value in group.items() if name != "params"}
+            facts |= {f"{where}, {name}": value for name, value in said.items() if value is not None}
+    return facts
+
+
+def _plain(value: Any) -> Any:
+    """A number, a text or a sequence of these as it is, a one-element tensor as a number; None for what else there is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    parts = value if isinstance(value, list | tuple) else [value]
+    return value if all(isinstance(part, bool | int | float | str) for part in parts) else None

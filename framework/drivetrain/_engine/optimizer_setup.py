@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
+from drivetrain._engine.handshake import facts_about_optimizers, shake_hands
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.same_run import names_of
 from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
@@ -26,10 +27,10 @@ def set_up_optimizers(run: RunState, regroup: Callable[[Sequence[Optimizer]], No
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
     optimizers, run.schedulers = read_optimizers(configured)
-    run.made_of |= {
-        "optimizers": names_of(optimizers),
-        "schedulers": names_of([config.scheduler for config in run.schedulers]),
-    }
+    schedulers = [config.scheduler for config in run.schedulers]
+    if strategy.world_size > 1:  # a rate that is a tensor on a device is waited for
+        shake_hands(strategy.control, facts_about_optimizers(optimizers, schedulers))
+    run.made_of |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
     automatic = module.automatic_optimization
     closure = run.closure = asks_for_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)

@@ -46,7 +46,10 @@ def requires_package(name: str, minimum: str | None = None) -> pytest.MarkDecora
         name: as it is imported.
         minimum: the lowest version that will do; asking for one imports the package.
     """
-    missing = importlib.util.find_spec(name) is None
+    try:
+        missing = importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # of a dotted name, the package before the dot
+        missing = True
     too_old = not missing and minimum is not None and not compare_version(name, operator.ge, minimum)
     return _skip(missing or too_old, f"needs {name}" + (f" >= {minimum}" if minimum else ""))
 

@@ -15,6 +15,7 @@ def test_marks_skip_only_what_the_machine_lacks() -> None:
     assert requires_package("torch", "99.0").args == (True,)
     assert "torch >= 99.0" in requires_package("torch", "99.0").kwargs["reason"]
     assert requires_package("no_such_package_here").args == (True,)
+    assert requires_package("no_such_package_here.part").args == (True,)
     assert requires_command("no-such-command-here").args == (True,)
     assert requires_linux().args == (sys.platform != "linux",)
 
