@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain.launchers.function_launcher import PRELOAD as TORCH
-from worlds import PRELOAD
+from worlds import preloaded
 
 _LIMIT = 150.0  # seconds
 
@@ -22,7 +22,7 @@ _LIMIT = 150.0  # seconds
 def run_script(path: Path, *arguments: str, folder: Path) -> tuple[int, str]:
     """Run a script in ``folder`` as ``python path *arguments`` would; its exit code, and all that it printed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*TORCH, *PRELOAD])
+    context.set_forkserver_preload([*TORCH, *preloaded()])
     printed = folder / f"{path.stem}.printed"
     process = context.Process(target=_main, args=(str(path), arguments, str(folder), str(printed), dict(os.environ)))
     process.start()

@@ -43,6 +43,11 @@ def preload(*modules: str) -> None:
     _preload.extend(modules)
 
 
+def preloaded() -> list[str]:
+    """What ranks, and scripts that tests run, inherit. One fork server starts both, and the first to ask fills it."""
+    return [*_preload]
+
+
 def on_ranks(
     fn: Callable[..., Any],
     nprocs: int,

@@ -68,7 +68,7 @@ def facts_about_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence
 
 
 def _plain(value: Any) -> Any:
-    """A number, a text or a sequence of these as it is, a one-element tensor as a number; None for what else there is."""
+    """Numbers, text and sequences of these as they are, a one-element tensor as a number, and None for the rest."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, list | tuple) else [value]

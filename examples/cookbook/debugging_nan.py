@@ -1,0 +1,64 @@
+"""Debugging NaN: the loss looks fine, and the model predicts nothing but NaN.
+
+The trap: watching the loss. Two equal inputs, and the slope of the square root at 0, masked too late, make a
+gradient NaN in a batch whose loss is finite. From then on all weights are NaN, and the mask takes them for "no
+distance": the loss stays finite to the end. First find the step, with `NonFiniteGuard(check_gradients=True)`,
+which is cheap; then the operation, with `Fit(detect_anomaly=True)`, which is slow.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, NonFiniteError, TrainModule, seed_everything
+from drivetrain.callbacks import NonFiniteGuard
+
+
+def masked_too_late(squared: Tensor) -> Tensor:
+    return torch.where(squared > 0, squared.sqrt(), 0)  # backward multiplies 0 by infinity
+
+
+def masked_in_time(squared: Tensor) -> Tensor:
+    return torch.where(squared > 0, squared, 1).sqrt() * (squared > 0)  # the square root never sees a 0
+
+
+class Distances(TrainModule):
+    def __init__(self, root):
+        super().__init__()
+        self.root = root
+        self.embed = nn.Linear(4, 4)
+
+    def training_step(self, batch):
+        one, other, distance = batch
+        squared = (self.embed(one) - self.embed(other)).square().sum(1)
+        loss = (self.root(squared) - distance).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(root, **options) -> None:
+    seed_everything(0)
+    one, other = torch.rand(2, 400, 4)
+    other[100] = one[100]  # in batch 12 a sample meets itself
+    data = TensorDataset(one, other, 2 * (one - other).norm(dim=1))
+    module, fit = Distances(root), Fit(max_epochs=1, seed=0, **options)
+    try:
+        fit.fit(module, DataLoader(data, batch_size=8))
+        finite = module.embed.weight.isfinite().all()
+        print(f"The last loss is {fit.callback_metrics['loss']:.3f}, the weights are {'finite' if finite else 'NaN'}")
+    except NonFiniteError as error:
+        print(str(error).splitlines()[0])
+
+
+def main() -> None:
+    train(masked_too_late)  # a finite loss, and weights of NaN
+    train(masked_too_late, callbacks=NonFiniteGuard(check_gradients=True))  # names the batch: 12
+    train(masked_too_late, detect_anomaly=True)  # names the operation: SqrtBackward0
+    train(masked_in_time)
+
+
+if __name__ == "__main__":
+    main()

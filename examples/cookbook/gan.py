@@ -1,0 +1,65 @@
+"""GAN: two networks with opposite aims, each with an optimizer of its own, that take turns.
+
+The trap: returning both optimizers and one loss. In automatic optimization all optimizers step on the same
+backward: right for Muon beside AdamW, but here both networks would pull the same way. Switch to manual
+optimization, toggle, so that the generator's loss leaves no gradients in the critic, and detach what the critic
+is shown.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from drivetrain import Fit, TrainModule, seed_everything
+
+
+def network(inputs: int, outputs: int, width: int = 64) -> nn.Module:
+    hidden = nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2)
+    return nn.Sequential(*hidden, nn.Linear(width, outputs))
+
+
+class GAN(TrainModule):
+    automatic_optimization = False  # training_step runs backward and steps itself
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.critic = network(8, 2), network(2, 1)
+
+    def forward(self, count: int) -> Tensor:
+        return self.generator(torch.randn(count, 8, device=self.device))
+
+    def training_step(self, real: Tensor) -> None:
+        for_generator, for_critic = self.optimizers()
+        fake = self(len(real))
+        with self.toggled_optimizer(for_critic):
+            loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
+            self.step(for_critic, loss)
+        with self.toggled_optimizer(for_generator):
+            self.step(for_generator, F.softplus(-self.critic(self(len(real)))).mean())
+
+    def step(self, optimizer, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.Adam(each.parameters(), 2e-3, (0.5, 0.99)) for each in (self.generator, self.critic)]
+
+
+def main() -> None:
+    seed_everything(0)
+    angle = torch.rand(8192) * 2 * torch.pi
+    circle = torch.stack([angle.cos(), angle.sin()], 1)
+    gan = GAN()
+    fit = Fit(max_epochs=20, seed=0)
+    fit.fit(gan, DataLoader(circle, batch_size=256, shuffle=True, drop_last=True))
+
+    drawn = gan(2000).detach()
+    distance = (drawn.norm(dim=1) - 1).abs().mean()
+    eighths = torch.atan2(drawn[:, 1], drawn[:, 0]).div(torch.pi / 4).floor().unique()
+    print(f"Drawn points lie {distance:.3f} from the circle, in {len(eighths)} of its 8 parts")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Logging images: what the model makes of a few samples, once an epoch, in TensorBoard.
+
+The trap: writing from every step and every rank. An image is copied from the device, which stops it, and every
+rank would begin an event file of its own. Keep the samples of one validation batch, and write on rank 0, where
+the epoch ends; and not in the sanity check, which comes before any training.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from drivetrain import Fit, TrainModule, seed_everything
+from drivetrain.loggers import TensorBoardLogger
+
+
+class Autoencoder(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 8), nn.Linear(8, 128), nn.GELU())
+        self.out = nn.Linear(128, 64)
+
+    def forward(self, images):
+        return self.out(self.net(images)).sigmoid()
+
+    def training_step(self, images):
+        return F.mse_loss(self(images), images)
+
+    def validation_step(self, images, batch_idx):
+        redrawn = self(images)
+        self.log("val_loss", F.mse_loss(redrawn, images))
+        if batch_idx == 0:
+            self.shown = torch.stack([images[:8], redrawn[:8]])
+
+    def on_validation_epoch_end(self):
+        if self.trainer.is_global_zero and not self.trainer.sanity_checking:
+            rows = self.shown.view(2, 8, 8, 8).transpose(1, 2).reshape(1, 16, 64)  # (channel, height, width)
+            self.logger.experiment.add_image("given, redrawn", rows, self.global_step)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def main() -> None:
+    seed_everything(0)
+    images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
+    logger = TensorBoardLogger("runs")
+    fit = Fit(max_epochs=5, logger=logger, seed=0)
+    fit.fit(
+        Autoencoder(), DataLoader(images[:1400], batch_size=50, shuffle=True), DataLoader(images[1400:], batch_size=200)
+    )
+
+    events = EventAccumulator(logger.log_dir, {"images": 0}).Reload()
+    written = events.Images("given, redrawn")
+    print(f"Images at steps {[one.step for one in written]}, each {written[-1].width} x {written[-1].height}")
+    print(f"Validation loss: {fit.callback_metrics['val_loss']:.4f}, the images' variance is {images.var():.4f}")
+
+
+if __name__ == "__main__":
+    main()

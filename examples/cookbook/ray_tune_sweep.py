@@ -1,0 +1,76 @@
+"""A sweep with Ray Tune: trials in processes of their own, as many at once as there are CPUs.
+
+The traps: a trial has one CPU unless it asks for more, while torch computes on as many threads as the machine
+has; a trial works in a folder of its own, where relative paths lead elsewhere; and workers get the trainable
+pickled, so data goes with `tune.with_parameters`, once, and not in a global. On several ranks only rank 0
+reports.
+"""
+
+import torch
+from ray import tune
+from ray.tune.schedulers import ASHAScheduler
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Callback, Fit, TrainModule, seed_everything
+
+
+class Reporting(Callback):
+    """Reports metrics to Tune after each validation."""
+
+    def on_validation_end(self, trainer, module):
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            tune.report({name: value.item() for name, value in trainer.callback_metrics.items()})
+
+
+class Classifier(TrainModule):
+    def __init__(self, width: int, lr: float):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    def training_step(self, batch):
+        images, labels = batch
+        return F.cross_entropy(self.net(images), labels)
+
+    def validation_step(self, batch):
+        images, labels = batch
+        self.log("val_accuracy", (self.net(images).argmax(-1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+
+def train(config: dict, train_data: TensorDataset, val_data: TensorDataset) -> None:
+    torch.set_num_threads(1)  # as many as the trial's CPUs
+    seed_everything(0)
+    fit = Fit(max_epochs=8, callbacks=Reporting(), seed=0)
+    loaders = DataLoader(train_data, batch_size=50, shuffle=True), DataLoader(val_data, batch_size=400)
+    fit.fit(Classifier(**config), *loaders)
+
+
+def main() -> None:
+    values, digits = load_digits(return_X_y=True)
+    images, labels = torch.tensor(values, dtype=torch.float32) / 16, torch.tensor(digits)
+    data = {
+        "train_data": TensorDataset(images[:1400], labels[:1400]),
+        "val_data": TensorDataset(images[1400:], labels[1400:]),
+    }
+    scheduler = ASHAScheduler(metric="val_accuracy", mode="max", max_t=8, grace_period=2)
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(train, **data), {"cpu": 1}),
+        param_space={"width": tune.choice([16, 64]), "lr": tune.loguniform(1e-4, 1e-1)},
+        tune_config=tune.TuneConfig(scheduler=scheduler, num_samples=4),
+    )
+    results = tuner.fit()
+    best = results.get_best_result("val_accuracy", "max")
+    early = sum(one.metrics["training_iteration"] < 8 for one in results)
+    print(
+        f"Accuracy {best.metrics['val_accuracy']:.1%} with {best.config}; {early} of {len(results)} trials ended early"
+    )
+
+
+if __name__ == "__main__":
+    main()

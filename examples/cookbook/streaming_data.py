@@ -1,0 +1,81 @@
+"""Streaming data: an iterable data set, shared out among ranks and workers, that goes on where a run was stopped.
+
+The traps: every rank and every worker has its own copy of an iterable, and reads all of it unless told
+otherwise. And a run that goes on has to read again, and throw away, all that came before: hours, for a large
+corpus. An iterable with `state_dict` and `load_state_dict` is put back to the first piece that was not *trained
+on*; the pieces that were read ahead of that are read again.
+"""
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+from drivetrain import Fit, TrainModule, seed_everything
+from drivetrain.data import split_by_rank
+
+LENGTH = 65  # bytes of a piece
+
+
+class Pieces(IterableDataset):
+    """Whole files go to a rank, and to a worker of it; each is read in pieces of `LENGTH` bytes."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+        self.file = self.piece = 0  # what comes next
+        self.pieces_read = 0
+
+    def __iter__(self):
+        own = list(split_by_rank(self.files))
+        while self.file < len(own):
+            text = own[self.file].read_bytes()
+            while (self.piece + 1) * LENGTH <= len(text):
+                start = self.piece * LENGTH
+                self.piece += 1
+                self.pieces_read += 1
+                yield torch.tensor(list(text[start : start + LENGTH]))
+            self.file, self.piece = self.file + 1, 0
+        self.file = 0  # the next epoch begins at the beginning
+
+    def state_dict(self):
+        return {"file": self.file, "piece": self.piece}
+
+    def load_state_dict(self, state):
+        self.file, self.piece = state["file"], state["piece"]
+
+
+class Bigrams(TrainModule):
+    """Predicts a byte from the one before."""
+
+    def __init__(self):
+        super().__init__()
+        self.next = nn.Embedding(256, 256)
+
+    def training_step(self, text):
+        return F.cross_entropy(self.next(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def train(steps: int, ckpt_path: str | None = None) -> tuple[Fit, Bigrams, int]:
+    seed_everything(0)
+    data, module = Pieces(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))), Bigrams()
+    fit = Fit(max_steps=steps, seed=0)
+    fit.fit(module, DataLoader(data, batch_size=16), ckpt_path=ckpt_path)
+    return fit, module, data.pieces_read
+
+
+def main() -> None:
+    _, undisturbed, whole = train(300)
+    stopped, _, part = train(200)
+    _, resumed, rest = train(300, ckpt_path=stopped.checkpoint_callback.last_model_path)
+    print(f"Pieces read: {whole} at a stretch; {part} and, after a stop, {rest}")
+    print(f"The weights are the same: {torch.equal(undisturbed.next.weight, resumed.next.weight)}")
+
+
+if __name__ == "__main__":
+    main()

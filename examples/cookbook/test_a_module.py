@@ -1,0 +1,80 @@
+"""Testing a module with pytest: that it runs, that it can learn, that two ranks train what one does, that it goes on.
+
+    pytest examples/cookbook/test_a_module.py
+
+The trap: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is that of each
+rank: two ranks of 8 take the steps of one process with 16. And ranks are processes of their own, which import
+the function they run: it stands at the top level of a file, and takes and returns what can be pickled.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule, seed_everything
+from drivetrain.testing import assert_close_states, assert_equal_ranks, run_distributed
+
+
+class Classifier(TrainModule):  # yours: from your_package import Classifier
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+
+    def training_step(self, batch):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.net(x), y))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def loader(batch_size: int) -> DataLoader:
+    x = torch.randn(52, 8, generator=torch.Generator().manual_seed(0))  # not a multiple of any batch size below
+    return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size, shuffle=True)
+
+
+def fitted(batch_size: int, ckpt_path=None, **options) -> tuple[Fit, Classifier]:
+    seed_everything(0)
+    fit, module = Fit(accelerator="cpu", seed=0, logger=False, **options), Classifier()
+    fit.fit(module, loader(batch_size), loader(batch_size), ckpt_path=ckpt_path)
+    return fit, module
+
+
+def weights_of_two_ranks() -> dict[str, torch.Tensor]:
+    return fitted(8, devices=2, strategy="ddp", max_epochs=2, enable_checkpointing=False)[1].state_dict()
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for what runs write
+
+
+def test_every_step_and_hook_runs():
+    fitted(8, fast_dev_run=True)
+
+
+def test_it_learns_one_batch_by_heart():
+    fit, _ = fitted(8, overfit_batches=1, max_epochs=100, enable_checkpointing=False, log_every_n_steps=1)
+    assert fit.callback_metrics["loss"] < 0.01
+
+
+def test_two_ranks_train_what_one_process_does():
+    ranks = run_distributed(weights_of_two_ranks, 2, process_group=None)
+    assert_equal_ranks(ranks)
+    _, alone = fitted(16, max_epochs=2, enable_checkpointing=False)  # 2 x 8
+    assert_close_states(ranks[0], alone.state_dict(), atol=1e-6)
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_not_stopped():
+    stopped, _ = fitted(8, max_steps=10)
+    _, resumed = fitted(8, ckpt_path=stopped.checkpoint_callback.last_model_path, max_steps=20)
+    _, undisturbed = fitted(8, max_steps=20)
+    assert_close_states(resumed.state_dict(), undisturbed.state_dict(), atol=0, rtol=0)

@@ -1,0 +1,78 @@
+"""Transfer learning: a network that was trained on much data learns a new task from a few samples.
+
+The trap: training all of it from the first step. The head is random, and the gradients it sends back spoil the
+features that it is about to use. And where the backbone is frozen, its batch normalisation still follows the
+new data's statistics. `BackboneFinetuning(train_bn=False)` keeps both still, and lets the backbone train later,
+at a tenth of the head's learning rate.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain import Fit, TrainModule, seed_everything
+from drivetrain.callbacks import BackboneFinetuning
+
+
+class Classifier(TrainModule):
+    def __init__(self, backbone: nn.Module, classes: int, lr: float = 1e-2):
+        super().__init__()
+        self.save_hyperparameters("lr")
+        self.backbone = backbone
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, images):
+        return self.head(self.backbone(images))
+
+    def training_step(self, batch):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def test_step(self, batch):
+        images, labels = batch
+        self.log("accuracy", (self(images).argmax(-1) == labels).float().mean())
+
+    def configure_optimizers(self):
+        # Only what trains now: the callback adds the backbone as a group of its own.
+        return torch.optim.AdamW(filter(lambda one: one.requires_grad, self.parameters()), lr=self.hparams.lr)
+
+
+def new_backbone() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(144, 64), nn.BatchNorm1d(64), nn.ReLU(),
+    )  # fmt: skip
+
+
+def train(module: Classifier, data: TensorDataset, epochs: int, *callbacks) -> None:
+    fit = Fit(max_epochs=epochs, callbacks=[*callbacks], seed=0)
+    fit.fit(module, DataLoader(data, batch_size=32, shuffle=True))
+
+
+def main() -> None:
+    seed_everything(0)
+    values, digits = load_digits(return_X_y=True)
+    images, labels = torch.tensor(values, dtype=torch.float32) / 16, torch.tensor(digits)
+    much = TensorDataset(images[:1000], labels[:1000])  # which digit is it?
+    few = TensorDataset(images[1000:1040], labels[1000:1040] % 2)  # is it an odd one?
+    held_out = DataLoader(TensorDataset(images[1040:], labels[1040:] % 2), batch_size=400)
+
+    pretrained = Classifier(new_backbone(), classes=10)
+    train(pretrained, much, epochs=10)
+    modules = {name: Classifier(new_backbone(), classes=2) for name in ("from scratch", "all at once", "head first")}
+    for name, module in modules.items():
+        if name != "from scratch":
+            module.backbone.load_state_dict(pretrained.backbone.state_dict())
+    train(modules["from scratch"], few, epochs=40)
+    train(modules["all at once"], few, epochs=40)
+    train(modules["head first"], few, 40, BackboneFinetuning(unfreeze_backbone_at_epoch=30, train_bn=False))
+
+    for name, module in modules.items():
+        [result] = Fit().test(module, held_out, verbose=False)
+        print(f"Right with 40 labelled images, {name}: {result['accuracy']:.1%}")
+
+
+if __name__ == "__main__":
+    main()

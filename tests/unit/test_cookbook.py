@@ -1,0 +1,248 @@
+"""The recipes of the cookbook, run as they stand: each comes to the number that its page promises."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain.testing import requires_package
+from warm_python import run_script
+from worlds import preload
+
+preload("sklearn.datasets", "sklearn.model_selection")
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "examples" / "cookbook"
+PAGES = ROOT / "docs" / "cookbook"
+
+# Executes a notebook's cells in the shell that a kernel has.
+RUN_NOTEBOOK = """
+import json
+import sys
+
+from IPython.core.interactiveshell import InteractiveShell
+
+shell = InteractiveShell.instance()
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        shell.run_cell("".join(cell["source"])).raise_error()
+"""
+
+
+def printed_by(script: Path, *arguments: str, folder: Path) -> str:
+    code, printed = run_script(script, *arguments, folder=folder)
+    assert code == 0, printed[-6000:]
+    return printed
+
+
+def numbers(pattern: str, printed: str) -> list[float]:
+    """The groups of the last place where ``pattern`` fits."""
+    found = list(re.finditer(pattern, printed))
+    assert found, f"{pattern!r} is not in:\n{printed[-3000:]}"
+    return [float(group.replace(",", "")) for group in found[-1].groups()]
+
+
+@pytest.fixture
+def without_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For recipes that need neither: a checkpoint an epoch waits for the disk."""
+    monkeypatch.setenv("DRIVETRAIN_ENABLE_CHECKPOINTING", "false")
+    monkeypatch.setenv("DRIVETRAIN_LOGGER", "false")
+
+
+def last_line(printed: str) -> str:
+    return printed.strip().splitlines()[-1]
+
+
+# What it takes to run them
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_files")
+@requires_package("sklearn")
+def test_transfer_learning_trains_the_head_first(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "transfer_learning.py", folder=tmp_path)
+    [scratch] = numbers(r"from scratch: ([\d.]+)%", printed)
+    [at_once] = numbers(r"all at once: ([\d.]+)%", printed)
+    [head_first] = numbers(r"head first: ([\d.]+)%", printed)
+    assert scratch < at_once < head_first
+    assert head_first > 91
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_files")
+def test_gan_draws_the_circle(tmp_path: Path) -> None:
+    distance, parts = numbers(
+        r"lie ([\d.]+) from the circle, in (\d) of its 8", printed_by(RECIPES / "gan.py", folder=tmp_path)
+    )
+    assert distance < 0.1
+    assert parts == 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_files")
+@requires_package("sklearn")
+def test_ema_teacher_mends_random_labels(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "ema_teacher.py", folder=tmp_path)
+    student_alone, _ = numbers(r"Right, alone: the student on ([\d.]+)%, its teacher on ([\d.]+)%", printed)
+    student, teacher = numbers(r"Right, taught: the student on ([\d.]+)%, its teacher on ([\d.]+)%", printed)
+    assert student > student_alone + 2
+    assert teacher > student_alone + 2
+
+
+@pytest.mark.slow
+@requires_package("peft")
+def test_lora_saves_the_adapter_and_knows_its_base(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "lora.py", folder=tmp_path)
+    after, before = numbers(r"The loss went to ([\d.]+), from ([\d.]+)", printed)
+    adapter, base = numbers(r"The adapter takes ([\d,]+) bytes, its base ([\d,]+)", printed)
+    assert after < before - 0.3
+    assert adapter < base / 50
+    assert "On another base: " in printed
+    assert "was trained on another base" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_files")
+@requires_package("sklearn")
+def test_several_optimizers_train_everything(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "several_optimizers.py", folder=tmp_path)
+    trained, parameters, *rates = numbers(
+        r"(\d+) of (\d+) parameters have trained; the learning rates ended at \[([\d.e-]+), ([\d.e-]+)\]", printed
+    )
+    assert trained == parameters == 8
+    assert rates == pytest.approx([0, 0], abs=1e-9)
+    assert numbers(r"Accuracy: ([\d.]+)%", printed)[0] > 92
+
+
+@pytest.mark.slow
+def test_streaming_data_reads_nothing_twice(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "streaming_data.py", folder=tmp_path)
+    whole, part, rest = numbers(r"Pieces read: (\d+) at a stretch; (\d+) and, after a stop, (\d+)", printed)
+    assert part + rest == whole
+    assert last_line(printed) == "The weights are the same: True"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_files")
+@requires_package("sklearn")
+def test_class_imbalance_weighs_batches_exactly(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "class_imbalance.py", folder=tmp_path)
+    [plain, _] = numbers(r"Without weights, ([\d.]+)% of the eights are found, and ([\d.]+)%", printed)
+    [weighted, wrongly] = numbers(r"With weights, ([\d.]+)% of the eights are found, and ([\d.]+)%", printed)
+    assert weighted > 2 * plain
+    assert wrongly < 5
+    assert numbers(r"4 x 16 end within ([\d.e+-]+) of each other", printed)[0] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_files")
+@requires_package("sklearn")
+def test_k_fold_predicts_each_sample_once(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "k_fold.py", folder=tmp_path)
+    predicted, samples, right = numbers(r"(\d+) of (\d+) samples predicted, ([\d.]+)% of them right", printed)
+    assert predicted == samples == 178
+    assert right > 94
+    assert numbers(r"Accuracy over 5 folds: ([\d.]+), standard deviation ([\d.]+)", printed)[1] < 0.05
+
+
+@pytest.mark.slow
+@requires_package("optuna")
+@requires_package("sklearn")
+def test_optuna_finds_a_learning_rate_and_prunes(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "optuna_sweep.py", folder=tmp_path)
+    accuracy, pruned, trials = numbers(r"Accuracy ([\d.]+)% with .*; (\d+) of (\d+) trials were pruned", printed)
+    assert accuracy > 88
+    assert 1 <= pruned < trials == 10
+
+
+@pytest.mark.slow
+@requires_package("ray")
+@requires_package("pandas")  # of ray[tune]
+@requires_package("sklearn")
+def test_ray_tune_finds_a_learning_rate(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "ray_tune_sweep.py", folder=tmp_path)
+    accuracy, _, trials = numbers(r"Accuracy ([\d.]+)% with .*; (\d+) of (\d+) trials ended early", printed)
+    assert accuracy > 80
+    assert trials == 4
+
+
+@pytest.mark.slow
+@requires_package("IPython")
+@requires_package("sklearn")
+def test_the_notebook_trains_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    script = tmp_path / "run_notebook.py"
+    script.write_text(RUN_NOTEBOOK)
+    printed = printed_by(script, str(RECIPES / "notebook.ipynb"), folder=tmp_path)
+    ranks, steps, accuracy = numbers(r"(\d) ranks, (\d+) steps, accuracy ([\d.]+)%", printed)
+    assert (ranks, steps) == (2, 140)
+    assert accuracy > 80
+    assert last_line(printed) == "Losses in the list: 0, in the callback: 140"
+
+
+@pytest.mark.slow
+def test_the_recipe_for_pytest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In this process, whose fork server has torch already.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "/dev/null", f"--rootdir={RECIPES}"]
+    assert pytest.main([*options, str(RECIPES / "test_a_module.py")]) == pytest.ExitCode.OK
+    sys.modules.pop("test_a_module")
+
+
+@pytest.mark.slow
+@requires_package("tensorboard")
+@requires_package("sklearn")
+def test_images_are_logged_once_an_epoch(tmp_path: Path) -> None:
+    printed = printed_by(RECIPES / "logging_images.py", folder=tmp_path)
+    steps = numbers(r"Images at steps \[(\d+), (\d+), (\d+), (\d+), (\d+)\], each 64 x 16", printed)
+    assert steps == [28, 56, 84, 112, 140]
+    loss, variance = numbers(r"Validation loss: ([\d.]+), the images' variance is ([\d.]+)", printed)
+    assert loss < variance / 3
+
+
+@pytest.mark.slow
+def test_debugging_nan_finds_the_batch_and_the_operation(tmp_path: Path) -> None:
+    lines = [
+        line
+        for line in printed_by(RECIPES / "debugging_nan.py", folder=tmp_path).splitlines()
+        if line.startswith(("The last loss", "A gradient", "Function"))
+    ]
+    assert re.fullmatch(r"The last loss is [\d.]+, the weights are NaN", lines[0])
+    assert "A gradient is nan on rank 0 at batch index 12" in lines[1]
+    assert "'SqrtBackward0' returned nan values" in lines[2]
+    assert "at batch index 12" in lines[2]
+    assert re.fullmatch(r"The last loss is [\d.]+, the weights are finite", lines[3])
+    assert len(lines) == 4
+
+
+# Their pages
+
+
+def _recipes() -> list[Path]:
+    return sorted(path for path in RECIPES.iterdir() if path.suffix in (".py", ".ipynb"))
+
+
+def test_there_is_a_recipe_a_page() -> None:
+    pages = {page.stem.replace("-", "_") for page in PAGES.glob("*.md")} - {"index"}
+    assert {recipe.stem for recipe in _recipes()} == pages
+    assert len(pages) == 14
+
+
+@pytest.mark.parametrize("recipe", _recipes(), ids=lambda path: path.stem)
+def test_a_page_has_problem_recipe_trap_and_what_to_read_next(recipe: Path) -> None:
+    page = (PAGES / f"{recipe.stem.replace('_', '-')}.md").read_text()
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["Recipe", "The trap", "Read next"]
+    assert len(page.partition("\n## ")[0].splitlines()) > 2, "the problem comes first"
+    assert f"({recipe.stem.replace('_', '-')}.md)" in (PAGES / "index.md").read_text()
+    if recipe.suffix == ".py":
+        assert f'--8<-- "examples/cookbook/{recipe.name}"' in page
+        assert "The trap" in recipe.read_text().split('"""')[1]
+        return
+    for cell in json.loads(recipe.read_text())["cells"]:
+        text = "".join(cell["source"])
+        assert "The trap" in text if cell["cell_type"] == "markdown" else text in page
+        assert not cell.get("outputs")
