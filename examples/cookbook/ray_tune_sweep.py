@@ -2,9 +2,10 @@
 
 The traps: a trial has one CPU unless it asks for more, while torch computes on as many threads as the machine
 has; a trial works in a folder of its own, where relative paths lead elsewhere; and workers get the trainable
-pickled, so data goes with `tune.with_parameters`, once, and not in a global. On several ranks only rank 0
-reports.
+pickled, so data goes with `tune.with_parameters`, once, and not in a global. A trial has one device.
 """
+
+from pathlib import Path
 
 import torch
 from ray import tune
@@ -21,7 +22,7 @@ class Reporting(Callback):
     """Reports metrics to Tune after each validation."""
 
     def on_validation_end(self, trainer, module):
-        if trainer.is_global_zero and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             tune.report({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
@@ -63,6 +64,7 @@ def main() -> None:
         tune.with_resources(tune.with_parameters(train, **data), {"cpu": 1}),
         param_space={"width": tune.choice([16, 64]), "lr": tune.loguniform(1e-4, 1e-1)},
         tune_config=tune.TuneConfig(scheduler=scheduler, num_samples=4),
+        run_config=tune.RunConfig(storage_path=str(Path("ray_results").resolve())),
     )
     results = tuner.fit()
     best = results.get_best_result("val_accuracy", "max")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -96,3 +97,21 @@ def test_what_ray_cannot_give_is_refused() -> None:  # A-06, G-06
         _fit(devices="auto").fit(Model(), loader(64, 4))
     with pytest.raises(ConfigurationError, match=r"no room .* GPU 1"):
         quiet(accelerator="gpu", devices=2, launcher="ray", strategy="ddp").fit(Model(), loader(64, 4))
+
+
+def test_several_devices_within_a_task_are_refused() -> None:  # G-01
+    # A trial of Ray Tune's, say: its worker ran its program again and was gone, "killed by SIGKILL".
+    search = sys.path
+
+    @ray.remote  # Ray brings it with what it refers to; this file is one that its worker does not find
+    def on_two_devices() -> str:
+        sys.path[:] = search
+        from small_runs import Regression, failing, loader, quiet
+
+        with failing() as found:
+            quiet(strategy="ddp", devices=2).fit(Regression(), loader(64, 4))
+        return f"{found['type']}: {found['text']}"
+
+    told = ray.get(on_two_devices.remote(), timeout=120)
+    assert told.startswith("ConfigurationError: several devices were asked for in a task or an actor of Ray")
+    assert "devices=1" in told

@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 from drivetrain._config.entry_points import Names
+from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._forking import why_not_fork
 from drivetrain.launchers._rerun import why_not_rerun
 from drivetrain.launchers.function_launcher import FunctionLauncher
@@ -69,7 +70,16 @@ def _suitable() -> Launcher:
 
     That is in a notebook, in a REPL and under pytest: forked where that is safe, because only then do functions and
     classes that are defined there, within a test say, exist in the started processes.
+
+    Raises:
+        ConfigurationError: this is a worker of Ray's.
     """
+    if _is_a_worker_of_ray():
+        raise ConfigurationError(
+            "several devices were asked for in a task or an actor of Ray, such as a trial of Ray Tune",
+            "to run a worker's program again ends it as an actor, and a fork of it waits for threads that it lacks",
+            "use one device in each (Fit(devices=1)), or call fit in the driver, with launcher='ray'",
+        )
     if not is_interactive() and why_not_rerun() is None:
         return SubprocessLauncher()
     return FunctionLauncher("fork" if why_not_fork() is None else "forkserver")
@@ -91,3 +101,9 @@ def is_interactive() -> bool:
     if ipython is not None and ipython.get_ipython() is not None:
         return True
     return hasattr(sys, "ps1")
+
+
+def _is_a_worker_of_ray() -> bool:
+    """Tell whether Ray runs this code for a task or an actor, as opposed to a script that uses Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_task_id() is not None
