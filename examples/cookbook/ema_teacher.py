@@ -2,8 +2,8 @@
 
 The trap: moving the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
 once a micro-batch, and the average is a faster one than was asked for; `optimizer_step` runs once a step. A
-teacher that requires gradients gets into the optimizer, and one with dropout teaches noise: freeze it, in eval
-mode, where it is built.
+teacher that requires gradients is trained as well, and one with dropout teaches noise: freeze it, in eval mode,
+where it is built.
 """
 
 import copy
