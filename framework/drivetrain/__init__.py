@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.errors import LossSpikeError as LossSpikeError
     from drivetrain.errors import NonFiniteError as NonFiniteError
     from drivetrain.fit import Fit as Fit
+    from drivetrain.launchers._rank_zero import rank_zero_only as rank_zero_only
     from drivetrain.loggers import Logger as Logger
     from drivetrain.module.train_module import TrainModule as TrainModule
     from drivetrain.precision import Precision as Precision
@@ -53,6 +54,7 @@ _HOMES = {
     "RunContext": "drivetrain.run_context",
     "Strategy": "drivetrain.strategies.strategy",
     "TrainModule": "drivetrain.module.train_module",
+    "rank_zero_only": "drivetrain.launchers._rank_zero",
     "seed_everything": "drivetrain._runtime.seed",
 }
 _SUBMODULES = frozenset(
@@ -94,6 +96,7 @@ __all__ = [
     "loggers",
     "precision",
     "profilers",
+    "rank_zero_only",
     "seed_everything",
     "strategies",
     "testing",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region
@@ -28,6 +31,8 @@ class Callback:
     ``trainer`` is the `Fit` that is running, as `RunContext` describes it. ``module`` is the `TrainModule` of the run;
     a callback for modules of one class may say so (``module: MyModule``).
     """
+
+    _logging_module: weakref.ref[Any] | None = None
 
     priority: int = 0
     """Higher runs earlier; below zero runs after the module."""
@@ -84,6 +89,30 @@ class Callback:
         Args:
             trials: runs a few steps of what was called for, and puts everything back.
         """
+
+    # Logging
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        """What `TrainModule.log` does, of the run that this callback is in.
+
+        Raises:
+            ConfigurationError: it is in none.
+        """
+        self._module_that_logs().log(name, value, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """What `TrainModule.log_dict` does, of the run that this callback is in."""
+        self._module_that_logs().log_dict(dictionary, **options)
+
+    def _module_that_logs(self) -> Any:
+        module = None if self._logging_module is None else self._logging_module()
+        if module is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.log was called outside a run.",
+                "values are kept by epoch of training, validation or test.",
+                "call it from a hook, or hand numbers to a logger with trainer.log_metrics.",
+            )
+        return module
 
     # What the engine asks. The answers are alike on every rank.
 
@@ -320,3 +349,9 @@ class Callback:
         self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Called after a prediction micro-batch, with what `predict_step` returned."""
+
+
+def let_log(callback: Callback, module: Any) -> None:
+    """Let ``callback.log`` write what ``module.log`` would, until it is called with None."""
+    # A weak reference: a copy of the callback is not to bring a copy of the module along.
+    callback.__dict__["_logging_module"] = None if module is None else weakref.ref(module)

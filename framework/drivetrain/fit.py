@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -38,6 +39,8 @@ from drivetrain.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from drivetrain._engine.log_queue import LogQueue
     from drivetrain.profilers import Profiler
+
+logger = logging.getLogger("drivetrain")
 
 Limit = int | float | None
 
@@ -241,12 +244,14 @@ class Fit(RunReads):
 
     def fit(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         allow: Sequence[str] = (),
+        *,
+        model: TrainModule | None = None,
     ) -> None:
         """Train ``module``.
 
@@ -258,6 +263,7 @@ class Fit(RunReads):
             ckpt_path: a checkpoint to go on from.
             allow: what may differ from the run that it goes on with: some of "data", "optimizer", "scheduler" and
                 "module". What differs begins anew: an optimizer's and a scheduler's state, or the epoch on other data.
+            model: ``module``, by Lightning's name.
 
         Raises:
             ConfigurationError: what was asked for cannot be done; before anything is changed.
@@ -265,76 +271,99 @@ class Fit(RunReads):
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         given = Given(train_dataloaders, val_dataloaders, datamodule)
-        self._launch("fit", module, given, ckpt_path, allow=check_allow(allow))
+        self._launch("fit", _one_of("fit", module, model), given, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
+        *,
+        model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation loaders; returns each loader's reduced values."""
-        return self._evaluate("validate", module, dataloaders, datamodule, ckpt_path, verbose)
+        """Run ``validation_step`` over the validation loaders; returns each loader's reduced values.
+
+        Args:
+            module: what to validate. Without one it is the last run's, with the weights of its best checkpoint, if that
+                run was a fit that keeps any.
+            dataloaders: one or several loaders.
+            datamodule: where the loaders come from instead.
+            ckpt_path: a checkpoint whose weights are loaded first.
+            verbose: print the values.
+            model: ``module``, by Lightning's name.
+        """
+        return self._evaluate(
+            "validate", _one_of("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
+        )
 
     def test(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
+        *,
+        model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test loaders; returns each loader's reduced values."""
-        return self._evaluate("test", module, dataloaders, datamodule, ckpt_path, verbose)
+        """Run ``test_step`` over the test loaders; returns each loader's reduced values. Arguments are `validate`'s."""
+        return self._evaluate("test", _one_of("test", module, model), dataloaders, datamodule, ckpt_path, verbose)
 
     @overload
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: Literal[True] = True,
+        *,
+        model: TrainModule | None = None,
     ) -> list[Any]: ...
 
     @overload
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         *,
         return_predictions: bool,
+        model: TrainModule | None = None,
     ) -> list[Any] | None: ...
 
     def predict(
         self,
-        module: TrainModule,
+        module: TrainModule | None = None,
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: bool = True,
+        *,
+        model: TrainModule | None = None,
     ) -> list[Any] | None:
         """Run ``predict_step``; returns each micro-batch's output in data-set order, on every rank.
 
         Args:
-            module: what predicts.
+            module: what predicts; without one, as for `validate`.
             dataloaders: one or several loaders; with several, a list for each is returned.
             datamodule: where the loaders come from instead.
             ckpt_path: a checkpoint whose weights are loaded first.
             return_predictions: False keeps no output, exchanges none between ranks and returns None: for more than
                 memory holds, which ``on_predict_batch_end`` writes as it comes.
+            model: ``module``, by Lightning's name.
 
         Returns:
             The outputs, whose tensors are on the CPU, or None.
         """
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
+        one, ckpt_path = self._or_the_last("predict", _one_of("predict", module, model), ckpt_path)
         given = Given(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch("predict", module, given, ckpt_path, return_predictions)
+        outputs: list[Any] | None = self._launch("predict", one, given, ckpt_path, return_predictions)
         return outputs
 
     def save_checkpoint(
@@ -366,12 +395,13 @@ class Fit(RunReads):
     def _evaluate(
         self,
         stage: str,
-        module: TrainModule,
+        module: TrainModule | None,
         loaders: Any,
         datamodule: DataModule | None,
         ckpt_path: Any,
         verbose: bool,
     ) -> list[dict[str, float]]:
+        module, ckpt_path = self._or_the_last(stage, module, ckpt_path)
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
@@ -380,6 +410,16 @@ class Fit(RunReads):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"
                 print(f"{head}: " + ", ".join(f"{name} {value:.6g}" for name, value in result.items()))
         return results
+
+    def _or_the_last(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
+        """``module``, or the last run's, whose best checkpoint then is what ``ckpt_path`` is by default."""
+        if module is not None or self.session is None:
+            return module, ckpt_path
+        best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
+        if ckpt_path is None and best and self.session.stage == "fit":
+            logger.info("%s was given no module: it is the last run's, with the weights of %s.", stage, best)
+            ckpt_path = best
+        return self.session.module, ckpt_path
 
     def _launch(
         self,
@@ -390,6 +430,18 @@ class Fit(RunReads):
         return_predictions: bool = True,
         allow: tuple[str, ...] = (),
     ) -> Any:
+        if module is None:
+            raise ConfigurationError(
+                f"{stage} was given no module.",
+                "there was no run before it whose module it could be.",
+                f"pass it, as Fit().{stage}(module, ...).",
+            )
+        if not isinstance(given.datamodule, DataModule | None):
+            raise ConfigurationError(
+                f"{stage} was given a {type(given.datamodule).__name__} as its datamodule.",
+                "the arguments after the loaders are datamodule and ckpt_path, in this order.",
+                "pass them by name: datamodule=..., ckpt_path=....",
+            )
         if not isinstance(module, TrainModule):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",
@@ -460,3 +512,11 @@ class Fit(RunReads):
         session = self._running("clip_gradients")
         plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
         session.gradient_norm = self.strategy.clip_gradients(plain, value, algorithm)
+
+
+def _one_of(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
+    if module is not None and model is not None:
+        raise ConfigurationError(
+            f"{stage} was given a module and a model.", "they are two names of one argument.", "pass one of them."
+        )
+    return module if model is None else model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -31,7 +32,7 @@ class RunContext(Protocol):
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed."""
+        """Epochs completed; once training is over, one that ``max_steps`` or a request to stop has cut short counts."""
 
     @property
     def global_step(self) -> int:
@@ -53,8 +54,40 @@ class RunContext(Protocol):
     """"idle", "fitting", "validating", "testing", "predicting", "finished" or "interrupted"."""
 
     @property
+    def training(self) -> bool:
+        """True in `Fit.fit`, but for its validations."""
+
+    @property
+    def validating(self) -> bool:
+        """True in `Fit.validate`, and during the validations of `Fit.fit`, the sanity check apart."""
+
+    @property
+    def testing(self) -> bool:
+        """True in `Fit.test`."""
+
+    @property
+    def predicting(self) -> bool:
+        """True in `Fit.predict`."""
+
+    @property
     def sanity_checking(self) -> bool:
         """True during the validation that is tried before training."""
+
+    @property
+    def evaluating(self) -> bool:
+        """True wherever batches are validated or tested, in the sanity check too."""
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training micro-batch is its epoch's last one; False where nothing says how many there are."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last run ended before its time: an error, Ctrl-C, or a signal to save and leave."""
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether SIGTERM asks the run to save and leave."""
 
     @property
     def joining(self) -> bool:
@@ -87,18 +120,68 @@ class RunContext(Protocol):
         """Micro-batches of each prediction loader."""
 
     @property
-    def predict_dataloaders(self) -> Sequence[Any]:
-        """The prediction loaders, as they were given; empty in other stages."""
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Micro-batches of each validation loader that are tried before training."""
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether a fit's module has a ``validation_step``, and ``limit_val_batches`` leaves it batches."""
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader(s), as they were given; None in other stages."""
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loader, or the collection of them, as it was given; None where there is none."""
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loader, or the collection of them, as it was given; None in other stages."""
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loader, or the collection of them, as it was given; None in other stages."""
+
+    @property
+    def evaluated_loaders(self) -> Sequence[Any]:
+        """The loaders that are validated on, tested or predicted on, one by one."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """What a `DistributedSampler` of one's own needs, ``num_replicas`` and ``rank``; None in a single process."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps of the whole run; infinite where nothing bounds it."""
 
+    # What is run
+
+    @property
+    def lightning_module(self) -> Any:
+        """The `TrainModule` of the run, or of the last one; None before any."""
+
+    @property
+    def module(self) -> Any:
+        """The same."""
+
+    @property
+    def model(self) -> Any:
+        """The same: never a wrapper."""
+
+    @property
+    def datamodule(self) -> Any:
+        """The `DataModule` of the run, or of the last one; None where it has none."""
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the run began with, as it was found; None where it began with none."""
+
     # Among whom
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; with "auto" known once a run has begun."""
+        """The strategy; before a run, with "auto", the one that this process would use by what is known then."""
 
     @property
     def precision(self) -> Precision:
@@ -124,6 +207,25 @@ class RunContext(Protocol):
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
 
+    @property
+    def num_devices(self) -> int:
+        """How many processes of this node compute, each on a device of its own."""
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of their devices; processes on the CPU are counted from 0."""
+
+    @property
+    def scaler(self) -> Any:
+        """The precision's `GradScaler`; None where it has none."""
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Within it a module is built in the dtype and, where a device holds it whole, on the device of the coming run.
+
+        Args:
+            empty_init: True is refused: what is too large to be initialised is built in ``configure_model``.
+        """
+
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """What `TrainModule.all_gather` does."""
 
@@ -138,8 +240,12 @@ class RunContext(Protocol):
         """The latest values that went to the loggers."""
 
     @property
-    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values logged with ``prog_bar=True``."""
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The latest values logged with ``prog_bar=True``, as numbers: reading them waits for the device."""
+
+    @property
+    def progress_bar_values(self) -> dict[str, torch.Tensor]:
+        """The same where they are: nothing waits for the device."""
 
     @property
     def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
@@ -207,6 +313,22 @@ class RunContext(Protocol):
     @property
     def checkpoint_callback(self) -> SavedCheckpoints | None:
         """The first callback that saves checkpoints."""
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """All of them."""
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first `EarlyStopping`; None where there is none."""
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """All of them."""
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The first `ProgressBar`; None where there is none."""
 
     @property
     def should_stop(self) -> bool:
@@ -332,6 +454,10 @@ class RunContext(Protocol):
     @property
     def scheduler_configs(self) -> Sequence[ScheduledRate]:
         """The schedulers and when they step."""
+
+    @property
+    def lr_scheduler_configs(self) -> Sequence[ScheduledRate]:
+        """The same."""
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -463,6 +589,10 @@ class SavedCheckpoints(Protocol):
     @property
     def best_model_score(self) -> float | None:
         """Its monitored value; None where nothing is monitored."""
+
+    @property
+    def current_score(self) -> float | None:
+        """The newest checkpoint's monitored value; None where nothing is monitored."""
 
     @property
     def last_model_path(self) -> str:

@@ -391,10 +391,11 @@ ENGINE = {"_engine", "_loops", "fit"}
 NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(PrecisionName)} - {16, 32, 64}
 CLASSES_ASKED_FOR = {
     "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},  # step back for one of their class
-    "drivetrain._engine.reads": {"Checkpoint"},  # Fit.checkpoint_callback is documented to be one
+    # Fit.checkpoint_callback, early_stopping_callback and progress_bar_callback are documented to be such.
+    "drivetrain._engine.reads": {"Checkpoint", "EarlyStopping", "ProgressBar"},
 }
 NAMES_ASKED_FOR = {
-    "drivetrain._engine.launching": {"ddp", "single_device"},  # what "auto" means
+    "drivetrain._engine.reads": {"ddp", "single_device"},  # what "auto" means
     "drivetrain.fit": {"32-true"},  # the default
 }
 KINDS = tuple(

@@ -69,6 +69,7 @@ def build_validation(run: RunState, runner: StepRunner, move: Move | None) -> Ca
     def validate() -> list[dict[str, float]]:
         within = run.opening if run.progress.within_window else None
         with within.evaluating() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
+            run.validating = True
             try:
                 with run.profiling.span("validation"):
                     return evaluate()
@@ -77,6 +78,8 @@ def build_validation(run: RunState, runner: StepRunner, move: Move | None) -> Ca
                     with suppress(Exception):  # on a device that has failed
                         early.undo()  # a run that is saved now validates anew
                 raise
+            finally:
+                run.validating = False
 
     return validate
 
@@ -136,9 +139,9 @@ def try_validation(run: RunState, runner: StepRunner, move: Move | None, note: C
             hook()
         build_evaluation(run, "validate", runner, move, limits)()
         note()
-        run.metrics.forget("validate")
         for hook in hooks.on_sanity_check_end:
             hook()
+        run.metrics.forget("validate")
     run.sanity_checking = False
 
 

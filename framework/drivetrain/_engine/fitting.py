@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint._format import Checkpoint
 
 
-def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: str) -> None:
-    """Refuse weights that are not ``own`` by name and shape.
+def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: str, strict: bool = True) -> None:
+    """Refuse weights that are not ``own`` by name and shape; if not ``strict``, say which names are skipped.
 
     Raises:
         CheckpointError: lists what is missing, what is unexpected and what has another shape.
@@ -22,7 +22,10 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
     weights = checkpoint.weights()
     saved = {**dict.fromkeys(weights), **weights.sources()}
     Misfit.between(own, saved).settle(
-        f"The weights of {checkpoint.path!r}", module, remedy="use load_from_checkpoint(path, strict=False)"
+        f"The weights of {checkpoint.path!r}",
+        module,
+        strict,
+        remedy="set strict_loading = False in the module, or use load_from_checkpoint(path, strict=False),",
     )
 
 

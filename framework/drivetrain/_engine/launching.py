@@ -23,7 +23,6 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, Work, World, choose_launcher, named_launcher, suggested_threads
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import resolve_precision
-from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -98,7 +97,7 @@ def run_here(request: Request, place: Place) -> Any:
         place.world.meet()
     device = resolve_devices(trainer.accelerator, trainer.devices).of(place.placement.local_rank)
     if trainer.chosen_strategy is None:
-        trainer.chosen_strategy = strategy_by_name("ddp" if place.placement.world_size > 1 else "single_device")
+        trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
     strategy = trainer.chosen_strategy
     synchronises = asks_for_sync_batchnorm(trainer, strategy, device)
     strategy.bind(place.placement, device, resolve_precision(trainer.precision_setting, device), place.store)
@@ -241,6 +240,7 @@ def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
         outcome.fill(request.module)
     session = Session(*request, _stand_in(trainer, place), place)
     session.progress.load_state_dict(outcome.progress)
+    session.progress.cut_short = session.progress.batch_idx > 0
     session.metrics.restore(outcome.metrics)
     session.folder.be(outcome.folder)
     for one, version in zip(trainer.loggers, outcome.versions, strict=False):
@@ -255,7 +255,7 @@ def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
 def _stand_in(trainer: RunReads, place: Place) -> Strategy:
     """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
     if trainer.chosen_strategy is None:
-        trainer.chosen_strategy = strategy_by_name("ddp")
+        trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
     trainer.chosen_strategy.placement = place.placement
     return trainer.chosen_strategy
 

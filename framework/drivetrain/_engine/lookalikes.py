@@ -84,7 +84,11 @@ _OF_MODULES = (
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """They take what they like of batch, batch_idx and dataloader_idx, which is looked at where they are called."""
 
-_OF_DATA = tuple(name for name in vars(DataModule) if not name.startswith("_") and "state_dict" not in name)
+_OF_DATA = tuple(
+    name
+    for name, value in vars(DataModule).items()
+    if isinstance(value, FunctionType) and not name.startswith("_") and "state_dict" not in name
+)
 
 
 def check_hooks(

@@ -75,7 +75,7 @@ class Outcome:
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
             folder=session.folder,
-            versions=[one.version for one in trainer.loggers] if session.folder.path is not None else [],
+            versions=[one.version_name for one in trainer.loggers] if session.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:

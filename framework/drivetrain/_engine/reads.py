@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,20 +14,24 @@ from torch.optim import Optimizer
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
 from drivetrain._loops.configured_optimizers import SchedulerConfig
+from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
 from drivetrain._loops.progress import Progress
 from drivetrain._metrics import MetricStore
+from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.callback import Callback
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher
 from drivetrain.loggers import Logger
-from drivetrain.precision import Precision
+from drivetrain.module.train_module import TrainModule
+from drivetrain.precision import Precision, resolve_precision
 from drivetrain.run_context import RunContext
+from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks import Checkpoint
+    from drivetrain.callbacks import Checkpoint, EarlyStopping, ProgressBar
     from drivetrain.profilers import Profiler
 
 
@@ -42,6 +48,9 @@ class RunReads(RunContext):
 
     chosen_strategy: Strategy | None
     """The strategy; None while strategy="auto" waits for the number of processes."""
+
+    _foreseen: Strategy | None = None
+    """What strategy="auto" was taken for, before it was known."""
 
     session: Session | None
     """The run that is under way, or the last one."""
@@ -60,13 +69,24 @@ class RunReads(RunContext):
 
     @property
     def strategy(self) -> Strategy:
-        if self.chosen_strategy is None:
-            raise ConfigurationError(
-                "strategy='auto' is not resolved yet.",
-                "it depends on the number of processes, which is known once a run begins.",
-                "read it in or after fit, or name a strategy.",
-            )
+        if self.session is None:
+            return self._strategy_before_a_run()
+        assert self.chosen_strategy is not None
         return self.chosen_strategy
+
+    def _strategy_before_a_run(self) -> Strategy:
+        strategy = self.chosen_strategy or self.resolved_strategy(self.world_size)
+        with suppress(ConfigurationError):  # no such device here: the run will say so
+            strategy.device = resolve_devices(self.accelerator, self.devices).of(self.local_rank)
+            strategy.precision = resolve_precision(self.precision_setting, strategy.device)
+        return strategy
+
+    def resolved_strategy(self, world_size: int) -> Strategy:
+        """What ``strategy="auto"`` is on so many processes, always the same object for as many."""
+        name = "ddp" if world_size > 1 else "single_device"
+        if self._foreseen is None or self._foreseen.name != name:
+            self._foreseen = strategy_by_name(name)
+        return self._foreseen
 
     @property
     def precision(self) -> Precision:
@@ -74,7 +94,8 @@ class RunReads(RunContext):
 
     @property
     def current_epoch(self) -> int:
-        return self.progress.epoch
+        progress = self.progress
+        return progress.epoch + progress.cut_short
 
     @property
     def global_step(self) -> int:
@@ -105,7 +126,11 @@ class RunReads(RunContext):
         return {} if self.session is None else self.session.metrics.logged_metrics()
 
     @property
-    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+    def progress_bar_metrics(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self.progress_bar_values.items()}
+
+    @property
+    def progress_bar_values(self) -> dict[str, torch.Tensor]:
         return {} if self.session is None else self.session.metrics.progress_bar_metrics()
 
     @property
@@ -131,9 +156,58 @@ class RunReads(RunContext):
     def joining(self) -> bool:
         return self.session is not None and self.session.metrics.joining
 
+    def _in_stage(self, stage: str) -> bool:
+        return self.session is not None and self.session.stage == stage and self.state.endswith("ing")
+
+    @property
+    def training(self) -> bool:
+        return self._in_stage("fit") and not self._evaluates_within_fit()
+
+    @property
+    def validating(self) -> bool:
+        if self._in_stage("fit"):
+            return self._evaluates_within_fit() and not self.sanity_checking
+        return self._in_stage("validate")
+
+    def _evaluates_within_fit(self) -> bool:
+        assert self.session is not None
+        return self.session.sanity_checking or self.session.validating
+
+    @property
+    def testing(self) -> bool:
+        return self._in_stage("test")
+
+    @property
+    def predicting(self) -> bool:
+        return self._in_stage("predict")
+
     @property
     def sanity_checking(self) -> bool:
         return self.session is not None and self.session.sanity_checking
+
+    @property
+    def evaluating(self) -> bool:
+        return self.validating or self.testing or self.sanity_checking
+
+    @property
+    def is_last_batch(self) -> bool:
+        session = self.session
+        length = None if session is None or session.data is None else session.data.train_length
+        if session is None or length is None:
+            return False
+        if session.position.loop == "training" and session.metrics.batch is not None:
+            return session.position.batch_idx + 1 == length
+        progress = session.progress
+        ended = progress.batch_idx == 0 and progress.epoch > 0  # nothing of the next epoch was read yet
+        return ended or progress.batch_idx == length
+
+    @property
+    def interrupted(self) -> bool:
+        return self.state == "interrupted"
+
+    @property
+    def received_sigterm(self) -> bool:
+        return self.session is not None and signal.SIGTERM in (self.session.stop.signal, self.session.stop.leaving)
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
@@ -141,7 +215,46 @@ class RunReads(RunContext):
 
     @property
     def world_size(self) -> int:
-        return 1 if self.chosen_strategy is None else self.chosen_strategy.world_size
+        if self.session is None:
+            expected = expected_placement(self.environment, self.devices, self.num_nodes).world_size
+            alone = self.chosen_strategy is not None and self.chosen_strategy.single_process
+            return 1 if alone else max(expected, self.num_devices * self.num_nodes)
+        assert self.chosen_strategy is not None
+        return self.chosen_strategy.world_size
+
+    @property
+    def num_devices(self) -> int:
+        if self.session is None or self.chosen_strategy is None:
+            return max(len(self._indices()), 1)
+        return self.chosen_strategy.placement.local_world_size
+
+    @property
+    def device_ids(self) -> list[int]:
+        indices = self._indices()
+        return indices if len(indices) == self.num_devices else list(range(self.num_devices))
+
+    def _indices(self) -> list[int]:
+        try:
+            return list(resolve_devices(self.accelerator, self.devices).indices)
+        except ConfigurationError:  # no such device here: the run will say so
+            return []
+
+    @property
+    def scaler(self) -> Any:
+        return getattr(self.precision, "scaler", None)
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        if empty_init:
+            raise ConfigurationError(
+                "init_module(empty_init=True).",
+                "what is built so has no values until a checkpoint is loaded.",
+                "build large layers in configure_model, which strategies call where they hold parts of them.",
+            )
+        strategy = self.strategy
+        place = nullcontext() if strategy.shards_parameters else strategy.device
+        with strategy.precision.module_init_context(), place:
+            yield
 
     @property
     def global_rank(self) -> int:
@@ -183,9 +296,69 @@ class RunReads(RunContext):
         return self._limits("predict")
 
     @property
-    def predict_dataloaders(self) -> Sequence[Any]:
+    def num_sanity_val_batches(self) -> list[int | float]:
+        if self.session is None or self.session.stage != "fit":
+            return []
+        steps = self.num_sanity_val_steps
+        return [length if steps == -1 else min(steps, length) for length in self.num_val_batches]
+
+    @property
+    def enable_validation(self) -> bool:
+        fits = self.session is not None and self.session.stage == "fit"
+        return fits and self.limit_val_batches != 0 and is_overridden("validation_step", self.module, TrainModule)
+
+    @property
+    def train_dataloader(self) -> Any:
         data = None if self.session is None else self.session.data
-        return () if data is None or "predict" not in data.sources else data.evaluated
+        return None if data is None or not data.loaders else data.loaders[0]
+
+    @property
+    def val_dataloaders(self) -> Any:
+        return self._given_to("validate")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self._given_to("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self._given_to("predict")
+
+    @property
+    def evaluated_loaders(self) -> Sequence[Any]:
+        data = None if self.session is None else self.session.data
+        return () if data is None else data.evaluated
+
+    def _given_to(self, stage: str) -> Any:
+        data = None if self.session is None else self.session.data
+        return None if data is None else data.given_to_evaluate.get(stage)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        if self.world_size == 1:
+            return None
+        return {"num_replicas": self.strategy.data_world_size, "rank": self.strategy.data_rank}
+
+    @property
+    def lightning_module(self) -> Any:
+        return None if self.session is None else self.session.module
+
+    @property
+    def module(self) -> Any:
+        return self.lightning_module
+
+    @property
+    def model(self) -> Any:
+        return self.lightning_module
+
+    @property
+    def datamodule(self) -> Any:
+        return None if self.session is None else self.session.given.datamodule
+
+    @property
+    def ckpt_path(self) -> str | None:
+        opened = None if self.session is None else self.session.checkpoints.opened
+        return None if opened is None else opened.path
 
     def _limits(self, stage: str) -> list[int | float]:
         data = None if self.session is None else self.session.data
@@ -219,6 +392,10 @@ class RunReads(RunContext):
         return [] if self.session is None else self.session.schedulers
 
     @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        return self.scheduler_configs
+
+    @property
     def lr_schedulers(self) -> list[Any]:
         return [config.scheduler for config in self.scheduler_configs]
 
@@ -240,9 +417,29 @@ class RunReads(RunContext):
 
     @property
     def checkpoint_callback(self) -> Checkpoint | None:
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
         from drivetrain.callbacks import Checkpoint  # with all that writes checkpoints
 
-        return next((callback for callback in self.callbacks if isinstance(callback, Checkpoint)), None)
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        from drivetrain.callbacks import EarlyStopping  # by whoever stops early
+
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def progress_bar_callback(self) -> ProgressBar | None:
+        from drivetrain.callbacks import ProgressBar  # by whoever looks on
+
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     @property
     def micro_batch_weight(self) -> float:
@@ -264,6 +461,13 @@ class RunReads(RunContext):
 
     def roll_back(self, path: str) -> None:
         self._running("roll_back").checkpoints.roll_back(path)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from drivetrain._config.lightning_names import of_trainers  # by whoever asks for what is not there
+
+            raise AttributeError(of_trainers(type(self).__name__, name))
 
     def _running(self, what: str) -> Session:
         if self.session is None:

@@ -262,7 +262,8 @@ def _claimed(
     def note(at_once: bool = True) -> None:
         assert folder.recorder is not None
         folder.recorder.note_loggers(
-            [{"class": class_path(type(one)), "name": one.name, "version": one.version} for one in loggers], at_once
+            [{"class": class_path(type(one)), "name": one.name, "version": one.version_name} for one in loggers],
+            at_once,
         )
 
     for one in others:
@@ -338,7 +339,7 @@ def _share_with_evaluation(run: RunState, folder: RunFolder) -> None:
 
 def _versions(run: RunState) -> tuple[str, ...]:
     """The loggers' versions, where there is somebody to be told."""
-    return tuple(one.version for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
+    return tuple(one.version_name for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
 
 
 def _tell(run: RunState, ckpt_path: str, choice: Choice) -> None:

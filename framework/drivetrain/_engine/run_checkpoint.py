@@ -26,6 +26,7 @@ from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
 from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._ties import tied_names
 from drivetrain.errors import listed
+from drivetrain.module._hyper_parameters import argument_of
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
 
 logger = logging.getLogger("drivetrain")
@@ -58,6 +59,8 @@ class RunCheckpoint:
         """
         run, strategy, module = self._run, self._strategy, self._module
         hyper_parameters, left_out = run.left_out.take_out(module.hparams, tell=strategy.rank == 0)
+        datamodule = run.given.datamodule
+        of_data = {} if datamodule is None else run.left_out.take_out(datamodule.hparams, tell=strategy.rank == 0)[0]
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),
@@ -67,6 +70,9 @@ class RunCheckpoint:
                 progress=run.progress.state_dict(),
                 hyper_parameters=hyper_parameters,
                 left_out=tuple(left_out),
+                argument=argument_of(module),
+                data_hyper_parameters=of_data,
+                data_argument="" if datamodule is None else argument_of(datamodule),
                 weights_only=weights_only,
                 pretrained=pretrained_models(module),
             ),
@@ -350,8 +356,13 @@ class RunCheckpoint:
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         strategy, base = self._strategy, checkpoint.manifest.facts.base
         own = {name: value for name, value in strategy.model_state().items() if name not in base}
-        check_weights_fit(checkpoint, own, type(self._module).__name__)
-        return checkpoint.weights().staged(strategy.model_regions())
+        strict = self._module.strict_loading
+        check_weights_fit(checkpoint, own, type(self._module).__name__, strict)
+        weights = checkpoint.weights().staged(strategy.model_regions())
+        if strict:
+            return weights
+        # What it has under no such name stays as it is.
+        return {name: weights[name] if name in weights else strategy.shard_of(value) for name, value in own.items()}
 
     def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         trainer, module = self._run.trainer, self._module

@@ -75,7 +75,7 @@ def place_of_logger(first: Logger, loggers: Sequence[Logger]) -> RunPlace:
 
 
 def _own_version(one: Logger) -> str | None:
-    return one.version if type(one).adopt is Logger.adopt else None
+    return one.version_name if type(one).adopt is Logger.adopt else None
 
 
 def sharing_with(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:

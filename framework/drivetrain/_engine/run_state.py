@@ -29,6 +29,7 @@ from drivetrain._loops.trainables import Trainables
 from drivetrain._metrics import MetricStore
 from drivetrain.callback import Callback
 from drivetrain.data._ahead import ReadAhead
+from drivetrain.module._hyper_parameters import logged_hyper_parameters
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import Strategy
@@ -169,6 +170,8 @@ class RunState:
         self.estimate_was_read = False
         """Whether somebody, who may have built a schedule on it, has asked how many steps there will be."""
         self.sanity_checking = False
+        self.validating = False
+        """Whether a fit validates, its sanity check apart."""
         self.gradient_norm: torch.Tensor | None = None
         self.validate: Callable[[], list[dict[str, float]]] | None = None
         self.trained: set[str] = set()
@@ -210,13 +213,14 @@ class RunState:
         return self.trainer.preemption_signals is not None
 
     def hyper_parameters(self, tell: bool = True) -> dict[str, Any]:
-        """What the module and the data module were built with, without its secrets.
+        """What loggers get of what the module and the data module were built with, without its secrets.
 
         Args:
             tell: warn of secrets that have not been named yet; on rank 0.
         """
         datamodule = self.given.datamodule
-        together = {**({} if datamodule is None else datamodule.hparams), **self.module.hparams}
+        of_data = {} if datamodule is None else logged_hyper_parameters(datamodule)
+        together = {**of_data, **logged_hyper_parameters(self.module)}
         return self.left_out.take_out(together, tell)[0]
 
     def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
 from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Dealing, Given
+from drivetrain._engine.stage_loaders import Dealing, Given, find_loaders
 from drivetrain._engine.telling import note_inference_tensors, note_where
 from drivetrain._engine.topology import Place, check_control_plane, check_devices_apart, check_set_up
 from drivetrain._engine.training import (
@@ -49,7 +50,7 @@ from drivetrain._loops.stopping import how_it_ended
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.trainables import Trainables
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.callback import Callback
+from drivetrain.callback import Callback, let_log
 from drivetrain.errors import ConfigurationError
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
@@ -203,7 +204,7 @@ class Session(RunState):
         self.metrics.control = self.lengths.control = strategy.control
         self.metrics.speaks = strategy.speaks_for_data
         self.metrics.objects.group = partial(getattr, strategy, "data_group")
-        attach(self.module, trainer)
+        self._attach()
         if self.given.datamodule is not None:
             attach(self.given.datamodule, trainer)
         self._assemble()
@@ -332,6 +333,7 @@ class Session(RunState):
             self._trained = True
             loop.run()
         self.metrics.enter(None)
+        self.progress.cut_short = self.progress.batch_idx > 0 and not self.stop.leaving
         if self.stop.leaving:
             self._leave(self.stop.leaving)
             return
@@ -365,7 +367,7 @@ class Session(RunState):
         if self.strategy.rank == 0:
             reason = self._why = f"{signal.Signals(number).name} asked it to save and leave"
             self._ended_by = [reason], False
-        for hook in self.hooks.on_exception:
+        for hook in self._on_exception():
             hook(self._left_with)
 
     def _evaluate(self, runner: StepRunner, move: BatchMover | None) -> Any:
@@ -399,6 +401,8 @@ class Session(RunState):
         replaced = {type(callback) for callback in self._own}
         self.callbacks = [callback for callback in given if type(callback) not in replaced] + self._own
         self._hooks = self.profiling.hooks(HookTable(self.trainer, self.module, self.callbacks))
+        for callback in self.callbacks:
+            let_log(callback, self.module)
 
     def _come_since(self) -> list[Callback]:
         """The callbacks that somebody has appended to ``trainer.callbacks`` since they were taken."""
@@ -421,6 +425,7 @@ class Session(RunState):
         strategy.take_settings(self._settings(data))
         with strategy.module_init_context(), self.profiling.span("configure_model"):
             module.configure_model()
+        self._attach()  # what it has built, too
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             from drivetrain._engine.uninitialised import refuse_lazy
 
@@ -438,6 +443,12 @@ class Session(RunState):
         if self.stage == "fit":
             self._trainables = Trainables(module, strategy)
         return runner
+
+    def _attach(self) -> None:
+        """Let the module, and every module within it that logs and reads as well, reach the run."""
+        for one in self.module.modules():
+            if isinstance(one, TrainModule):
+                attach(one, self.trainer)
 
     def _settings(self, data: StageData) -> RunSettings:
         trainer = self.trainer
@@ -463,9 +474,23 @@ class Session(RunState):
 
     @property
     def estimated_steps(self) -> int | float:
-        """Optimizer steps of the whole run; infinite where neither data nor limits bound it."""
+        """Optimizer steps of the whole run; infinite where neither data nor limits bound it.
+
+        In `setup` of a fit the training loader is asked for, which the run then reads. Collective there.
+        """
         self.estimate_was_read = True
-        return estimated_steps(self)
+        if self.data is None and self.stage == "fit":
+            return self._estimated_before_data()
+        return estimated_steps(self, self.data)
+
+    def _estimated_before_data(self) -> int | float:
+        trainer, strategy, given = self.trainer, self.strategy, self.given
+        loaders = find_loaders("train", given.train, given.datamodule, self.module)
+        self.given = replace(given, asked_for=loaders)
+        dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, trainer.use_distributed_sampler)
+        data = StageData(trainer, "train", self.module, self.given, dealing, strategy.control)
+        data.close()
+        return estimated_steps(self, data)
 
     def _data(self) -> StageData:
         assert self.data is not None
@@ -487,6 +512,10 @@ class Session(RunState):
         if len(self.trainer.callbacks) < len(self._given_callbacks):  # some were taken out
             self._take_callbacks()
         self._plan_teardowns()
+
+    def _on_exception(self) -> list[Callable[[BaseException], None]]:
+        datamodule = self.given.datamodule
+        return [*([] if datamodule is None else [datamodule.on_exception]), *self.hooks.on_exception]
 
     def _plan_teardowns(self) -> None:
         datamodule = self.given.datamodule
@@ -534,7 +563,11 @@ class Session(RunState):
         if self._trainables is not None:
             self._trainables.end()
         release(self.module)
-        detach(self.module)
+        for one in self.module.modules():
+            if isinstance(one, TrainModule):
+                detach(one)
+        for callback in self.callbacks:
+            let_log(callback, None)
         self.strategy.precision.at_floor = None
         if self._compiled is not None:
             self._compiled.undo()
@@ -557,7 +590,7 @@ class Session(RunState):
         release(self.module)
         calls: list[Callable[[], Any]] = []
         if self._hooks is not None:
-            calls += [lambda hook=hook: hook(error) for hook in self.hooks.on_exception]  # type: ignore[misc]
+            calls += [lambda hook=hook: hook(error) for hook in self._on_exception()]  # type: ignore[misc]
             calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         self._why = _in_short(error)

@@ -14,6 +14,7 @@ from drivetrain._engine.stage_loaders import (
     Given,
     evaluation_sources,
     find_loaders,
+    is_combined,
     limit_of,
     loader_method,
     several_loaders,
@@ -38,7 +39,7 @@ class StageData:
 
     Args:
         trainer: whose limits hold.
-        stage: "fit", "validate", "test" or "predict".
+        stage: "fit", "validate", "test" or "predict"; or "train" for the part of fit that trains.
         module: whose own loaders serve where none are given.
         given: the loaders or the data module.
         dealing: how they are dealt to ranks.
@@ -74,16 +75,18 @@ class StageData:
         self.batch_size: int | None = None
         """Samples of one rank's training micro-batch; None where the loader does not say."""
         self.evaluated: tuple[Any, ...] = ()
-        """The evaluation loaders as the user gave them."""
+        """The evaluation loaders, one by one."""
+        self.given_to_evaluate: dict[str, Any] = {}
+        """By stage what the user gave: a loader, or a collection of them."""
         self.sources: dict[str, list[BatchSource]] = {}
         """Evaluation loaders by stage."""
         self.limits: dict[str, list[int | None]] = {}
         """Micro-batches to read of each of them at most; None for all there are."""
         self.lengths: dict[str, list[int | None]] = {}
         """Micro-batches that each of them should give; None where nothing says."""
-        if stage == "fit":
+        if stage in ("fit", "train"):
             self._find_training()
-            if is_overridden("validation_step", module, TrainModule):
+            if stage == "fit" and is_overridden("validation_step", module, TrainModule):
                 with kept_generators(torch.device("cpu")):  # of training, which began before validation was asked for
                     self._find_evaluation("validate", within_fit=True)
         else:
@@ -115,7 +118,9 @@ class StageData:
 
     def _find_training(self) -> None:
         trainer = self._trainer
-        loaders = find_loaders("train", self._given.train, self._given.datamodule, self._module)
+        loaders = self._given.asked_for
+        if loaders is None:
+            loaders = find_loaders("train", self._given.train, self._given.datamodule, self._module)
         if loaders is None:
             raise ConfigurationError(
                 "fit was given no training loader.",
@@ -167,8 +172,14 @@ class StageData:
             return
         if within_fit and trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
+            if not is_combined(self.loaders[0]):  # on what is trained on, in the same order, as often as it was given
+                several = is_combined(loaders)
+                loaders = [self.loaders[0]] * len(several_loaders(loaders)) if several else self.loaders[0]
+        self.given_to_evaluate[stage] = loaders
         self.evaluated = tuple(several_loaders(loaders))
-        self.sources[stage] = evaluation_sources(stage, loaders, self._dealing)
+        self.sources[stage] = evaluation_sources(
+            stage, loaders, self._dealing, sequential=within_fit and bool(trainer.overfit_batches)
+        )
         self.limits[stage] = [limit_of(setting, source.length, name) for source in self.sources[stage]]
         self.lengths[stage] = [
             shorter(limit, source.length) for limit, source in zip(self.limits[stage], self.sources[stage], strict=True)

@@ -28,6 +28,8 @@ class Given:
     train: Any = None
     evaluate: Any = None
     datamodule: DataModule | None = None
+    asked_for: Any = None
+    """The training loader(s), where somebody wanted to know in `setup` how long the run would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +85,12 @@ def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSo
     return _prepared("training loader", loaders, dealing, training=True, predicting=sequential)
 
 
-def evaluation_sources(stage: str, loaders: Any, dealing: Dealing) -> list[BatchSource]:
+def evaluation_sources(stage: str, loaders: Any, dealing: Dealing, sequential: bool = False) -> list[BatchSource]:
     """Prepare one or several evaluation loaders of a stage, "validate", "test" or "predict"."""
     several, sources = several_loaders(loaders), []
     for index, loader in enumerate(several):
         name = f"{NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
-        sources.append(_prepared(name, loader, dealing, training=False, predicting=stage == "predict"))
+        sources.append(_prepared(name, loader, dealing, training=False, predicting=sequential or stage == "predict"))
     return sources
 
 
@@ -99,6 +101,11 @@ def several_loaders(loaders: Any) -> list[Any]:
     if _is_several(loaders):
         return list(loaders.values()) if isinstance(loaders, Mapping) else list(loaders)
     return [loaders]
+
+
+def is_combined(loaders: Any) -> bool:
+    """Whether training draws its batches from several loaders at once."""
+    return isinstance(loaders, CombinedLoader) or _is_several(loaders)
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from drivetrain._config.arguments import duration
 from drivetrain._engine.batches import BatchMover, moved
 from drivetrain._engine.run_state import RunState
+from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.window_opening import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.hooks import is_overridden
@@ -89,7 +90,7 @@ def build_training(
             scheduler_step,
             metrics.agreed,
             lambda: list(metrics.callback_metrics()),
-            Outlook(estimated_steps(run), None if run.reload else data.train_length, run.estimate_was_read),
+            Outlook(estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read),
             tells=strategy.rank == 0,
         ),
         validation=ValidationPlan(
@@ -165,11 +166,12 @@ def set_up_stopping(run: RunState) -> None:
         )
 
 
-def estimated_steps(run: RunState) -> int | float:
+def estimated_steps(run: RunState, data: StageData | None) -> int | float:
     """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
-    trainer, data = run.trainer, run.data
-    assert data is not None
-    length = data.train_length if run.first_length is None else run.first_length
+    trainer = run.trainer
+    length = run.first_length
+    if length is None and data is not None:
+        length = data.train_length
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
     schedule = next((one for one in run.callbacks if one.window_of(0) is not None), None)

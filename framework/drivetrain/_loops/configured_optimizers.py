@@ -54,6 +54,11 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         self.plateau = self.plateau or isinstance(self.scheduler, ReduceLROnPlateau)
 
+    @property
+    def reduce_on_plateau(self) -> bool:
+        """`plateau`, by Lightning's name."""
+        return self.plateau
+
 
 def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Read any form that ``configure_optimizers`` may return, but for what `asks_for_closure` reads.

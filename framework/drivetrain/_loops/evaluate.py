@@ -167,11 +167,12 @@ class EvaluateLoop:
                 results = self._reduce()  # with what these hooks logged
             metrics.reset_metrics()
             numbers = {key: float(value) for key, value in results.items()}
+            loaders = {entry.epoch_name: entry.of_loader for entry in metrics.entries.values()}
             self._tell_loggers(numbers)
             metrics.enter(None)  # what is logged from here on would reach nobody
             for hook in getattr(hooks, f"on_{name}_end"):
                 hook()
-        return _by_loader(numbers, len(self._sources))
+        return _by_loader(numbers, len(self._sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
         """Evaluate one loader; False where the ranks leave, and nothing has come of it."""
@@ -241,13 +242,12 @@ class EvaluateLoop:
             self._log(values)
 
 
-def _by_loader(numbers: dict[str, float], loaders: int) -> list[dict[str, float]]:
-    if loaders == 1:
-        return [numbers]
-    results: list[dict[str, float]] = [{} for _ in range(loaders)]
+def _by_loader(numbers: dict[str, float], count: int, loaders: Mapping[str, int | None]) -> list[dict[str, float]]:
+    """Give each value to the loader that it is of, or first came from; to all what was logged beside them."""
+    results: list[dict[str, float]] = [{} for _ in range(count)]
     for key, number in numbers.items():
-        _, mark, index = key.rpartition("/dataloader_idx_")
+        of_loader = loaders.get(key)
         for position, result in enumerate(results):
-            if not mark or int(index) == position:
+            if of_loader is None or of_loader == position:
                 result[key] = number
     return results

@@ -20,10 +20,12 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def is_overridden(name: str, owner: object, base: type) -> bool:
-    """Whether ``owner`` has a method ``name`` of its own: its class's, or one set on the object."""
-    if name in getattr(owner, "__dict__", {}):
-        return True
-    return getattr(type(owner), name, None) is not getattr(base, name, None)
+    """Whether ``owner`` has a method ``name`` of its own: its class's, or one set on the object. None is none."""
+    own = getattr(owner, "__dict__", {})
+    if name in own:
+        return own[name] is not None
+    method = getattr(type(owner), name, None)
+    return method is not None and method is not getattr(base, name, None)
 
 
 class HookTable:

@@ -27,6 +27,8 @@ class Progress:
     """Whether micro-batches were trained on whose step is not made yet."""
     window: tuple[int, int] = (0, 0)
     """Micro-batches of the epoch, and samples, before the window under way."""
+    cut_short: bool = False
+    """Whether training is over, and its last epoch ended before its data: a run that goes on is still within it."""
 
     def back_to_the_window(self) -> None:
         """Count as before the window whose step is not made: weights and optimizers are as they were then."""
@@ -37,7 +39,8 @@ class Progress:
             self.batch_idx, self.samples_seen, self.within_window = batch_idx, samples, False
 
     def state_dict(self) -> dict[str, int]:
-        return {name: value for name, value in asdict(self).items() if name not in ("within_window", "window")}
+        of_this_run = ("within_window", "window", "cut_short")
+        return {name: value for name, value in asdict(self).items() if name not in of_this_run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.state_dict():

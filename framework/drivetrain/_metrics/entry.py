@@ -20,6 +20,10 @@ _OPERATIONS: dict[Any, str] = {
     torch.sum: "sum",
     torch.max: "max",
     torch.min: "min",
+    "avg": "mean",
+    sum: "sum",
+    max: "max",
+    min: "min",
 }
 
 _OPENED_WITH = ("on_step", "on_epoch", "prog_bar", "logger", "operation", "sync_dist", "attribute", "loader")
@@ -53,6 +57,7 @@ class Entry:
         "logger",
         "metric",
         "name",
+        "of_loader",
         "on_epoch",
         "on_step",
         "operation",
@@ -94,6 +99,7 @@ class Entry:
         self.metric = metric
         self.attribute = attribute
         self.loader = loader
+        self.of_loader: int | None = None  # the index of the loader among several that first logged it
         self.last: torch.Tensor | float | None = None
         self.reduced: torch.Tensor | float | None = None  # what `last` was made by the last reduction over ranks
         self.result: torch.Tensor | None = None
@@ -244,9 +250,9 @@ def check_value(name: str, value: Any) -> None:
 
 
 def operation_of(reduce_fx: Any) -> str | None:
-    """Return the name of a reduction that was given as a name or as torch's function; None where it is neither."""
+    """Return the name of a reduction that was given as a name or a function; None where it is no known one."""
     try:
-        return _OPERATIONS.get(reduce_fx)
+        return _OPERATIONS.get(reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx)
     except TypeError:  # it cannot be looked up
         return None
 

@@ -159,6 +159,7 @@ class MetricStore:
             attribute=None if metric is None else attribute or self.objects.attribute_of(name, metric),
             loader=loader if name.endswith(loader) else "",
         )
+        entry.of_loader = self.dataloader_idx
         self.entries[name] = entry
         return entry
 

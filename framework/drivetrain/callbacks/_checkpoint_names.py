@@ -10,16 +10,17 @@ from drivetrain.errors import ConfigurationError, nearest
 DEFAULT = "{epoch}-{step}"
 
 _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
-_COUNTERS = ("epoch", "step")
+COUNTERS = ("epoch", "step")
 _FORBIDDEN = re.compile(r"[^A-Za-z0-9._=,+-]")
 
 
-def checkpoint_name(template: str, values: Mapping[str, float]) -> str:
+def checkpoint_name(template: str, values: Mapping[str, float], named: bool = True) -> str:
     """Fill a template: ``"{epoch:03d}-{val_loss:.2f}"`` becomes ``epoch=003-val_loss=0.25``.
 
     Args:
         template: names of values in braces, each with a format if need be.
         values: the counters "epoch" and "step", and what was logged.
+        named: put ``name=`` before each value.
 
     Raises:
         ConfigurationError: nothing of that name was logged, or it cannot be formatted so.
@@ -42,14 +43,14 @@ def checkpoint_name(template: str, values: Mapping[str, float]) -> str:
                 "",
                 "counters take ':03d', values ':.3f'.",
             ) from error
-        return f"{name}={text}"
+        return f"{name}={text}" if named else text
 
     return _FORBIDDEN.sub("_", _FIELD.sub(filled, template))
 
 
 def names_in(template: str) -> list[str]:
     """The logged values that a template names."""
-    return [found[1] for found in _FIELD.finditer(template) if found[1] not in _COUNTERS]
+    return [found[1] for found in _FIELD.finditer(template) if found[1] not in COUNTERS]
 
 
 def check_template(template: str) -> None:

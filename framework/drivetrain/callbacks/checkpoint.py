@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._checkpoint_names import DEFAULT, check_template, checkpoint_name, names_in
+from drivetrain.callbacks._checkpoint_names import COUNTERS, DEFAULT, check_template, checkpoint_name, names_in
 from drivetrain.callbacks._monitored import monitored_value
 from drivetrain.checkpoint._folders import LATEST, child, claim, is_at, point_to, remove, resolved
 from drivetrain.checkpoint._format.checksums import check_digest
@@ -46,12 +46,12 @@ class Checkpoint(Callback):
     Args:
         dirpath: a folder or an fsspec URL; by default ``checkpoints`` in the run's own folder, ``trainer.log_dir``.
         filename: a template of counters and logged values, such as ``"{epoch:03d}-{val_loss:.3f}"``.
-        monitor: the logged value that says which are best; None keeps the newest.
+        monitor: the logged value that says which are best, or "epoch" or "step"; None keeps the newest.
         mode: "min" where less is better, "max" where more is.
         save_top_k: how many of the best to keep; -1 for all, 0 for none.
         save_last: keep the newest too, whatever its value; the same as ``keep_last=1``.
-        every_n_train_steps: optimizer steps between two.
-        every_n_epochs: epochs between two.
+        every_n_train_steps: optimizer steps between two; 0 for none by steps.
+        every_n_epochs: epochs between two; 0 for none by epochs, so that only what else asks for one is saved.
         train_time_interval: time between two.
         save_weights_only: leave out what a run needs to go on.
         save_on_exception: save where a run fails, as of its last step. On one process only.
@@ -62,6 +62,11 @@ class Checkpoint(Callback):
             that.
         digest: "sha256" has the manifest hold each file's SHA-256, which `drivetrain.checkpoint.verify` compares, so
             that a signature over the manifest covers all; None for checksums alone.
+        verbose: say each save, on rank 0.
+        auto_insert_metric_name: put ``name=`` before each value in ``filename``.
+        save_on_train_epoch_end: save at the end of a training epoch (True) or of a validation (False). ``None`` takes
+            the epoch's end where validation runs once an epoch or not at all, else the validation's end.
+        enable_version_counter: False is refused: a name is not taken from a checkpoint that is kept.
 
     Raises:
         ConfigurationError: arguments that contradict each other, or that no checkpoint could follow.
@@ -86,7 +91,17 @@ class Checkpoint(Callback):
         keep_last: int | None = None,
         trainable_only: bool = False,
         digest: str | None = None,
+        verbose: bool = False,
+        auto_insert_metric_name: bool = True,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
     ) -> None:
+        if not enable_version_counter:
+            raise ConfigurationError(
+                "Checkpoint(enable_version_counter=False).",
+                "one checkpoint would be written over another that is to be kept.",
+                "drop it: a name is used again once its checkpoint is no longer kept; -v1 is added until then.",
+            )
         _check_monitor(monitor, mode)
         check_digest("Checkpoint", digest)
         _check(mode, save_top_k, keep_last, every_n_train_steps, every_n_epochs, train_time_interval)
@@ -108,10 +123,13 @@ class Checkpoint(Callback):
         self.save_async = save_async
         self.trainable_only = trainable_only
         self.digest = digest
+        self.verbose = verbose
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.save_on_train_epoch_end = save_on_train_epoch_end
         self._by_itself = (every_n_train_steps, every_n_epochs, train_time_interval) == (None, None, None)
         self._at_epoch_end = True
         self._begin()
-        if every_n_train_steps is not None or train_time_interval is not None:
+        if every_n_train_steps or train_time_interval is not None:
             # Set here, so that a step costs nothing where only epochs count.
             self.on_train_batch_end = self._after_micro_batch  # type: ignore[method-assign]
 
@@ -120,6 +138,7 @@ class Checkpoint(Callback):
         self._saved_at = -1  # optimizer steps
         self._asked_at = 0
         self._whole_at = -1  # optimizer steps, of the last one that a run can go on from
+        self._current: float | None = None
         self._interim: Kept | None = None  # what `save_before_leaving` wrote
         self._clock = time.monotonic()
         self._fitting = False
@@ -139,6 +158,40 @@ class Checkpoint(Callback):
         """Its value."""
         best = self._retention.best
         return None if best is None else best.score
+
+    @property
+    def current_score(self) -> float | None:
+        """The value of the one that was last asked for; None where nothing is monitored."""
+        return self._current
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of the ``save_top_k`` best, which is the next to go; "" while there are fewer."""
+        return self._path(self._retention.kth_best)
+
+    @property
+    def kth_value(self) -> float | None:
+        """Its value."""
+        kth = self._retention.kth_best
+        return None if kth is None else kth.score
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None
+    ) -> str:
+        """Return the path of a checkpoint with these values.
+
+        Args:
+            metrics: counters and logged values, by name.
+            filename: a template; None is this callback's own.
+            ver: the number that is added where the name is taken; None for none.
+        """
+        values = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        name = self._name(self.filename if filename is None else filename, values)
+        name = name if ver is None else f"{name}-v{ver}"
+        return name if self.dirpath is None else child(self.dirpath, name)
+
+    def _name(self, template: str, values: Mapping[str, float]) -> str:
+        return checkpoint_name(template, values, named=self.auto_insert_metric_name)
 
     @property
     def last_model_path(self) -> str:
@@ -217,7 +270,11 @@ class Checkpoint(Callback):
         kind = type(self).__name__
         named = names_in(self.filename)
         found = {name: f"{kind}(filename={self.filename!r}), which names {name!r}" for name in named}
-        return found if self.monitor is None else {self.monitor: f"{kind}(monitor={self.monitor!r})", **found}
+        return (
+            found
+            if self.monitor in (None, *COUNTERS)
+            else {str(self.monitor): f"{kind}(monitor={self.monitor!r})", **found}
+        )
 
     def before_going_back(self, trainer: RunContext, module: TrainModule) -> None:
         """Keep the list of what was written."""
@@ -259,7 +316,8 @@ class Checkpoint(Callback):
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Settle when to save, and remove what an earlier run was about to."""
         once_an_epoch = trainer.val_check_interval in (None, 1.0) and trainer.check_val_every_n_epoch == 1
-        self._at_epoch_end = once_an_epoch or not trainer.num_val_batches
+        at_epoch_end = self.save_on_train_epoch_end
+        self._at_epoch_end = once_an_epoch or not trainer.num_val_batches if at_epoch_end is None else at_epoch_end
         self._clock = time.monotonic()
         if trainer.strategy.control.rank == 0 and not self._is_off:
             self._tidy(trainer, list(self._going))  # killed at the wrong moment, the earlier run did not come to it
@@ -273,7 +331,7 @@ class Checkpoint(Callback):
             return
         self._asked_at = step
         every, interval = self.every_n_train_steps, self.train_time_interval
-        if every is not None and step % every == 0:
+        if every and step % every == 0:
             self._ask(trainer)
         elif interval is not None and step % _LOOK_AT_THE_CLOCK_EVERY == 0:
             past = time.monotonic() - self._clock >= interval.total_seconds()
@@ -282,14 +340,17 @@ class Checkpoint(Callback):
                 self._ask(trainer)
 
     def on_validation_end(self, trainer: RunContext, module: TrainModule) -> None:
-        """Save after a validation within an epoch."""
-        if self._fitting and self._by_itself and not self._at_epoch_end and not trainer.sanity_checking:
+        """Save after a validation, where its end is the moment."""
+        if not self._fitting or self._at_epoch_end or trainer.sanity_checking:
+            return
+        every = self.every_n_epochs if self.save_on_train_epoch_end is False else None
+        if self._by_itself or (every and (trainer.current_epoch + 1) % every == 0):
             self._ask(trainer)
 
     def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         """Save every so many epochs."""
-        every = self.every_n_epochs or (1 if self._by_itself and self._at_epoch_end else None)
-        if every is not None and (trainer.current_epoch + 1) % every == 0:
+        every = self.every_n_epochs or int(self._by_itself and self._at_epoch_end)
+        if every and self.save_on_train_epoch_end is not False and (trainer.current_epoch + 1) % every == 0:
             self._ask(trainer)
 
     def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
@@ -324,6 +385,7 @@ class Checkpoint(Callback):
         if self._is_off or (self.save_top_k == 0 and self.keep_last == 0):
             return
         score = None if self.monitor is None else self._score(trainer, self.monitor)
+        self._current = score
         values = {name: float(value) for name, value in trainer.callback_metrics.items()} if self._logs else {}
         values |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         trainer.defer_save(lambda: self._save(trainer, score, values))
@@ -339,7 +401,7 @@ class Checkpoint(Callback):
         self._saved_at = trainer.global_step
         if not self._retention.wants(score):
             return
-        wanted = checkpoint_name(self.filename, values)
+        wanted = self._name(self.filename, values)
         name, identifier = self._choose(trainer, wanted, self._retention.leaving(score))
         self._going += self._retention.add(name, identifier, score, trainer.global_step)
         if not self.save_weights_only:
@@ -347,6 +409,9 @@ class Checkpoint(Callback):
             if self._interim is not None and self._interim.step < trainer.global_step:
                 self._going.append(self._interim)
                 self._interim = None
+        if self.verbose and trainer.strategy.control.rank == 0:
+            why = "" if score is None else f", {self.monitor} = {score:.6g}"
+            logger.info("Epoch %d, step %d: saving %r%s.", values["epoch"], values["step"], name, why)
         self._write(trainer, name, identifier, self.save_weights_only, self.save_async)
 
     def _choose(self, trainer: RunContext, name: str, leaving: Sequence[Kept]) -> tuple[str, str]:
@@ -415,6 +480,8 @@ class Checkpoint(Callback):
         return "" if kept is None else child(self._folder(), kept.name)
 
     def _score(self, trainer: RunContext, monitor: str) -> float:
+        if monitor in COUNTERS and monitor not in trainer.callback_metrics:
+            return float(trainer.current_epoch if monitor == "epoch" else trainer.global_step)
         value = monitored_value(trainer, monitor)
         if value is None:
             known = sorted(trainer.callback_metrics)
@@ -455,8 +522,8 @@ def _check(mode: str, top_k: int, keep_last: int | None, steps: Any, epochs: Any
     for name, value, least in (
         ("save_top_k", top_k, -1),
         ("keep_last", keep_last, 0),
-        ("every_n_train_steps", steps, 1),
-        ("every_n_epochs", epochs, 1),
+        ("every_n_train_steps", steps, 0),
+        ("every_n_epochs", epochs, 0),
     ):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ConfigurationError(

@@ -49,6 +49,8 @@ class LearningRateMonitor(Callback):
         self._every = 1
         self._by_step = self._by_epoch = False
         self._last = -1
+        self.lrs: dict[str, list[float]] = {}
+        """What was logged of each learning rate in this run, the earliest first."""
 
     @property
     def state_key(self) -> str:
@@ -62,6 +64,7 @@ class LearningRateMonitor(Callback):
 
     def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Settle when to log."""
+        self.lrs = {}
         self._by_step = self._by_epoch = False
         self._every = trainer.log_every_n_steps
         if not self._every:  # nothing is logged in this run
@@ -78,7 +81,7 @@ class LearningRateMonitor(Callback):
     def on_train_epoch_start(self, trainer: RunContext, module: TrainModule) -> None:
         """Log the rate of the coming epoch."""
         if self._by_epoch:
-            trainer.log_metrics(self.rates(trainer), step=trainer.global_step)
+            trainer.log_metrics(self._noted(trainer), step=trainer.global_step)
 
     def on_train_batch_start(self, trainer: RunContext, module: TrainModule, batch: Any, batch_idx: int) -> None:
         """Log the rate of the coming step, once a step however many micro-batches it has."""
@@ -87,7 +90,14 @@ class LearningRateMonitor(Callback):
         step = trainer.global_step + 1
         if step % self._every == 0 and step != self._last:
             self._last = step
-            trainer.log_metrics(self.rates(trainer), step=step)
+            trainer.log_metrics(self._noted(trainer), step=step)
+
+    def _noted(self, trainer: RunContext) -> dict[str, float]:
+        rates = self.rates(trainer)
+        for name, value in rates.items():
+            if not name.endswith(("-momentum", "-weight_decay")):
+                self.lrs.setdefault(name, []).append(value)
+        return rates
 
     def rates(self, trainer: RunContext) -> dict[str, float]:
         """The values as of now, by key."""

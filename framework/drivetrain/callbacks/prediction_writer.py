@@ -79,8 +79,8 @@ class BasePredictionWriter(Callback):
 
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
         """Begin with nothing."""
-        self._predictions = [[] for _ in trainer.predict_dataloaders]
-        self._indices = [[] for _ in trainer.predict_dataloaders]
+        self._predictions = [[] for _ in trainer.evaluated_loaders]
+        self._indices = [[] for _ in trainer.evaluated_loaders]
 
     def on_predict_batch_end(
         self, trainer: RunContext, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0

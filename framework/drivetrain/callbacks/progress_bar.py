@@ -238,6 +238,11 @@ class ProgressBar(Callback):
         """Leave the prediction's line."""
         self._conclude(trainer, self._phase)
 
+    def get_metrics(self, trainer: RunContext, module: TrainModule) -> dict[str, Any]:
+        """Return the values that are shown, by name. Override it to show others, or fewer."""
+        evaluates = self._phase is not None and self._phase is not self._training
+        return dict(trainer.evaluation_so_far if evaluates else trainer.progress_bar_values)
+
     # In common
 
     def _show(self, phase: Phase | None) -> None:
@@ -255,12 +260,9 @@ class ProgressBar(Callback):
         phase, now = self._phase, _now()
         if phase is not None:
             self._run_left = self._said_of_the_run(trainer, phase, now)
-            self.draw(phase, self._latest.read(self._metrics(trainer, phase)), now)
+            self.draw(phase, self._latest.read(self.get_metrics(trainer, trainer.lightning_module)), now)
         # The pause begins after the drawing, so that a slow terminal cannot take up the whole run.
         self._next_refresh = _now() + self._pause
-
-    def _metrics(self, trainer: RunContext, phase: Phase) -> Mapping[str, Tensor | float]:
-        return trainer.progress_bar_metrics if phase is self._training else trainer.evaluation_so_far
 
     def _said_of_the_run(self, trainer: RunContext, phase: Phase, now: float) -> str:
         if self._time_left is None or phase is not self._training:
@@ -281,7 +283,7 @@ class ProgressBar(Callback):
             return
         phase.done = batches
         self._next_line = now + _PAUSE
-        values = self._metrics(trainer, phase)
+        values = self.get_metrics(trainer, trainer.lightning_module)
         parts = [f"{phase.done}/{phase.total}" if phase.is_bounded else f"{phase.done}", "batches"]
         said = [" ".join(parts), clock(phase.elapsed(now)), speed(phase.rate(now))]
         if phase is self._training:
@@ -307,7 +309,7 @@ class ProgressBar(Callback):
             self.close()
         self._write_late()
         now = _now()
-        metrics = self._latest.read(trainer.progress_bar_metrics, wait=True)
+        metrics = self._latest.read(self.get_metrics(trainer, trainer.lightning_module), wait=True)
         run = self._said_of_the_run(trainer, phase, now)
         self.write(summary_line(phase, metrics, now, "" if run == f"run {clock(0)} left" else run))
         self._next_line = now + _PAUSE

@@ -94,6 +94,12 @@ class Retention:
         return min(self.kept, key=self._rank, default=None)
 
     @property
+    def kth_best(self) -> Kept | None:
+        """The next to go for a better one; None while there is room."""
+        best = sorted(self.kept, key=self._rank)[: self._top_k if self._top_k > 0 else None]
+        return best[-1] if best and len(best) >= self._top_k else None
+
+    @property
     def newest(self) -> Kept | None:
         """The newest that is kept."""
         return max(self.kept, key=lambda one: one.number, default=None)

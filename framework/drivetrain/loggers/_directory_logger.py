@@ -35,9 +35,11 @@ class DirectoryLogger(Logger):
         return self._directory.name
 
     @property
-    def version(self) -> str:
-        """The run's directory name; asking settles the number."""
-        return self._directory.version
+    def version(self) -> int | str:
+        """The run's number, or its directory's name where that is of another kind; asking settles it."""
+        version = self._directory.version
+        number = version.removeprefix("version_")
+        return int(number) if number.isdecimal() and version == f"version_{int(number)}" else version
 
     @property
     def directory(self) -> RunDirectory:

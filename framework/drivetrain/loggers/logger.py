@@ -38,13 +38,18 @@ class Logger(ABC):
 
     @property
     @abstractmethod
-    def version(self) -> str:
-        """What tells this run from the others of the same name, ``"version_0"`` for one."""
+    def version(self) -> int | str:
+        """What tells this run from the others of the same name: a number, or a name such as ``"long-run"``."""
 
     @property
     def directory(self) -> RunDirectory | None:
         """What a run claims for the files of this logger, and of all that share it; None where it has none to claim."""
         return None
+
+    @property
+    def version_name(self) -> str:
+        """`version` as text, as `adopt` takes it: the directory's name, if there is one."""
+        return str(self.version) if self.directory is None else self.directory.version
 
     def adopt(self, version: str) -> None:
         """Take the version that the run has, the same on every rank. Called as a run begins, and before any write."""
@@ -59,6 +64,11 @@ class Logger(ABC):
     def experiment(self) -> Any:
         """The object of the library behind it, for what this interface has no method for; None where there is none."""
         return None
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder or URL below which each run gets a directory; None where it keeps no files."""
+        return self.writes_to
 
     @property
     def writes_to(self) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import re
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from drivetrain._config.secret_values import without_secrets
-from drivetrain.errors import CheckpointError, listed, nearest
+from drivetrain.errors import CheckpointError, ConfigurationError, listed, nearest
+from drivetrain.module._hyper_parameters import HyperParameters
 
 T = TypeVar("T")
 
@@ -29,11 +32,13 @@ class SavedArguments:
         path: of the checkpoint.
         kept: the hyper-parameters in it.
         left_out: the names of those that are not, being secrets; joined by dots where nested.
+        argument: the one argument that holds them all; "" where each is an argument.
     """
 
     path: str
     kept: Mapping[str, Any]
     left_out: Sequence[str] = ()
+    argument: str = ""
 
     def build(self, owner: type[T], overrides: Mapping[str, Any], ignore: str | Iterable[str] = ()) -> T:
         """Return an ``owner`` built from them.
@@ -49,6 +54,8 @@ class SavedArguments:
             CheckpointError: ``__init__`` needs what is not there, or takes no longer what is; the error names it.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore)
+        if self.argument and self.argument in inspect.signature(owner).parameters:
+            return self._build_of_one(owner, overrides, ignored)
         saved = {name: value for name, value in self.kept.items() if name not in ignored}
         parameters = list(inspect.signature(owner).parameters.values())
         plain = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
@@ -83,6 +90,24 @@ class SavedArguments:
         changed = [name for name, value in of_bases.items() if name not in now or repr(now[name]) != repr(value)]
         if changed:
             raise self._removed(owner, changed, accepted)
+        return built
+
+    def _build_of_one(self, owner: type[T], overrides: Mapping[str, Any], ignored: set[str]) -> T:
+        """Return an ``owner`` whose one argument holds them; what is no argument of it replaces what is in there."""
+        accepted = inspect.signature(owner).parameters
+        whole = HyperParameters({name: value for name, value in self.kept.items() if name not in ignored})
+        whole |= {name: value for name, value in overrides.items() if name not in accepted}
+        self._tell_of_secrets(owner, {*overrides, *ignored}, None)
+        arguments = {self.argument: whole, **{name: value for name, value in overrides.items() if name in accepted}}
+        missing = [
+            name
+            for name, one in accepted.items()
+            if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        ]
+        missing = [name for name in missing if name not in arguments]
+        if missing:
+            raise self._missing(owner, missing)
+        built: T = owner(**arguments)
         return built
 
     def _missing(self, owner: type, names: Sequence[str]) -> CheckpointError:
@@ -136,6 +161,47 @@ class SavedArguments:
                 f"as {owner.__name__}.load_from_checkpoint(path, {first}=...).",
                 stacklevel=4,
             )
+
+
+def path_of(owner: type, path: Any, checkpoint_path: Any) -> Any:
+    """Return the one path that ``load_from_checkpoint`` was given, by either name.
+
+    Raises:
+        ConfigurationError: it was given none, or two.
+    """
+    if (path is None) == (checkpoint_path is None):
+        raise ConfigurationError(
+            f"{owner.__name__}.load_from_checkpoint was given {'no path' if path is None else 'two paths'}.",
+            "it builds from one checkpoint.",
+            f"write {owner.__name__}.load_from_checkpoint(path).",
+        )
+    return checkpoint_path if path is None else path
+
+
+def read_hyper_parameters(path: Any) -> dict[str, Any]:
+    """Read a file of hyper-parameters, as loggers write it: JSON, or YAML where PyYAML is installed.
+
+    Raises:
+        ConfigurationError: it is of another kind, or holds no names.
+    """
+    path = os.path.expanduser(os.fspath(path))
+    if path.endswith((".yaml", ".yml")):
+        from importlib import import_module  # PyYAML, which is none of our requirements
+
+        with open(path, encoding="utf-8") as file:
+            found = import_module("yaml").safe_load(file)
+    elif path.endswith(".json"):
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    else:
+        found = None
+    if not isinstance(found, Mapping):
+        raise ConfigurationError(
+            f"hparams_file={path!r} holds no hyper-parameters by name.",
+            "it is a .json file, or a .yaml one, of names and values.",
+            "pass hyper-parameters by name instead: load_from_checkpoint(path, width=64).",
+        )
+    return dict(found)
 
 
 def _unknown_overrides(owner: type, names: Sequence[str], accepted: Sequence[str]) -> CheckpointError:

@@ -41,6 +41,9 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
     `to_onnx` and `export` trace with it, and `ModelSummary` reads shapes and FLOPs off it.
     """
 
+    strict_loading: bool = True
+    """False lets a run and `load_from_checkpoint` take weights whose names differ, and says which are skipped."""
+
     _held = False
 
     # What a user writes. A step takes `batch` and, if it wants them, `batch_idx` and `dataloader_idx`; so that type
@@ -143,23 +146,32 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed; 0 outside a run."""
-        return 0 if self._trainer is None else self._trainer.current_epoch
+        """Epochs completed, of the run or of the last one; 0 before any."""
+        trainer = self._trainer or self._last_trainer
+        return 0 if trainer is None else trainer.current_epoch
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps made; 0 outside a run."""
-        return 0 if self._trainer is None else self._trainer.global_step
+        """Optimizer steps made, of the run or of the last one; 0 before any."""
+        trainer = self._trainer or self._last_trainer
+        return 0 if trainer is None else trainer.global_step
 
     @property
     def global_rank(self) -> int:
-        """This process's rank; 0 outside a run."""
-        return 0 if self._trainer is None else self._trainer.global_rank
+        """This process's rank; 0 before a run."""
+        trainer = self._trainer or self._last_trainer
+        return 0 if trainer is None else trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its node; 0 outside a run."""
-        return 0 if self._trainer is None else self._trainer.local_rank
+        """This process's rank on its node; 0 before a run."""
+        trainer = self._trainer or self._last_trainer
+        return 0 if trainer is None else trainer.local_rank
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module computes on a CUDA device."""
+        return self.device.type == "cuda"
 
     @property
     def device_mesh(self) -> Any:
@@ -179,13 +191,15 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     @property
     def logger(self) -> Any:
-        """The run's first logger, or None."""
-        return self.trainer.logger
+        """The run's first logger; None where it has none, and before a run."""
+        trainer = self._trainer or self._last_trainer
+        return None if trainer is None else trainer.logger
 
     @property
     def loggers(self) -> list[Any]:
-        """The run's loggers."""
-        return self.trainer.loggers
+        """The run's loggers; none before a run."""
+        trainer = self._trainer or self._last_trainer
+        return [] if trainer is None else trainer.loggers
 
     # Logging
 
@@ -203,6 +217,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         sync_dist: bool | None = None,
         add_dataloader_idx: bool = True,
         metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         """Record a value as it is now. Never synchronises the device and never communicates.
 
@@ -213,13 +228,17 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             on_epoch: keep the epoch's value, reduced over all ranks. Default: everywhere else.
             prog_bar: show it in the progress bar.
             logger: send it to the loggers.
-            reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch.
+            reduce_fx: "mean" (weighted by batch size), "sum", "max" or "min" over the epoch, or torch's or Python's
+                function of that name.
             batch_size: the weight of this value in a mean; by default the micro-batch's samples.
             sync_dist: False keeps an epoch's value local to the rank; True reduces a step's value when it is flushed.
             add_dataloader_idx: append ``/dataloader_idx_i`` where there are several loaders.
             metric_attribute: the metric's name on the module, where it cannot be found.
+            rank_zero_only: only rank 0 logs it, or only its value counts: it is ``sync_dist=False``.
         """
-        (self._trainer or self.trainer).metrics.record(  # `trainer` refuses outside of a run
+        if rank_zero_only:
+            sync_dist = False
+        (self._trainer or self._in_a_run("log")).metrics.record(
             name,
             value,
             on_step,
@@ -233,9 +252,9 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             metric_attribute,
         )
 
-    def log_dict(self, values: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Record several values alike; ``options`` are those of `log`."""
-        for name, value in values.items():
+        for name, value in dictionary.items():
             self.log(name, value, **options)
 
     def print(self, *args: Any, **options: Any) -> None:
@@ -248,7 +267,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         With ``sync_grads`` the backward sums over the ranks, so that a loss over the gathered batch has the gradient
         that one process would compute.
         """
-        return self.trainer.all_gather(data, sync_grads)
+        return self._in_a_run("all_gather").all_gather(data, sync_grads)
 
     # Manual optimization
 
@@ -266,7 +285,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     def manual_backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a loss of shape (): scaled by the precision, gradients averaged over ranks."""
-        self.trainer.manual_backward(loss)
+        (self._trainer or self._in_a_run("manual_backward")).manual_backward(loss)
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
@@ -300,10 +319,12 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls,
-        path: Any,
+        path: Any = None,
         *,
+        checkpoint_path: Any = None,
         map_location: Any = None,
-        strict: bool = True,
+        hparams_file: Any = None,
+        strict: bool | None = None,
         ignore: str | Iterable[str] = (),
         **overrides: Any,
     ) -> Self:
@@ -311,8 +332,11 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
         Args:
             path: the checkpoint's path or URL.
+            checkpoint_path: the same, by Lightning's name.
             map_location: the device to put the weights on.
-            strict: refuse missing and unexpected names; else they are skipped, and said in a warning.
+            hparams_file: a file of hyper-parameters, JSON or YAML, that counts instead of the checkpoint's.
+            strict: refuse missing and unexpected names; else they are skipped, and said in a warning. None is
+                `strict_loading`.
             ignore: names of saved hyper-parameters to leave out, which ``__init__`` takes no longer.
             overrides: hyper-parameters that replace the saved ones, or that were left out, being secrets.
 
@@ -322,12 +346,16 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
                 has others than these were trained on.
         """
         from drivetrain.checkpoint._format import load  # a run that begins afresh has no use for these
-        from drivetrain.module._saved_arguments import SavedArguments
+        from drivetrain.module._saved_arguments import SavedArguments, path_of, read_hyper_parameters
 
+        path = path_of(cls, path, checkpoint_path)
         checkpoint = load(path)
-        weights, base = checkpoint.weights(), checkpoint.manifest.facts.base
-        saved = SavedArguments(os.fspath(path), checkpoint.hyper_parameters, checkpoint.manifest.facts.left_out)
-        module = saved.build(cls, overrides, ignore)
+        weights, facts = checkpoint.weights(), checkpoint.manifest.facts
+        base, arguments, left_out = facts.base, checkpoint.hyper_parameters, facts.left_out
+        if hparams_file is not None:
+            arguments, left_out = read_hyper_parameters(hparams_file), ()
+        module = SavedArguments(os.fspath(path), arguments, left_out, facts.argument).build(cls, overrides, ignore)
+        strict = module.strict_loading if strict is None else strict
         module.configure_model()
         called = f"The weights of {os.fspath(path)!r}"
         Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)
@@ -342,15 +370,15 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         Misfit(missing, unexpected).settle(called, cls.__name__, strict)
         return module if map_location is None else module.to(map_location)
 
-    def freeze(self) -> None:
-        """Stop training every parameter, and evaluate."""
+    def freeze(self) -> Self:
+        """Stop training every parameter, and evaluate; returns the module."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Train every parameter again."""
+    def unfreeze(self) -> Self:
+        """Train every parameter again; returns the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
     # In service
 
@@ -421,7 +449,3 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy, deep or pickled, is a module of its own and in no run.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_trainer", "_held")}

@@ -85,6 +85,13 @@ class Strategy(ABC):
 
     # What may be written: the rest has defaults that are right for one process that holds the whole module
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            from drivetrain._config.lightning_names import of_strategies  # by whoever asks for what is not there
+
+            raise AttributeError(of_strategies(type(self).__name__, name))
+
     # Where we are
 
     def bind(
@@ -101,6 +108,11 @@ class Strategy(ABC):
         self.placement = placement
         self.device = device
         self.precision = precision
+
+    @property
+    def root_device(self) -> torch.device:
+        """`device`, by Lightning's name."""
+        return self.device
 
     @property
     def rank(self) -> int:

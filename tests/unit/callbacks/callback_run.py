@@ -50,8 +50,9 @@ class Run:
     should_stop: bool = False
     stop_reason: str = ""
     callback_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
-    progress_bar_metrics: dict[str, torch.Tensor] = field(default_factory=dict)
     evaluation_so_far: dict[str, torch.Tensor] = field(default_factory=dict)
+    progress_bar_values: dict[str, torch.Tensor] = field(default_factory=dict)
+    lightning_module: Any = None
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scheduler_configs: list[SchedulerConfig] = field(default_factory=list)
     loggers: list[Any] = field(default_factory=lambda: ["a logger"])

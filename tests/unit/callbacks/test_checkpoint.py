@@ -335,7 +335,7 @@ class TestNames:
     [
         ({"mode": "mn"}, "mode='mn'.*min"),
         ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"every_n_train_steps": 0}, "every_n_train_steps=0"),
+        ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
         ({"keep_last": True}, "keep_last=True"),
         ({"train_time_interval": 30}, "train_time_interval=30"),
     ],

@@ -35,12 +35,12 @@ class _CountingRun(Run):
     reads = 0
 
     @property
-    def progress_bar_metrics(self) -> dict[str, torch.Tensor]:
+    def progress_bar_values(self) -> dict[str, torch.Tensor]:
         self.reads += 1
         return {"loss": torch.tensor(0.123456)}
 
-    @progress_bar_metrics.setter
-    def progress_bar_metrics(self, value: object) -> None:
+    @progress_bar_values.setter
+    def progress_bar_values(self, value: object) -> None:
         pass
 
 

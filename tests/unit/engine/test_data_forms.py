@@ -11,7 +11,7 @@ import torch
 from engine_case import Tiny, fit, loader, numbers, stream
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
-from drivetrain import DataModule, TrainModule
+from drivetrain import ConfigurationError, DataModule, TrainModule
 from drivetrain.data import CombinedLoader
 
 
@@ -249,8 +249,9 @@ class TestWhereLoadersComeFrom:
         runner.test(module, datamodule=data, verbose=False)
         assert runner.predict(module, data) == [[100, 101]]
         assert stages == ["fit", "fit", "validate", "test", "predict"]
-        with pytest.raises(Exception, match="is not in a run"):
-            _ = data.trainer
+        assert data.trainer is runner  # L-10
+        with pytest.raises(ConfigurationError, match="is not in a run"):
+            _ = Data(4).trainer
 
 
 class TestPrediction:

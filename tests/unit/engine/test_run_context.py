@@ -28,7 +28,14 @@ CONTRACT = {
 
 NOT_IN_A_RUN = {"fit", "validate", "test", "predict"}
 THE_ENGINES = {
-    *("chosen_strategy", "given_profiler", "launcher", "precision_setting", "progress", "session", "strategy_setting")
+    "chosen_strategy",
+    "given_profiler",
+    "launcher",
+    "precision_setting",
+    "progress",
+    "resolved_strategy",
+    "session",
+    "strategy_setting",
 }
 
 

@@ -48,9 +48,9 @@ class TestLimits:
         ("options", "steps", "epochs"),
         [
             ({"max_epochs": 2}, 8, 2),
-            ({"max_epochs": 2, "max_steps": 3}, 3, 0),
+            ({"max_epochs": 2, "max_steps": 3}, 3, 1),  # L-10: an epoch that was cut short counts
             ({"max_epochs": 2, "max_steps": 4}, 4, 1),  # the epoch was complete
-            ({"max_epochs": -1, "max_steps": 6}, 6, 1),
+            ({"max_epochs": -1, "max_steps": 6}, 6, 2),
             ({"max_epochs": 0}, 0, 0),
             ({"max_steps": 0}, 0, 0),
             ({"max_epochs": 3, "limit_train_batches": 1}, 3, 3),
@@ -291,7 +291,7 @@ class TestOverfitAndDevRun:
     def test_overfit_trains_on_the_first_batches_in_order(self, tmp_path: Path, setting: Any, batches: int) -> None:
         module = Tiny()
         runner = fit(tmp_path, max_epochs=2, overfit_batches=setting, num_sanity_val_steps=0)
-        runner.fit(module, loader(8, shuffle=True), loader(8))
+        runner.fit(module, loader(8, shuffle=True), loader(6))  # L-10: it validates on what it trains on
         expected = [[2 * index, 2 * index + 1] for index in range(batches)]
         assert module.seen == expected * 2
         assert module.evaluated == expected * 2
@@ -321,9 +321,9 @@ def test_a_second_fit_on_one_object_starts_afresh(tmp_path: Path) -> None:
     runner = fit(tmp_path, max_epochs=2, callbacks=StopAt("on_train_batch_end", 6))
     first, second = Tiny(), Tiny()
     runner.fit(first, loader(8))
-    assert (runner.global_step, runner.current_epoch, runner.should_stop) == (6, 1, True)
+    assert (runner.global_step, runner.current_epoch, runner.should_stop) == (6, 2, True)
     runner.fit(second, loader(8))
-    assert (runner.global_step, runner.current_epoch, runner.samples_seen) == (6, 1, 12)
+    assert (runner.global_step, runner.current_epoch, runner.samples_seen) == (6, 2, 12)
     assert first.seen == second.seen
 
 

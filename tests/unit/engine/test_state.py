@@ -209,16 +209,66 @@ class TestOutsideARun:
             lambda module: module.lr_schedulers(),
             lambda module: module.manual_backward(torch.ones(())),
             lambda module: module.print("x"),
-            lambda module: module.logger,
         ],
     )
-    def test_reading_what_is_of_a_run_says_so(self, tmp_path: Path, read: Any) -> None:
+    def test_reading_what_is_of_a_run_says_so(self, read: Any) -> None:
+        with pytest.raises(ConfigurationError, match="not in a run") as caught:
+            read(Tiny())
+        assert caught.value.fix
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda module: module.log("x", 1.0),
+            lambda module: module.all_gather(torch.ones(1)),
+            lambda module: module.manual_backward(torch.ones(())),
+        ],
+    )
+    def test_what_needs_a_run_under_way_says_so_after_one_too(self, tmp_path: Path, call: Any) -> None:
         module = Tiny()
-        for _ in range(2):
-            with pytest.raises(ConfigurationError, match="not in a run") as caught:
-                read(module)
-            assert caught.value.fix
-            fit(tmp_path).fit(module, loader(2))  # and after one it is so again
+        fit(tmp_path).fit(module, loader(2))
+        with pytest.raises(ConfigurationError, match="not in a run"):
+            call(module)
+
+    def test_after_a_run_the_trainer_is_the_one_that_ran_it(self, tmp_path: Path) -> None:
+        # L-10
+        module, trainer = Tiny(), fit(tmp_path)
+        trainer.fit(module, loader(4))
+        assert module.trainer is trainer
+        assert (module.current_epoch, module.global_step) == (1, 2)
+        assert module.optimizers().param_groups
+        assert module.loggers == []
+        fit(tmp_path).fit(Tiny(), loader(2))
+        assert module.trainer is trainer
+
+    def test_a_trainer_may_be_set_before_a_run_and_not_in_one(self, tmp_path: Path) -> None:
+        # L-10
+        module, trainer = Tiny(), fit(tmp_path, max_epochs=3)
+        module.trainer = trainer
+        assert module.trainer.max_epochs == 3
+
+        class Setting(Callback):
+            def on_train_start(self, trainer: Any, module: Any) -> None:
+                module.trainer = Fit()
+
+        with pytest.raises(ConfigurationError, match=r"Tiny.trainer was set during a run"):
+            fit(tmp_path, callbacks=Setting()).fit(module, loader(2))
+
+    def test_a_module_within_the_module_reaches_the_run_too(self, tmp_path: Path) -> None:
+        # L-10
+        class Outer(Tiny):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = Tiny()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+                self.inner.log("inner", float(self.inner.global_step))
+                return super().training_step(batch, batch_idx)
+
+        module, trainer = Outer(), fit(tmp_path)
+        trainer.fit(module, loader(4))
+        assert float(trainer.callback_metrics["inner"]) == 1.0
+        assert module.inner.trainer is trainer
 
     def test_an_unknown_attribute_is_a_plain_attribute_error(self, tmp_path: Path) -> None:
         module = Tiny()
@@ -240,14 +290,16 @@ class TestOutsideARun:
         with pytest.raises(ValueError, match="as planned"):
             fit(tmp_path).fit(module, loader(4))
         with pytest.raises(ConfigurationError, match="not in a run"):
-            _ = module.trainer
+            module.log("x", 1.0)
         module.double()  # and nobody holds it any more
 
     def test_the_module_is_ordinary_afterwards(self, tmp_path: Path) -> None:
         module = Tiny()
         fit(tmp_path).fit(module, loader(2))
         copied = copy.deepcopy(module)
-        assert pickle.loads(pickle.dumps(module)).lr == copied.lr == 0.0
+        for one in (copied, pickle.loads(pickle.dumps(module))):
+            assert one.lr == 0.0
+            assert "_last_trainer" not in vars(one)
         assert {name for name in module.__dict__ if name.startswith("_") and name in ("_trainer", "_held")} == set()
 
 

@@ -75,7 +75,7 @@ def test_runs_get_versions_and_a_resumed_run_goes_on_in_its_own(tmp_path: Path) 
     for logger in (first, second):
         logger.log_metrics({"loss": 1.0}, step=1)
         logger.save()
-    assert (first.version, second.version) == ("version_0", "version_1")
+    assert (first.version, second.version) == (0, 1)  # L-10
     resumed = CSVLogger(tmp_path, version=0)
     resumed.log_metrics({"acc": 0.5}, step=2)
     resumed.finalize("success")

@@ -53,7 +53,7 @@ def test_loggers_elsewhere_go_on_where_they_were(tmp_path: Path) -> None:
     stopped(tmp_path, step=5, logger=two_roots(tmp_path), callbacks=often)
     again = trained(tmp_path, "auto", logger=two_roots(tmp_path), callbacks=Checkpoint(every_n_train_steps=2))
     assert again.log_dir == str(tmp_path / "a" / NAME / "version_0")
-    assert [one.version for one in again.loggers] == ["version_0", "version_2"]
+    assert [one.version for one in again.loggers] == [0, 2]
     assert rows(tmp_path / "a" / NAME / "version_0") == rows(tmp_path / "b" / NAME / "version_2")
     kept = [(tmp_path / "b" / NAME / one / "metrics.csv").read_bytes() for one in ("version_0", "version_1")]
     assert kept == others
@@ -69,8 +69,8 @@ def test_two_runs_at_once_have_their_own_folders_elsewhere(tmp_path: Path) -> No
 
     outer = fit(tmp_path, logger=two_roots(tmp_path))
     outer.fit(Bare(at_step=other), data())
-    assert [one.version for one in inner[0].loggers] == ["version_1", "version_0"]
-    assert [one.version for one in outer.loggers] == ["version_0", "version_1"]
+    assert [one.version for one in inner[0].loggers] == [1, 0]
+    assert [one.version for one in outer.loggers] == [0, 1]
     assert [one["version"] for one in record(outer.log_dir)["loggers"]] == ["version_0", "version_1"]
     steps = [[one["step"] for one in rows(tmp_path / "b" / NAME / version)] for version in ("version_0", "version_1")]
     assert steps == [list("123456")] * 2

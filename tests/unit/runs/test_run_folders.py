@@ -51,7 +51,7 @@ def test_loggers_of_one_root_and_name_share_it_and_others_do_not(tmp_path: Path)
     ours = loggers()
     trainer = trained(tmp_path, logger=ours)
     assert trainer.log_dir == str(tmp_path / "a" / "version_0")
-    assert [one.version for one in ours] == ["version_0", "version_0", "version_1", "version_1"]
+    assert [one.version for one in ours] == [0, 0, 1, 1]
     for folder in (tmp_path / "a" / "version_0", tmp_path / "beside" / "b" / "version_1"):
         assert {"metrics.csv"} | {one.name for one in folder.glob("events.*")} <= {one.name for one in folder.iterdir()}
         assert len(list(folder.glob("events.*"))) >= 1
@@ -59,7 +59,7 @@ def test_loggers_of_one_root_and_name_share_it_and_others_do_not(tmp_path: Path)
     # Gone on with, each goes on where it was.
     again = loggers()
     trained(tmp_path, "auto", logger=again, max_epochs=2)
-    assert [one.version for one in again] == ["version_0", "version_0", "version_1", "version_1"]
+    assert [one.version for one in again] == [0, 0, 1, 1]
 
 
 def test_a_loggers_own_version_is_the_folders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # J-13
@@ -90,7 +90,7 @@ def test_a_number_that_somebody_was_told_stays(tmp_path: Path) -> None:  # J-13
     assert trained(tmp_path, logger=logger).log_dir == str(told)
     # A run that was quicker has it.
     late = CSVLogger(tmp_path)
-    assert late.version == "version_1"
+    assert late.version == 1
     trained(tmp_path)
     assert trained(tmp_path, logger=late).log_dir == str(tmp_path / "drivetrain_logs" / "version_2")
 

@@ -55,7 +55,7 @@ class WritingPredictions:
         self._rank, self._data_rank = strategy.rank, strategy.data_rank
         self._speaks = strategy.speaks_for_data
         self._part_bytes = part_bytes
-        loaders = trainer.predict_dataloaders
+        loaders = trainer.evaluated_loaders
         self._identity: dict[str, Any] = {
             "weights": weights_digest(strategy),
             "module": class_name(module),

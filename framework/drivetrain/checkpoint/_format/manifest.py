@@ -84,6 +84,9 @@ class Facts:
         parent: the identifier of the checkpoint that the run wrote before, or went on from; "" for none.
         lineage: the runs that it comes from, the oldest first, each with how many checkpoints it had written until the
             next one went on from it, or until this one.
+        argument: the one argument of the module that holds all hyper-parameters; "" where each is an argument.
+        data_hyper_parameters: the arguments that the data module was built with, JSON-able.
+        data_argument: the one argument of the data module that holds them all; "" where each is an argument.
     """
 
     strategy: str = ""
@@ -98,6 +101,9 @@ class Facts:
     run: Mapping[str, str] = field(default_factory=dict)
     base: Mapping[str, str] = field(default_factory=dict)
     pretrained: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    argument: str = ""
+    data_hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
+    data_argument: str = ""
 
     def descends_from(self, other: Facts) -> bool:
         """Whether a run wrote this after it had written, or gone on from, ``other``."""
@@ -164,6 +170,9 @@ def seal(manifest: Manifest) -> bytes:
         "weights_only": facts.weights_only,
         "progress": encode(facts.progress, nothing_aside, "progress"),
         "hyper_parameters": encode(facts.hyper_parameters, nothing_aside, "hyper_parameters"),
+        "argument": facts.argument,
+        "data_hyper_parameters": encode(facts.data_hyper_parameters, nothing_aside, "data_hyper_parameters"),
+        "data_argument": facts.data_argument,
         "left_out": list(facts.left_out),
         "pretrained": encode(facts.pretrained, nothing_aside, "pretrained"),
         "parent": facts.parent,
@@ -284,6 +293,11 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
             base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
             pretrained=_pretrained(decode(document.get("pretrained", {}), _no_tensor)),
+            argument=_text(document.get("argument", "")),  # versions before it have none of the three
+            data_hyper_parameters=_dict(
+                decode(document.get("data_hyper_parameters", {}), _no_tensor), "data_hyper_parameters"
+            ),
+            data_argument=_text(document.get("data_argument", "")),
         ),
         files=files,
         weights=_part(document["weights"]),

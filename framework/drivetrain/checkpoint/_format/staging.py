@@ -151,6 +151,7 @@ def stage(
         nothing_aside: dict[str, Any] = {}
         encode(contents.facts.progress, nothing_aside, "progress")
         encode(contents.facts.hyper_parameters, nothing_aside, "hyper_parameters")
+        encode(contents.facts.data_hyper_parameters, nothing_aside, "data_hyper_parameters")
         for part in parts:
             for name, held in part.tensors.items():
                 _check(part, name, held)

@@ -1,0 +1,466 @@
+"""What Lightning's users write and read beside the names of `test_lightning_names`: it works, or is refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_case import Tiny, fit, loader
+
+from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, TrainModule, rank_zero_only
+from drivetrain.callbacks import Checkpoint, ProgressBar
+from drivetrain.loggers import CSVLogger
+
+
+class Logs(Tiny):
+    """Logs ``values`` in every step of training, and the first number of a batch in validation."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        self.log("it", batch[0, 0], on_step=False, on_epoch=True, **self.options)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+        self.log("val", batch[0, 0])
+
+
+class TestVerbs:
+    # L-10
+
+    def test_a_module_by_lightnings_name(self, tmp_path: Path) -> None:
+        module, trainer = Logs(), fit(tmp_path)
+        trainer.fit(model=module, train_dataloaders=loader(4))
+        assert trainer.validate(model=module, dataloaders=loader(2), verbose=False) == [{"val": 0.0}]
+        assert len(trainer.predict(model=module, dataloaders=loader(4))) == 2
+        with pytest.raises(ConfigurationError, match="fit was given a module and a model"):
+            trainer.fit(module, loader(4), model=module)
+
+    def test_without_a_module_it_is_the_last_runs_at_its_best(self, tmp_path: Path) -> None:
+        class Counting(Logs):
+            def on_train_epoch_end(self) -> None:
+                with torch.no_grad():
+                    self.layer.weight.fill_(float(self.current_epoch))
+
+            def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+                self.log("weight", float(self.layer.weight.reshape(-1)[0]))
+
+        module = Counting()
+        first = Checkpoint(tmp_path / "kept", monitor="epoch", mode="min")
+        trainer = fit(tmp_path, max_epochs=3, callbacks=first, enable_checkpointing=True)
+        trainer.fit(module, loader(4))
+        assert trainer.test(dataloaders=loader(2), verbose=False) == [{"weight": 0.0}]
+        assert trainer.ckpt_path == first.best_model_path
+        module.layer.weight.data.fill_(7.0)
+        assert trainer.test(module, loader(2), verbose=False) == [{"weight": 7.0}]  # given, it is taken as it is
+        assert trainer.ckpt_path is None
+
+    def test_without_a_module_and_without_a_run(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match="validate was given no module"):
+            fit(tmp_path).validate(dataloaders=loader(2))
+
+    def test_lightnings_order_of_arguments_is_told(self, tmp_path: Path) -> None:
+        wrong: Any = "best"
+        with pytest.raises(ConfigurationError, match=r"given a str as its datamodule") as caught:
+            fit(tmp_path).test(Tiny(), loader(2), wrong)
+        assert "ckpt_path=" in caught.value.fix
+
+
+class TestModules:
+    def test_a_step_that_is_none_is_not_there(self, tmp_path: Path) -> None:
+        # L-10
+        module: Any = Logs()
+        module.validation_step = None
+        trainer = fit(tmp_path)
+        trainer.fit(module, loader(4), loader(2))
+        assert not trainer.enable_validation
+        assert "val" not in trainer.callback_metrics
+
+    @pytest.mark.parametrize(
+        ("reduce_fx", "expected"), [(max, 2.0), (min, 0.0), (sum, 2.0), ("avg", 1.0), ("MAX", 2.0), (torch.max, 2.0)]
+    )
+    def test_reductions_are_given_as_functions_too(self, tmp_path: Path, reduce_fx: Any, expected: float) -> None:
+        # L-10
+        trainer = fit(tmp_path)
+        trainer.fit(Logs(reduce_fx=reduce_fx), loader(4))
+        assert float(trainer.callback_metrics["it"]) == expected
+
+    def test_a_reduction_that_is_none_of_these_is_refused(self, tmp_path: Path) -> None:
+        # I-10
+        with pytest.raises(ConfigurationError, match=r"log a torchmetrics\.Metric"):
+            fit(tmp_path).fit(Logs(reduce_fx=torch.median), loader(4))
+
+    def test_a_value_of_rank_zero_only(self, tmp_path: Path) -> None:
+        # L-10
+        trainer = fit(tmp_path)
+        trainer.fit(Logs(rank_zero_only=True), loader(4))
+        assert float(trainer.callback_metrics["it"]) == 1.0
+
+    def test_freezing_returns_the_module(self) -> None:
+        # L-10
+        module = Tiny()
+        assert module.freeze() is module
+        assert not module.training
+        assert not any(one.requires_grad for one in module.parameters())
+        assert module.unfreeze() is module
+        assert module.training
+        assert all(one.requires_grad for one in module.parameters())
+
+    def test_how_long_it_will_be_is_known_in_setup(self, tmp_path: Path) -> None:
+        # L-10: the loader that was asked for is the one that is read.
+        asked: list[str] = []
+
+        class Planning(Tiny):
+            def train_dataloader(self) -> Any:
+                asked.append("train")
+                return loader(8)
+
+            def setup(self, stage: str) -> None:
+                if stage == "fit":
+                    self.planned = self.trainer.estimated_stepping_batches
+
+        module, trainer = Planning(), fit(tmp_path, max_epochs=3, accumulate_grad_batches=2)
+        trainer.fit(module)
+        assert (module.planned, trainer.global_step, asked) == (6, 6, ["train"])
+
+
+class TestHyperParameters:
+    # L-10
+
+    class Configured(Tiny):
+        def __init__(self, config: Any, extra: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+            self.extra = extra
+            self.scale = config["scale"] if isinstance(config, dict) else config.scale
+
+    @pytest.mark.parametrize("config", [{"scale": 3, "deep": {"a": 1}}, argparse.Namespace(scale=3, deep={"a": 1})])
+    def test_a_mapping_or_a_namespace_is_kept_and_passed_again(self, tmp_path: Path, config: Any) -> None:
+        module = self.Configured(config, extra=5)
+        assert module.hparams == {"scale": 3, "deep": {"a": 1}}
+        trainer = fit(tmp_path)
+        trainer.fit(module, loader(4))
+        trainer.save_checkpoint(tmp_path / "kept")
+        again = self.Configured.load_from_checkpoint(tmp_path / "kept", extra=7)
+        assert (again.hparams, again.scale, again.extra) == (module.hparams, 3, 7)
+        other = self.Configured.load_from_checkpoint(checkpoint_path=tmp_path / "kept", scale=4)
+        assert (other.hparams["scale"], other.scale) == (4, 4)
+
+    def test_the_initial_ones_stay(self) -> None:
+        module = self.Configured({"scale": 3, "deep": {"a": 1}})
+        module.hparams["scale"] = 9
+        module.hparams.deep["a"] = 2
+        assert module.hparams_initial == {"scale": 3, "deep": {"a": 1}}
+
+    def test_what_holds_no_values_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match="save_hyperparameters was given a int"):
+            self.Configured(3)
+
+    def test_they_stay_away_from_loggers_where_that_is_asked(self, tmp_path: Path) -> None:
+        class Shy(Tiny):
+            def __init__(self, width: int = 4, told: bool = True) -> None:
+                super().__init__()
+                self.save_hyperparameters(logger=told)
+
+        for told in (True, False):
+            logger = CSVLogger(tmp_path / str(told))
+            fit(tmp_path, logger=logger).fit(Shy(told=told), loader(4))
+            assert logger.log_dir is not None
+            assert (Path(logger.log_dir) / "hparams.json").exists() == told
+
+    def test_a_file_of_them_counts_instead(self, tmp_path: Path) -> None:
+        class Sized(Tiny):
+            def __init__(self, width: int = 4) -> None:
+                super().__init__()
+                self.save_hyperparameters()
+
+        trainer = fit(tmp_path)
+        trainer.fit(Sized(), loader(4))
+        trainer.save_checkpoint(tmp_path / "kept")
+        (tmp_path / "hparams.json").write_text(json.dumps({"width": 6}))
+        again = Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "hparams.json")
+        assert again.hparams == {"width": 6}
+        with pytest.raises(ConfigurationError, match="holds no hyper-parameters"):
+            Sized.load_from_checkpoint(tmp_path / "kept", hparams_file=tmp_path / "tags.csv")
+        with pytest.raises(ConfigurationError, match="given two paths"):
+            Sized.load_from_checkpoint(tmp_path / "kept", checkpoint_path=tmp_path / "kept")
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_strict_loading_is_the_modules(self, tmp_path: Path, strict: bool) -> None:
+        class More(Tiny):
+            strict_loading = strict
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.more = torch.nn.Linear(1, 1)
+
+        trainer, tiny = fit(tmp_path), Tiny()
+        trainer.fit(tiny, loader(4))
+        trainer.save_checkpoint(tmp_path / "kept", weights_only=True)
+        with torch.no_grad():
+            tiny.layer.weight.fill_(5.0)
+        if strict:
+            with pytest.raises(CheckpointError, match="missing"):
+                More.load_from_checkpoint(tmp_path / "kept")
+            with pytest.raises(CheckpointError, match="strict_loading = False"):
+                fit(tmp_path).predict(More(), loader(2), ckpt_path=tmp_path / "kept")
+            return
+        with pytest.warns(UserWarning, match="skipped, with strict=False"):
+            More.load_from_checkpoint(tmp_path / "kept")
+        module = More()
+        with torch.no_grad():
+            module.layer.weight.fill_(3.0)
+        with pytest.warns(UserWarning, match="skipped, with strict=False"):
+            fit(tmp_path).predict(module, loader(2), ckpt_path=tmp_path / "kept")
+        assert float(module.layer.weight.reshape(-1)[0]) != 3.0  # what has its name was taken
+
+
+class TestDataModules:
+    # L-10
+
+    def test_from_data_sets(self, tmp_path: Path) -> None:
+        x = loader(8).dataset
+        data = DataModule.from_datasets(x, [x, x], predict_dataset=x, batch_size=2)
+        trainer, module = fit(tmp_path), Logs()
+        trainer.fit(module, datamodule=data)
+        assert trainer.global_step == 4
+        assert {"val/dataloader_idx_0", "val/dataloader_idx_1"} <= trainer.callback_metrics.keys()
+        assert len(trainer.predict(module, data)) == 4
+        assert isinstance(data.train_dataloader().sampler, torch.utils.data.RandomSampler)
+        with pytest.raises(ConfigurationError, match="test was given no loader"):
+            trainer.test(Evaluated(), data)
+        for one in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):  # as a launcher sends it
+            assert len(one.val_dataloader()) == 2
+
+    def test_hyper_parameters_and_state_come_back_from_a_checkpoint(self, tmp_path: Path) -> None:
+        class Folds(DataModule):
+            def __init__(self, fold: int, size: int = 4) -> None:
+                self.save_hyperparameters()
+                self.seen = 0
+
+            def train_dataloader(self) -> Any:
+                self.seen += 1
+                return loader(self.hparams.size)
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"seen": self.seen}
+
+            def load_state_dict(self, state_dict: Any) -> None:
+                self.seen = state_dict["seen"]
+
+        trainer = fit(tmp_path)
+        trainer.fit(Tiny(), datamodule=Folds(3, size=6))
+        trainer.save_checkpoint(tmp_path / "kept")
+        again = Folds.load_from_checkpoint(tmp_path / "kept", size=2)
+        assert (again.hparams, again.seen) == ({"fold": 3, "size": 2}, 1)
+
+    def test_it_hears_of_a_failure(self, tmp_path: Path) -> None:
+        heard: list[BaseException] = []
+
+        class Hearing(DataModule):
+            def train_dataloader(self) -> Any:
+                return loader(4)
+
+            def on_exception(self, exception: BaseException) -> None:
+                heard.append(exception)
+
+        class Failing(Tiny):
+            def on_train_start(self) -> None:
+                raise ValueError("as planned")
+
+        with pytest.raises(ValueError, match="as planned"):
+            fit(tmp_path).fit(Failing(), datamodule=Hearing())
+        assert [str(one) for one in heard] == ["as planned"]
+
+
+class Evaluated(Tiny):
+    def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        pass
+
+
+class TestCallbacks:
+    def test_a_callback_logs(self, tmp_path: Path) -> None:
+        # L-10
+        class Logging(Callback):
+            def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+                self.log("mine", batch_idx, on_step=False, on_epoch=True)
+                self.log_dict({"a": 1.0, "b": 2.0})
+                assert copy.deepcopy(self) is not self
+
+        callback, trainer = Logging(), fit(tmp_path)
+        trainer.callbacks.append(callback)
+        trainer.fit(Tiny(), loader(6))
+        assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {"mine": 1, "a": 1, "b": 2}
+        with pytest.raises(ConfigurationError, match=r"Logging.log was called outside a run"):
+            callback.log("mine", 1.0)
+
+    def test_a_progress_bar_shows_what_get_metrics_says(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        # L-10
+        class Own(ProgressBar):
+            def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+                return {**super().get_metrics(trainer, module), "own": 4.25}
+
+        fit(tmp_path, callbacks=Own(), enable_progress_bar=True).fit(Logs(prog_bar=True), loader(4))
+        shown = capsys.readouterr()
+        assert "own=4.25" in shown.out + shown.err
+        assert "it=1" in shown.out + shown.err
+
+
+class TestCheckpoints:
+    # L-10
+
+    def saved(self, path: Path, **options: Any) -> Checkpoint:
+        kept = Checkpoint(path / "kept", **options)
+        epochs = {"max_epochs": 4, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
+        fit(path, callbacks=kept, enable_checkpointing=True, **epochs).fit(Logs(), loader(4), loader(2))
+        return kept
+
+    def names(self, path: Path) -> list[str]:
+        return sorted(one.name for one in (path / "kept").iterdir() if one.is_dir()) if (path / "kept").exists() else []
+
+    @pytest.mark.parametrize(
+        ("options", "names"),
+        [
+            ({"every_n_epochs": 0}, []),
+            ({"every_n_train_steps": 0}, []),
+            (
+                {"save_on_train_epoch_end": True},
+                ["epoch=0-step=2", "epoch=1-step=4", "epoch=2-step=6", "epoch=3-step=8"],
+            ),
+            ({"save_on_train_epoch_end": False}, ["epoch=1-step=4", "epoch=3-step=8"]),
+            ({"save_on_train_epoch_end": False, "every_n_epochs": 4}, ["epoch=3-step=8"]),
+            (
+                {"monitor": "step", "mode": "max", "save_top_k": 2, "every_n_epochs": 1},
+                ["epoch=2-step=6", "epoch=3-step=8"],
+            ),
+            ({"filename": "{epoch:02d}_{step}", "auto_insert_metric_name": False, "save_top_k": 1}, ["03_8"]),
+        ],
+    )
+    def test_when_and_what(self, tmp_path: Path, options: dict[str, Any], names: list[str]) -> None:
+        self.saved(tmp_path, **{"save_top_k": -1, **options})
+        assert self.names(tmp_path) == names
+
+    def test_what_is_read_of_it(self, tmp_path: Path) -> None:
+        kept = self.saved(tmp_path, monitor="epoch", mode="max", save_top_k=2, every_n_epochs=1)
+        assert kept.best_model_path == str(tmp_path / "kept" / "epoch=3-step=8")
+        assert kept.kth_best_model_path == str(tmp_path / "kept" / "epoch=2-step=6")
+        assert (kept.best_model_score, kept.kth_value, kept.current_score) == (3.0, 2.0, 3.0)
+
+    def test_a_name_is_told_beforehand(self) -> None:
+        kept = Checkpoint(filename="{epoch:03d}-{val:.2f}")
+        assert kept.format_checkpoint_name({"epoch": 1, "val": torch.tensor(0.123)}) == "epoch=001-val=0.12"
+        assert kept.format_checkpoint_name({"epoch": 1}, filename="{epoch}", ver=3) == "epoch=1-v3"
+
+    def test_what_cannot_be_is_refused(self) -> None:
+        # I-10
+        with pytest.raises(ConfigurationError, match="enable_version_counter=False"):
+            Checkpoint(enable_version_counter=False)
+
+
+class TestTrainers:
+    # L-10
+
+    def test_a_module_is_built_in_the_precision(self) -> None:
+        trainer = Fit(accelerator="cpu", precision="64-true")
+        with trainer.init_module():
+            module = torch.nn.Linear(2, 2)
+        assert module.weight.dtype is torch.float64
+        assert torch.nn.Linear(2, 2).weight.dtype is torch.float32
+        with pytest.raises(ConfigurationError, match="configure_model"), trainer.init_module(empty_init=True):
+            pass
+
+    def test_the_strategy_is_read_before_a_run_and_is_the_one_that_runs(self, tmp_path: Path) -> None:
+        trainer = fit(tmp_path, accelerator="cpu", devices=1)
+        before = trainer.strategy
+        trainer.fit(Tiny(), loader(2))
+        assert trainer.strategy is before
+        several = Fit(accelerator="cpu", devices=3, num_nodes=2)
+        assert (several.strategy.name, several.num_devices, several.world_size) == ("ddp", 3, 6)
+        assert several.device_ids == [0, 1, 2]
+
+    def test_an_interruption_is_read_afterwards(self, tmp_path: Path) -> None:
+        class Interrupted(Tiny):
+            def on_train_start(self) -> None:
+                raise KeyboardInterrupt
+
+        trainer = fit(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(Interrupted(), loader(2))
+        assert trainer.interrupted
+        assert not trainer.training
+
+    def test_a_monitor_that_a_loader_alone_logs_is_once_in_the_results(self, tmp_path: Path) -> None:
+        class Named(Tiny):
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+                self.log(("first", "second")[dataloader_idx], 1.0 + dataloader_idx, add_dataloader_idx=False)
+
+            def on_validation_epoch_end(self) -> None:
+                self.log("both", 3.0)
+
+        found = fit(tmp_path).validate(Named(), [loader(2), loader(2)], verbose=False)
+        assert found == [{"first": 1.0, "both": 3.0}, {"second": 2.0, "both": 3.0}]
+
+    @pytest.mark.parametrize(("rank", "called"), [("0", ["a"]), ("1", [])])
+    def test_rank_zero_only_before_a_run(self, monkeypatch: pytest.MonkeyPatch, rank: str, called: list[str]) -> None:
+        names = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        more = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "a", "GROUP_RANK": "0"}
+        for name, value in (names | more).items():
+            monkeypatch.setenv(name, value)
+        heard: list[str] = []
+
+        @rank_zero_only
+        def note(text: str) -> int:
+            """Note it."""
+            heard.append(text)
+            return 7
+
+        assert note("a") == (7 if called else None)
+        assert heard == called
+        assert note.__doc__ == "Note it."
+
+
+def test_toggling_as_lightnings_gan_does(tmp_path: Path) -> None:
+    # L-10
+    class Gan(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator, self.discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any) -> None:  # type: ignore[override]
+            g, d = self.optimizers()
+            self.toggle_optimizer(g)
+            assert not self.discriminator.weight.requires_grad
+            loss = self.discriminator(self.generator(batch)).mean()
+            self.log("g_loss", loss, prog_bar=True)
+            self.manual_backward(loss)
+            g.step()
+            g.zero_grad()
+            self.untoggle_optimizer(g)
+            self.toggle_optimizer(d)
+            assert not self.generator.weight.requires_grad
+            loss = self.discriminator(self.generator(batch).detach()).mean()
+            self.log("d_loss", loss, prog_bar=True)
+            self.manual_backward(loss)
+            d.step()
+            d.zero_grad()
+            self.untoggle_optimizer(d)
+
+        def configure_optimizers(self) -> Any:
+            parts = (self.generator, self.discriminator)
+            return [torch.optim.Adam(one.parameters(), lr=1e-3) for one in parts], []
+
+    trainer = fit(tmp_path)
+    trainer.fit(Gan(), loader(6))
+    assert {"g_loss", "d_loss"} == trainer.progress_bar_metrics.keys()
+    assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
