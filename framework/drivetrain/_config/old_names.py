@@ -82,6 +82,8 @@ OLD_NAMES: dict[str, str] = {
     **dict.fromkeys(("loggers", "report_to"), "say logger=, with one logger or a list"),
     "callback": "say callbacks=, with one callback or a list",
     **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "say seed="),
+    "enable_autolog_hparams": "call save_hyperparameters(logger=False) in the module to keep them from loggers",
+    "model_registry": "copy what trainer.checkpoint_callback.best_model_path names, after fit",
     "multiple_trainloader_mode": "pass fit a CombinedLoader(loaders, mode)",
     "track_grad_norm": "read trainer.gradient_norm in on_train_batch_end, and log it",
     "auto_lr_find": "call drivetrain.tuner.Tuner(fit).lr_find(...), or pass LearningRateFinder()",

@@ -37,6 +37,12 @@ class StepArguments:
                 "a step is called with (batch, batch_idx), and dataloader_idx where there are several loaders.",
                 f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
             )
+        if "dataloader_iter" in parameters:
+            raise ConfigurationError(
+                f"{name}({', '.join(parameters)}) asks for the loader's iterator.",
+                "a step is called with a batch: the engine deals data to ranks and counts what it has read.",
+                f"write def {name.rpartition('.')[2]}(self, batch, batch_idx).",
+            )
         # batch_idx may be left out, and what stands in its place is then told by its name.
         skips = count == 2 and positional[1].name == "dataloader_idx"
         if several and count < 3 and not skips:

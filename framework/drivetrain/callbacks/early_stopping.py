@@ -41,6 +41,7 @@ class EarlyStopping(Callback):
         divergence_threshold: stop as soon as the value is worse than this.
         check_on_train_epoch_end: check at the end of a training epoch (True) or of a validation (False). ``None``
             takes the epoch's end where validation runs once an epoch or not at all, else the validation's end.
+        log_rank_zero_only: False is refused: what it says is alike on every rank.
 
     Attributes:
         wait_count: checks since the last improvement.
@@ -66,7 +67,14 @@ class EarlyStopping(Callback):
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = True,
     ) -> None:
+        if not log_rank_zero_only:
+            raise ConfigurationError(
+                "EarlyStopping(log_rank_zero_only=False).",
+                "every rank decides from the same number, and rank 0 says it once.",
+                "drop it.",
+            )
         if mode not in _MODES:
             raise ConfigurationError(
                 f"EarlyStopping(mode={mode!r}).{nearest(str(mode), _MODES)}",

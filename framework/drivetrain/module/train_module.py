@@ -218,6 +218,8 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         add_dataloader_idx: bool = True,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
+        enable_graph: bool = False,
+        sync_dist_group: Any = None,
     ) -> None:
         """Record a value as it is now. Never synchronises the device and never communicates.
 
@@ -235,7 +237,14 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             add_dataloader_idx: append ``/dataloader_idx_i`` where there are several loaders.
             metric_attribute: the metric's name on the module, where it cannot be found.
             rank_zero_only: only rank 0 logs it, or only its value counts: it is ``sync_dist=False``.
+            enable_graph: refused: what is logged keeps no graph alive.
+            sync_dist_group: refused: values are reduced over all ranks that read data.
+
+        Raises:
+            ConfigurationError: it is called outside of a run, or what was asked for cannot be done.
         """
+        if enable_graph or sync_dist_group is not None:
+            raise _cannot_log(name, enable_graph)
         if rank_zero_only:
             sync_dist = False
         (self._trainer or self._in_a_run("log")).metrics.record(
@@ -271,9 +280,13 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
 
     # Manual optimization
 
-    def optimizers(self) -> Any:
-        """The optimizer, or the list of them, as handles whose ``step`` goes through precision and strategy."""
-        handles = self.trainer.optimizer_handles
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them, as handles whose ``step`` goes through precision and strategy.
+
+        Args:
+            use_pl_optimizer: False gives the plain optimizers, for reading: a step of theirs goes past the precision.
+        """
+        handles = self.trainer.optimizer_handles if use_pl_optimizer else self.trainer.optimizers
         return handles[0] if len(handles) == 1 else handles
 
     def lr_schedulers(self) -> Any:
@@ -283,8 +296,19 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             return None
         return schedulers[0] if len(schedulers) == 1 else schedulers
 
-    def manual_backward(self, loss: torch.Tensor) -> None:
-        """Back-propagate a loss of shape (): scaled by the precision, gradients averaged over ranks."""
+    def manual_backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Back-propagate a loss of shape (): scaled by the precision, gradients averaged over ranks.
+
+        Args:
+            loss: of shape ().
+            options: torch's, such as ``retain_graph``: refused, as not every strategy can keep a graph.
+        """
+        if options:
+            raise ConfigurationError(
+                f"manual_backward was given {', '.join(f'{name}={value!r}' for name, value in options.items())}.",
+                "a backward frees its graph: strategies exchange gradients in it, and some free the weights as well.",
+                "add the losses and call manual_backward(first + second) once, or run the forward anew for each.",
+            )
         (self._trainer or self._in_a_run("manual_backward")).manual_backward(loss)
 
     @contextmanager
@@ -449,3 +473,17 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def _cannot_log(name: str, enable_graph: bool) -> ConfigurationError:
+    if enable_graph:
+        return ConfigurationError(
+            f"log({name!r}, enable_graph=True).",
+            "what is logged is kept until the epoch's end, and its graph would be kept with it.",
+            "drop it, and keep what you want to differentiate in an attribute.",
+        )
+    return ConfigurationError(
+        f"log({name!r}, sync_dist_group=...).",
+        "values are reduced over all ranks that read data.",
+        "drop it, or reduce the value yourself and log it with sync_dist=False.",
+    )

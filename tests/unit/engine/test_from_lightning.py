@@ -464,3 +464,43 @@ def test_toggling_as_lightnings_gan_does(tmp_path: Path) -> None:
     trainer.fit(Gan(), loader(6))
     assert {"g_loss", "d_loss"} == trainer.progress_bar_metrics.keys()
     assert all(isinstance(value, float) for value in trainer.progress_bar_metrics.values())
+
+
+class TestWhatIsRefusedByName:
+    # I-10
+
+    @pytest.mark.parametrize(
+        ("options", "named"), [({"enable_graph": True}, "enable_graph"), ({"sync_dist_group": 1}, "sync_dist_group")]
+    )
+    def test_what_a_log_cannot_do(self, tmp_path: Path, options: dict[str, Any], named: str) -> None:
+        with pytest.raises(ConfigurationError, match=named):
+            fit(tmp_path).fit(Logs(**options), loader(2))
+
+    def test_a_step_that_wants_the_iterator(self, tmp_path: Path) -> None:
+        class Iterating(Tiny):
+            def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+                return self.layer(next(dataloader_iter)).mean()
+
+        with pytest.raises(ConfigurationError, match="asks for the loader's iterator"):
+            fit(tmp_path).fit(Iterating(), loader(2))
+
+    def test_a_graph_that_is_to_be_kept(self, tmp_path: Path) -> None:
+        class Keeping(Tiny):
+            automatic_optimization = False
+
+            def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+                assert isinstance(self.optimizers(use_pl_optimizer=False), torch.optim.Optimizer)
+                self.manual_backward(self.layer(batch).mean(), retain_graph=True)
+
+        with pytest.raises(ConfigurationError, match="manual_backward was given retain_graph=True"):
+            fit(tmp_path).fit(Keeping(), loader(2))
+
+    @pytest.mark.parametrize(
+        ("name", "way"),
+        [("enable_autolog_hparams", "logger=False"), ("model_registry", "best_model_path"), ("gpus", "devices=")],
+    )
+    def test_arguments_of_lightnings_trainer(self, name: str, way: str) -> None:
+        arguments: dict[str, Any] = {name: True}
+        with pytest.raises(ConfigurationError, match=rf"no argument '{name}'") as caught:
+            Fit(**arguments)
+        assert way in caught.value.fix

@@ -1,0 +1,146 @@
+"""``python -m drivetrain.migrate``: names are changed, nothing else is, and what is left to do is listed by line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivetrain.migrate import main, migrate
+
+SCRIPT = """\
+import os
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class Model(L.LightningModule):  # a LightningModule of "Trainer"s
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(4, width)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("Trainer_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Data(L.LightningDataModule):
+    def train_dataloader(self):
+        x = torch.utils.data.TensorDataset(torch.randn(8, 4))
+        return torch.utils.data.DataLoader(x, batch_size=4)
+
+
+@rank_zero_only
+def tell(text):
+    told.append(text)
+
+
+told = []
+kept = ModelCheckpoint(monitor="Trainer_loss")
+trainer = L.Trainer(
+    max_epochs=2, accelerator="cpu", devices=1, callbacks=[kept, EarlyStopping("Trainer_loss")], logger=CSVLogger(root),
+    default_root_dir=root, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(model=Model(), datamodule=Data())
+tell(trainer.global_step)
+"""
+
+
+def test_a_script_runs_as_it_comes_back(tmp_path: Path) -> None:
+    # L-10
+    migrated = migrate(SCRIPT)
+    assert migrated.left == []
+    assert "lightning" not in migrated.source
+    assert 'class Model(L.TrainModule):  # a LightningModule of "Trainer"s' in migrated.source
+    assert 'self.log("Trainer_loss", loss' in migrated.source
+    names: dict[str, Any] = {"root": str(tmp_path), "__name__": "migrated"}
+    exec(compile(migrated.source, "migrated.py", "exec"), names)
+    assert names["told"] == [4]
+    assert names["kept"].best_model_path
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import pytorch_lightning as pl\npl.Trainer()\n", "import drivetrain as pl\npl.Fit()\n"),
+        ("import lightning.pytorch\nx = lightning.pytorch.Trainer()\n", "import drivetrain\nx = drivetrain.Fit()\n"),
+        ("import pytorch_lightning, os\n", "import drivetrain\nimport os\n"),
+        ("from lightning import pytorch as pl\npl.LightningModule\n", "import drivetrain as pl\npl.TrainModule\n"),
+        (
+            "from lightning.pytorch import Trainer as T, LightningModule\nT(), LightningModule\n",
+            "from drivetrain import Fit as T, TrainModule\nT(), TrainModule\n",
+        ),
+        (
+            "if x:\n    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy\n",
+            "if x:\n    from drivetrain_strategies import DDPStrategy, FSDPStrategy\n",
+        ),
+        (
+            "import lightning.pytorch as pl\ns = 'é'; c = pl.callbacks.ModelCheckpoint()\n",
+            "import drivetrain as pl\ns = 'é'; c = pl.callbacks.Checkpoint()\n",
+        ),
+        ("from mine import Trainer\nTrainer(gpus=1)\n", "from mine import Trainer\nTrainer(gpus=1)\n"),
+    ],
+)
+def test_names_are_changed_where_they_are_lightnings(before: str, after: str) -> None:
+    migrated = migrate(before)
+    assert (migrated.source, migrated.left) == (after, [])
+
+
+def test_what_is_left_is_listed_by_line() -> None:
+    source = """\
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
+import lightning.pytorch as pl
+
+class Model(LightningModule):
+    def training_step(self, dataloader_iter):
+        self.log("loss", 1.0, True)
+        self.manual_backward(loss, retain_graph=True)
+        return self.trainer.fit_loop.total_batch_idx
+
+    def training_epoch_end(self, outputs): ...
+
+trainer = Trainer(gpus=2, plugins=[])
+trainer.strategy.model
+pl.strategies.DDPStrategy
+"""
+    left = migrate(source).left
+    assert [line for line, _ in left] == [2, 6, 7, 8, 9, 11, 13, 13, 14, 15]
+    told = dict(left)
+    assert "ModelPruning of lightning.pytorch.callbacks has no counterpart" in told[2]
+    assert "no dataloader_iter" in told[6]
+    assert "prog_bar=True" in told[7]
+    assert "trainer.current_epoch" in told[9]
+    assert "read trainer.model" in told[14]
+    assert "no counterpart in drivetrain.strategies" in told[15]
+    assert {text.partition("=")[0] for line, text in left if line == 13} == {"gpus", "plugins"}
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, other, broken = tmp_path / "train.py", tmp_path / "other.py", tmp_path / "broken.py"
+    script.write_text(SCRIPT)
+    other.write_text("import os\n")
+    broken.write_text("def\n")
+    assert main([str(script), str(other)]) == 0
+    assert "+class Model(L.TrainModule)" in capsys.readouterr().out
+    assert script.read_text() == SCRIPT  # it was only shown
+    assert main(["--write", str(script), str(other), str(broken)]) == 1
+    assert "broken.py" in capsys.readouterr().err
+    assert script.read_text() == migrate(SCRIPT).source
+    assert other.read_text() == "import os\n"
+    assert migrate(script.read_text()).source == script.read_text()  # once more changes nothing
+    assert "lightning" not in sys.modules
