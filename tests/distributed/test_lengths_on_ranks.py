@@ -195,7 +195,7 @@ def test_limits_resumes_and_schedules_by_a_wrong_length(strategy: str, tmp_path:
     reference = weights(train_by_hand(Regression(), global_batches(20, 4)))
     for counts, trained, caught in on_ranks(_bounded, 2, strategy, tmp_path):
         # 0.7 of what was said; saved where the length says the epoch is over, and it is not.
-        assert counts == [(4, 1, 16), (2, 1, 8), (3, 0, 12), (5, 1, 20)]
+        assert counts == [(4, 1, 16), (2, 1, 8), (3, 1, 12), (5, 1, 20)]
         torch.testing.assert_close(trained, reference, **TIGHT)
         assert caught["type"] == "ConfigurationError"
         assert "ran out after 3 steps" in caught["text"]
