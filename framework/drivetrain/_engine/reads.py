@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -405,11 +406,7 @@ class RunReads(RunContext):
 
     @property
     def profiler(self) -> Profiler:
-        if self.given_profiler is None:
-            from drivetrain.profilers import PassThroughProfiler  # by spans in a run that nobody profiles
-
-            return PassThroughProfiler()
-        return self.given_profiler
+        return _pass_through() if self.given_profiler is None else self.given_profiler
 
     @property
     def profiles(self) -> bool:
@@ -477,3 +474,10 @@ class RunReads(RunContext):
                 "use it from a step or a hook.",
             )
         return self.session
+
+
+@cache
+def _pass_through() -> Profiler:
+    from drivetrain.profilers import PassThroughProfiler  # by spans in a run that nobody profiles
+
+    return PassThroughProfiler()

@@ -265,11 +265,13 @@ def _small_operations(events: Iterable[Any]) -> SmallOperations | None:
         if one.device_type == DeviceType.CPU and not one.is_user_annotation:
             times.setdefault(one.name, []).append(one.self_cpu_time_total)
     own = [time for of_kind in times.values() for time in of_kind]
-    if not sum(own):
+    if not own:
         return None
-    # By the median, which is the same where the machine has other things to do meanwhile.
-    short = sum(sum(of_kind) for of_kind in times.values() if median(of_kind) < SHORT_US)
-    return SmallOperations("operations", len(own) / len(steps), median(own), short / sum(own))
+    # By medians, which are the same where the machine has other things to do meanwhile.
+    usual = {name: (median(of_kind), len(of_kind)) for name, of_kind in times.items()}
+    whole = sum(one * count for one, count in usual.values())
+    short = sum(one * count for one, count in usual.values() if one < SHORT_US)
+    return SmallOperations("operations", len(own) / len(steps), median(own), short / whole) if whole else None
 
 
 def _kernels(kernels: list[Any], whole_us: float, steps: int) -> SmallOperations | None:
