@@ -34,7 +34,7 @@ class RichProgressBar(ProgressBar):
             )
         super().__init__(refresh_rate, stream)
         self._leave = leave
-        self._epoch: BarLine | None = None
+        self._epoch: tuple[Mapping[str, float], float, str] | None = None  # as the epoch's bar was last drawn
         self._last: list[str] = []
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
@@ -44,9 +44,9 @@ class RichProgressBar(ProgressBar):
         width = self._lines.width
         shown = [fitted(phase, metrics, now, self.run_left, width)]
         if phase is self._training:
-            self._epoch = shown[0]
+            self._epoch = metrics, now, self.run_left
         elif self._training is not None and self._epoch is not None:
-            shown.insert(0, self._epoch)
+            shown.insert(0, fitted(self._training, *self._epoch, width))
         self._last = self._styled(shown, width)
         self._lines.show(self._last)
 

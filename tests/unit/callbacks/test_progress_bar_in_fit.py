@@ -98,6 +98,8 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     assert {line.split()[0] for line in evaluated} == {"Validation", "Sanity"}
     assert any("val_loss=" in line for line in evaluated)
     assert not any("train_loss" in line or "run" in line for line in evaluated)
+    if not without_rich:  # an epoch's bar is complete above its last validation's
+        assert any("20/20" in frame[0] and frame[1].startswith("Validation") for frame in bars if len(frame) == 2)
     assert any(re.search(r"run \d+:\d\d left", line) for frame in bars for line in frame)
     after = [line for frame in bars for line in frame if line.startswith("Epoch 2/2")]
     assert any(len(line) > 60 for line in after)

@@ -102,6 +102,8 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
         ("clipping", Bare, {"gradient_clip_val": 1.0}, 23),
         ("with a validation loader", Validating, {}, 6),
         ("typical", Logging, TYPICAL, 16),
+        # L-09: lines in a file cost a step nothing. They hang on what is done every log_every_n_steps (here 50).
+        ("lines in a file", Logging, {"enable_progress_bar": True}, 9),
         # Ten of these take note of what the window began with; without signals to heed nothing does.
         ("two of a window", Bare, {"accumulate_grad_batches": 2}, 28),
         ("two of a window, no signals", Bare, {"accumulate_grad_batches": 2, "preemption_signals": None}, 17),
