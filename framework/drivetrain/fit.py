@@ -78,7 +78,7 @@ class Fit(RunReads):
         logger: None and True are the default logger, False none; or one: "csv", "tensorboard", the name that a package
             has registered, or a `Logger`; or a list of them.
         log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
-        enable_progress_bar: show one.
+        enable_progress_bar: show one, and as training ends its checkpoints and files.
         enable_checkpointing: save once an epoch, the newest being kept: a `Checkpoint` where none is given.
         enable_model_summary: print one.
         default_root_dir: where files go; the working directory by default.

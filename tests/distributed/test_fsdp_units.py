@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from drivetrain import TrainModule
 from drivetrain_strategies import FSDPStrategy
+from drivetrain_strategies.fsdp import strategy
 from told import told
 from worlds import on_ranks
 
@@ -89,17 +90,20 @@ def test_a_module_without_parameters() -> None:
 
 
 def _printed() -> list[str]:
+    strategy._SAID.clear()  # these ranks may have made that plan in another test
     with told(logging.INFO) as texts:
-        quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
+        for _ in range(2):
+            quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
     lines = [line for text in texts for line in text.splitlines()]
     return [line for line in lines if "FSDP shards" in line or line.startswith("  ")]
 
 
 def test_the_plan_is_printed_once() -> None:
-    # D-02: the units, how many and how large they are
+    # D-02: the units, how many and how large they are; L-09: once a process
     first, second = on_ranks(_printed, 2)
     parameters = sum(one.numel() for one in Block().parameters())
     assert second == []
+    assert sum("FSDP shards" in line for line in first) == 1
     assert first[0] == f"FSDP shards {sum(one.numel() for one in Deep().parameters()):,} parameters over 2 " + (
         "(blocks that repeat)"
     )

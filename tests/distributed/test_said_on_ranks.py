@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from small_runs import Regression, loader, quiet
 
 from drivetrain import Callback
 from drivetrain_strategies.ddp import _reducer as reducer
-from drivetrain_strategies.fsdp import strategy as fsdp
 from told import told
 from worlds import on_ranks
 
@@ -72,29 +70,6 @@ def test_what_is_said_is_said_once() -> None:
     for part in ("called step() of none", "no validation loader", "The run ended: max_epochs=1 is reached"):
         assert sum(part in line for line in first["forgets"]) == 1, first["forgets"]
     assert second == {"within": [], "between": [], "forgets": []}
-
-
-class Validated(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
-
-
-def _plans() -> list[str]:
-    fsdp._SAID.clear()  # these ranks may have made that plan in another test
-    trainer, module = quiet(strategy="fsdp"), Validated()
-    with told(logging.INFO) as lines:
-        trainer.fit(module, loader(16, 2))
-        for _ in range(2):
-            trainer.validate(module, loader(16, 2), verbose=False)
-    return [line.splitlines()[0] for line in lines if line.startswith("FSDP shards")]
-
-
-def test_fsdp_tells_its_plan_once_and_why_it_is_that_one() -> None:
-    # L-09
-    first, second = on_ranks(_plans, 2)
-    assert second == []
-    (line,) = first
-    assert re.search(r"over 2 \(.+\)$", line)
 
 
 class Listens(Callback):

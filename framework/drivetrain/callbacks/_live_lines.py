@@ -46,7 +46,7 @@ class LiveLines:
         if self.within_a_line:
             return
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-        self._stream.write(f"{_CUT}\r" + "\x1b[K\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
+        self._stream.write(f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
         self._stream.flush()
         self._shown = True
 

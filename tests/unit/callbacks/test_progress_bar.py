@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from callback_run import Run, Where
+from terminal_screen import Screen
 
 from drivetrain._distributed.control import LocalControl
 from drivetrain._loops.hooks import HOOKS, HookTable
@@ -95,6 +96,17 @@ def test_where_output_is_no_terminal_there_is_one_line_an_epoch(kind: type[Progr
     assert run.reads == 3
     assert "\r" not in output.getvalue()
     assert "\x1b" not in output.getvalue()
+
+
+@requires_package("rich")
+@pytest.mark.parametrize("leave", [True, False])
+def test_a_finished_epochs_bar_is_left_where_that_was_asked_for(leave: bool) -> None:
+    terminal = _Terminal()
+    _train(RichProgressBar(stream=terminal, leave=leave), _CountingRun(num_training_batches=5), epochs=2, batches=5)
+    screen = Screen(80)
+    screen.feed(terminal.getvalue().replace("\n", "\r\n"))
+    expected = [["Epoch 1/10 ━", "Epoch 1/10: "], ["Epoch 2/10 ━", "Epoch 2/10: "]]
+    assert [line[:12] for line in screen.lines] == [part for epoch in expected for part in epoch[not leave :]]
 
 
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar, EpochLines])
