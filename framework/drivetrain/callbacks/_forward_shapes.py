@@ -82,16 +82,16 @@ def _pass(module: nn.Module, example: Any, device: torch.device) -> ForwardShape
 
     found = ForwardShapes()
     counter = FlopCounterMode(display=False)
-    with _in_plain_operations(), FakeTensorMode(), counter, _Alone(FakeTensor):
-        hollow = _Hollow(device)
-        with hollow.put_into(module):
+    with _in_plain_operations(), FakeTensorMode(), counter, _OnlyFakes(FakeTensor):
+        fakes = _Fakes(device)
+        with fakes.placed_in(module):
             _listen(module, found, counter)
-            args, named = as_call(hollow.within(example))
+            args, named = as_call(fakes.within(example))
             module(*args, **named)
     return found
 
 
-class _Hollow:
+class _Fakes:
     """Makes of each tensor one of its shape that has no values: the same one for the same tensor.
 
     Floating-point numbers become float32, in whatever precision the run is: no shape depends on it, and a batch need
@@ -114,7 +114,7 @@ class _Hollow:
         return tree_map_only(torch.Tensor, self.of, value)
 
     @contextmanager
-    def put_into(self, module: nn.Module) -> Iterator[None]:
+    def placed_in(self, module: nn.Module) -> Iterator[None]:
         """Within it ``module`` holds nothing else, and is in no run; afterwards everything is as it was."""
         children = list(module.modules())
         kept = [(child.__dict__, dict(child.__dict__)) for child in children]
@@ -141,7 +141,7 @@ class _Hollow:
 
 
 def _listen(module: nn.Module, found: ForwardShapes, counter: Any) -> None:
-    """Take down what goes in and out of each child, and what it computes. `_Hollow` takes the hooks away again."""
+    """Take down what goes in and out of each child, and what it computes. `_Fakes` takes the hooks away again."""
     begun: list[int] = []
 
     def before(*ignored: Any) -> None:
@@ -162,18 +162,18 @@ def _shapes(values: Any) -> Shapes:
     return tuple(tuple(one.shape) for one in tree_leaves(values) if isinstance(one, torch.Tensor))
 
 
-class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OnlyFakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses to talk to other ranks, which do not summarize, and to touch tensors that have values."""
 
-    def __init__(self, hollow: type[torch.Tensor]) -> None:
+    def __init__(self, fake: type[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._hollow = hollow
+        self._fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise RuntimeError("it talks to other ranks")
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if func not in _CONSTANTS and not all(isinstance(one, self._hollow) for one in given):
+        if func not in _CONSTANTS and not all(isinstance(one, self._fake) for one in given):
             raise RuntimeError("it uses a tensor that is no attribute of a module")
         return func(*args, **(kwargs or {}))
 

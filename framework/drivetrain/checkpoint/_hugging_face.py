@@ -62,9 +62,9 @@ def _model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mappi
     if not prefix and len(known) == 1:
         (name,) = known
     elif not prefix and (known or config is None):
-        held = f"It holds several: {listed(sorted(known))}" if known else "It says of none"
+        held = f"it holds several: {listed(sorted(known))}" if known else "it has the configuration of none"
         raise CheckpointError(
-            f"Which model of Hugging Face's in {checkpoint.path!r}? {held}.",
+            f"It is not known which model of Hugging Face's in {checkpoint.path!r} to convert: {held}.",
             "a checkpoint keeps the configuration of each that is an attribute of the module; those of earlier "
             "versions do not.",
             'name the attribute, prefix="model." (--prefix model.), and where the checkpoint knows no configuration '

@@ -102,7 +102,7 @@ def _check_whole(module: nn.Module, asked: str) -> None:
     """Refuse a module whose weights are not all here."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     shards = [name for name, one in tensors if hasattr(one, "full_tensor") or hasattr(one, "ds_id")]
-    hollow = [name for name, one in tensors if one.is_meta]
+    on_meta = [name for name, one in tensors if one.is_meta]
     lazy = [name for name, one in tensors if isinstance(one, UninitializedParameter | UninitializedBuffer)]
     name = type(module).__name__
     if shards:
@@ -112,10 +112,10 @@ def _check_whole(module: nn.Module, asked: str) -> None:
             f"call it after the run, when the module is plain again, or on a checkpoint's: "
             f"{name}.load_from_checkpoint(path).{asked}(...).",
         )
-    if hollow or lazy:
-        what = "lie on the meta device" if hollow else "have no shape yet"
+    if on_meta or lazy:
+        what = "lie on the meta device" if on_meta else "have no shape yet"
         raise ConfigurationError(
-            f"{name}.{asked}: {listed(hollow or lazy)} {what}.",
+            f"{name}.{asked}: {listed(on_meta or lazy)} {what}.",
             "a program holds weights, and these have no values.",
             f"load them first, as {name}.load_from_checkpoint(path) does, or train the module.",
         )

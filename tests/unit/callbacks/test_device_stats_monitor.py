@@ -97,6 +97,20 @@ def _at(device: torch.device) -> Any:
     return Run(strategy=Where(device=device))
 
 
+def test_a_step_of_several_micro_batches_is_logged_once() -> None:  # L-08
+    callback, module = DeviceStatsMonitor(), Net()
+    run: Any = _at(torch.device("cpu"))
+    run.log_every_n_steps = 2
+    callback.setup(run, module, "fit")
+    callback.on_train_start(run, module)
+    for micro_batch in range(12):  # three in each step
+        callback.on_train_batch_start(run, module, None, micro_batch)
+        run.global_step += micro_batch % 3 == 2
+        callback.on_train_batch_end(run, module, {}, None, micro_batch)
+    moments = [(step, next(iter(values)).partition("/")[0].rpartition("_")[2]) for step, values in run.logged]
+    assert moments == [(2, "start"), (2, "end"), (4, "start"), (4, "end")]
+
+
 def test_a_run_without_a_logger_is_told() -> None:  # L-08
     callback = DeviceStatsMonitor()
     run: Any = _at(torch.device("cpu"))

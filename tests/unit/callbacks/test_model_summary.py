@@ -143,6 +143,7 @@ class _Vision(nn.Module):
         self.queue.append(x)
         self.dice.random()
         self.late = nn.Linear(2, 2)
+        self.fresh = x
         self.last = x
         y = self.a_name_that_is_much_longer_than_there_is_room_for_it_in_eighty_columns(self.stem(x + self.plain))
         if flip and y.sum() > 0:
@@ -180,6 +181,7 @@ def test_an_example_gives_shapes_and_flops_and_changes_nothing() -> None:
     assert (model.kept, model.last, model.plain.item(), len(model.queue)) == ([], None, 0.0, 1)
     assert model.dice.random() == random.Random(1).random()
     assert not hasattr(model, "late")
+    assert not hasattr(model, "fresh")
     assert not model._forward_hooks
     assert torch.backends.mha.get_fastpath_enabled()
 
