@@ -463,7 +463,7 @@ class RunCheckpoints:
         saved = [callback.save_before_leaving(session.trainer, session.module) for callback in session.callbacks]
         session.saves.run()
         self.finish()
-        if not any(saved) and session.strategy.rank == 0:
+        if not any(saved) and session.strategy.rank == 0 and not session.trial:
             logger.warning(
                 "The run ends before its time, and nothing is saved: it has no Checkpoint callback, and none whose "
                 "save_before_leaving saves."

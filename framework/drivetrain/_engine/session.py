@@ -356,7 +356,8 @@ class Session(RunState):
         self.stop.signal = number
         if self.strategy.rank == 0:
             name = signal.Signals(number).name
-            logger.warning("%s: the run saves its last whole step and ends; once more, and it ends at once.", name)
+            does = "the trial ends after this step" if self.trial else "the run saves its last whole step and ends"
+            logger.warning("%s: %s; once more, and it ends at once.", name, does)
 
     def _leave(self, number: int) -> None:
         """End what a signal has cut short: it is saved, and neither the epoch nor the training is over."""
@@ -364,7 +365,7 @@ class Session(RunState):
         self._left_with = interruption(number)
         self.draws.end()
         self.checkpoints.finish()
-        if self.strategy.rank == 0:
+        if self.strategy.rank == 0 and not self.trial:
             reason = self._why = f"{signal.Signals(number).name} asked it to save and leave"
             self._ended_by = [reason], False
         for hook in self._on_exception():

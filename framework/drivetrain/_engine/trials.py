@@ -25,6 +25,7 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
 from drivetrain.data._own_generators import own_generators
 from drivetrain.errors import ConfigurationError
+from drivetrain.loggers._silent import SilentLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 
@@ -145,7 +146,7 @@ def _apart(datamodule: Any) -> Any:
 def _trial_of(trainer: RunReads, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit` that runs ``steps``, and tells nobody of it but ``callback``."""
     trial: Any = copy.copy(trainer)
-    trial.callbacks, trial.loggers = [callback], []
+    trial.callbacks, trial.loggers = [callback], [SilentLogger() for _ in trainer.loggers]
     trial.session, trial.state = None, "idle"
     trial._log_queue, trial._collective_calls = None, CollectiveCalls()
     trial.enable_checkpointing, trial.barebones, trial.fast_dev_run = False, True, False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from drivetrain._runtime.transfer import samples_in
 from drivetrain.callback import Callback
 from drivetrain.callbacks._attributes import holders_of, set_attribute
+from drivetrain.data._clone import resized
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
@@ -152,15 +152,6 @@ def largest(
             "raise max_trials.",
         )
     return low
-
-
-def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a copy of a loader with another batch size. The data set and the sampler are the same objects."""
-    apart = copy.copy(loader)
-    drop_last = bool(loader.drop_last)
-    changed = {"batch_size": size, "batch_sampler": BatchSampler(loader.sampler, size, drop_last), "_iterator": None}
-    vars(apart).update(changed)  # past `DataLoader.__setattr__`, which refuses these once it is constructed
-    return apart
 
 
 def _check_changeable(trials: Trials, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,6 @@ from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
     from drivetrain.run_context import RunContext, Trials
-
-logger = logging.getLogger("drivetrain")
 
 MODES = ("exponential", "linear")
 NAMES = ("lr", "learning_rate")
@@ -203,16 +200,18 @@ def find_lr(
     search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold)
     trials.run(search, num_training)
     found = LRFind({"lr": search.rates, "loss": search.losses}, mode)
-    suggestion = found.suggestion()
-    if suggestion is None:
-        logger.warning(
-            "No learning rate can be suggested: of %d losses too few are left that are finite. Raise num_training, "
-            "or lower min_lr.",
-            len(search.losses),
-        )
-    elif name is not None:
+    suggestion = found.suggestion() if name is not None else None
+    if name is not None and suggestion is not None:
         set_attribute(name, suggestion, module, datamodule)
         trials.say("The learning rate is set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
+    elif name is not None:
+        trials.say(
+            "No learning rate can be suggested, and %s.%s stays as it is: the search made %d steps, of which the first 10, "
+            "the last one and those with a loss that is not finite do not count. Raise num_training, or lower max_lr.",
+            type(module).__name__,
+            name,
+            len(found.results["loss"]),
+        )
     return found
 
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 
 class LoaderClone:
@@ -41,6 +41,15 @@ class LoaderClone:
         """Shut the workers down, persistent ones too. Another epoch starts new ones."""
         self._running.stop()
         self._loader._iterator = None
+
+
+def resized(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    """Return a copy of a loader with another batch size. The data set and the sampler are the same objects."""
+    apart = copy.copy(loader)
+    batches = BatchSampler(loader.sampler, size, bool(loader.drop_last))
+    # Past `DataLoader.__setattr__`, as above.
+    vars(apart).update(batch_size=size, batch_sampler=batches, _iterator=None)
+    return apart
 
 
 def gives_new_memory(loader: DataLoader[Any]) -> bool:

@@ -92,6 +92,8 @@ def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
     assert (module.rate, module.lr) == (found.suggestion(), 0.05)
     Tuner(quiet()).lr_find(module, loader(), num_training=15, update_attr=False)
     assert module.lr == 0.05
+    assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
+    assert module.lr == 0.05
     with pytest.raises(ConfigurationError, match="no attribute 'alpha'"):
         Tuner(quiet()).lr_find(module, loader(), attr_name="alpha")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,27 @@ def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseExceptio
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_a_search(number: int, kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    # L-06
+    class Told(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 5:
+                os.kill(os.getpid(), number)
+            return super().training_step(batch, batch_idx)
+
+    module, handler = Told(), signal.getsignal(number)
+    before = {name: one.clone() for name, one in module.state_dict().items()}
+    with pytest.raises(kind):
+        Tuner(quiet()).lr_find(module, loader())
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
+    assert signal.getsignal(number) is handler
+    assert module.lr == 0.05
+    assert [one.message.partition(";")[0] for one in caplog.records] == [
+        f"{signal.Signals(number).name}: the trial ends after this step"
+    ]
+
+
 class Counted(IterableDataset[Any]):
     """A stream that knows where it stands."""
 
@@ -195,6 +218,20 @@ def test_nothing_is_said_but_the_finding(
     module = Net()
     Tuner(fit).lr_find(module, loader(), num_training=15)
     assert capfd.readouterr() == ("", f"The learning rate is set to {module.lr:.4g}: Net.lr.\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path) -> None:  # L-06
+    class Drawing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.logger.experiment.add_image("batch", batch[0], self.global_step)
+            self.loggers[1].run["step"].log(self.global_step)
+            self.logger.log_hyperparams({"a": 1})
+            return super().training_step(batch, batch_idx)
+
+    fit = quiet(logger=[CSVLogger(tmp_path), CSVLogger(tmp_path / "second")])
+    found = Tuner(fit).lr_find(Drawing(), loader(), num_training=12, early_stop_threshold=None)
+    assert len(found.results["lr"]) == 12
     assert not list(tmp_path.iterdir())
 
 
