@@ -206,8 +206,9 @@ def find_lr(
         trials.say("The learning rate is set to %.4g: %s.%s.", suggestion, type(module).__name__, name)
     elif name is not None:
         trials.say(
-            "No learning rate can be suggested, and %s.%s stays as it is: the search made %d steps, of which the first 10, "
-            "the last one and those with a loss that is not finite do not count. Raise num_training, or lower max_lr.",
+            "No learning rate can be suggested, and %s.%s stays as it is: the search made %d steps, of which the "
+            "first 10, the last one and those with a loss that is not finite do not count. Raise num_training, or "
+            "lower max_lr.",
             type(module).__name__,
             name,
             len(found.results["loss"]),
