@@ -36,7 +36,7 @@ class RowJournal:
         """Write what is held back."""
         if self._pending:
             with open(self._directory.file(self._file), "a", encoding="utf-8") as stream:
-                stream.writelines(f"{json.dumps(row)}\n" for row in self._pending)
+                stream.writelines(f"{json.dumps(row, default=float)}\n" for row in self._pending)
             self._pending = []
 
     def cut(self, step: int) -> list[Row]:
@@ -50,7 +50,7 @@ class RowJournal:
             return []
         beside = f"{path}.new"
         with open(beside, "w", encoding="utf-8") as stream:
-            stream.writelines(f"{json.dumps(row)}\n" for row in rows)
+            stream.writelines(f"{json.dumps(row, default=float)}\n" for row in rows)
         os.replace(beside, path)
         return rows
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from services import Drawing, offline, wandb_curve, wandb_records, wandb_rows
@@ -193,7 +194,8 @@ def test_secrets_stay_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_copy_for_another_process_has_no_connection(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
-    logger.log_metrics({"loss": 1.0}, 1)
+    logger.log_metrics({"loss": np.float32(1.0)}, 1)  # type: ignore[dict-item]  # a number of NumPy's is one
+    logger.save()
     copy = pickle.loads(pickle.dumps(logger))
     assert copy.log_dir == logger.log_dir
     logger.finalize("success")
