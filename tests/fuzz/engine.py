@@ -282,7 +282,7 @@ class Recorder(Callback):
 def counts(trainer: Any) -> dict[str, int]:
     return {
         "steps": trainer.global_step,
-        "epochs": trainer.current_epoch,
+        "epochs": trainer.progress.epoch,  # those that were trained on as a whole
         "micro_batches": trainer.micro_batches,
         "samples": trainer.samples_seen,
     }
