@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control import ControlPlane, spread
 from drivetrain.errors import DistributedError
+from drivetrain.run_context import RunContext
 
 
 def shake_hands(control: ControlPlane, facts: Mapping[str, Any]) -> None:
@@ -73,3 +74,18 @@ def _plain(value: Any) -> Any:
         return value.item()
     parts = value if isinstance(value, list | tuple) else [value]
     return value if all(isinstance(part, bool | int | float | str) for part in parts) else None
+
+
+def settings_alike(trainer: RunContext) -> dict[str, Any]:
+    """The settings that must be alike on every rank, as the handshake compares them."""
+    names = (
+        "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
+        "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
+        "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
+        "inference_mode use_distributed_sampler preemption_signals reload_dataloaders_every_n_epochs"
+    )
+    facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
+    facts["strategy"] = trainer.strategy.name
+    facts["precision"] = trainer.strategy.precision.name
+    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # at its end ranks compare
+    return facts

@@ -35,3 +35,26 @@ def write_out(trainer: RunContext) -> None:
             write()
         except Exception as error:  # each service has errors of its own, and for none may a checkpoint be missing
             logger.warning("%s could not write what was logged so far, and tries again later: %s", name, error)
+
+
+def finish_logging(trainer: RunContext, status: str) -> Exception | None:
+    """Let loggers write out everything and close.
+
+    Args:
+        trainer: whose loggers.
+        status: how the run ended: "success", "failed" or "interrupted".
+
+    Returns:
+        The first exception, of a device that has failed or of a logger; the other loggers were closed all the same.
+    """
+    problem: Exception | None = None
+    try:
+        trainer.finish_logging()
+    except Exception as error:
+        problem = error
+    for one in trainer.loggers:
+        try:
+            one.finalize(status)
+        except Exception as error:
+            problem = problem or error
+    return problem

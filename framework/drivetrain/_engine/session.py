@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from drivetrain._engine.console import heard, say_once
 from drivetrain._engine.defaults import checked_callbacks
 from drivetrain._engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
 from drivetrain._engine.failing import cause_of, in_vain, tell_others
-from drivetrain._engine.handshake import facts_about, shake_hands
+from drivetrain._engine.handshake import facts_about, settings_alike, shake_hands
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.rank_log import RankLog
@@ -34,12 +33,13 @@ from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.settings import apply_switches
 from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Dealing, Given, find_loaders
+from drivetrain._engine.stage_loaders import Dealing, Given
 from drivetrain._engine.telling import note_inference_tensors, note_where
 from drivetrain._engine.topology import Place, check_control_plane, check_devices_apart, check_set_up
 from drivetrain._engine.training import (
     build_training,
     build_training_pass,
+    estimated_before_data,
     estimated_steps,
     set_up_stopping,
     under_context,
@@ -434,7 +434,7 @@ class Session(RunState):
         if self.stage == "fit":
             self.checkpoints.restore_trainables()  # a strategy wraps what trains
         strategy.check(module)
-        facts = {"stage": self.stage, **_settings_alike(self.trainer), **data.facts(), **facts_about(module)}
+        facts = {"stage": self.stage, **settings_alike(self.trainer), **data.facts(), **facts_about(module)}
         shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
         self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
         run_step = strategy.setup_module(module)
@@ -481,17 +481,8 @@ class Session(RunState):
         """
         self.estimate_was_read = True
         if self.data is None and self.stage == "fit":
-            return self._estimated_before_data()
+            return estimated_before_data(self)
         return estimated_steps(self, self.data)
-
-    def _estimated_before_data(self) -> int | float:
-        trainer, strategy, given = self.trainer, self.strategy, self.given
-        loaders = find_loaders("train", given.train, given.datamodule, self.module)
-        self.given = replace(given, asked_for=loaders)
-        dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, trainer.use_distributed_sampler)
-        data = StageData(trainer, "train", self.module, self.given, dealing, strategy.control)
-        data.close()
-        return estimated_steps(self, data)
 
     def _data(self) -> StageData:
         assert self.data is not None
@@ -529,26 +520,17 @@ class Session(RunState):
             self.data.close()
         if self.strategy.rank > 0:
             return
-        with self.profiling.span("logging"):
-            problem = self._finish_logging(status)
+        problem = None
+        if self.trainer.loggers:
+            from drivetrain._engine.run_loggers import finish_logging  # by runs that log
+
+            with self.profiling.span("logging"):
+                problem = finish_logging(self.trainer, status)
         if problem is not None:
             status, self._why = "failed", _in_short(problem)
         self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
         if problem is not None:
             raise problem
-
-    def _finish_logging(self, status: str) -> Exception | None:
-        problem: Exception | None = None
-        try:
-            self.trainer.finish_logging()
-        except Exception as error:  # the device has failed, or a logger
-            problem = error
-        for one in self.trainer.loggers:
-            try:
-                one.finalize(status)
-            except Exception as error:  # the others are still to write what they hold back
-                problem = problem or error
-        return problem
 
     def _say_ending(self) -> None:
         if self._ended_by is not None and self.strategy.rank == 0:
@@ -613,18 +595,3 @@ class Session(RunState):
 
 def _in_short(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
-
-
-def _settings_alike(trainer: RunContext) -> dict[str, Any]:
-    """The settings that must be alike on every rank, as the handshake compares them."""
-    names = (
-        "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
-        "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
-        "log_every_n_steps limit_train_batches limit_val_batches limit_test_batches limit_predict_batches "
-        "inference_mode use_distributed_sampler preemption_signals reload_dataloaders_every_n_epochs"
-    )
-    facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
-    facts["strategy"] = trainer.strategy.name
-    facts["precision"] = trainer.strategy.precision.name
-    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # at its end ranks compare
-    return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ from drivetrain._config.arguments import duration
 from drivetrain._engine.batches import BatchMover, moved
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.stage_data import StageData
+from drivetrain._engine.stage_loaders import Dealing, find_loaders
 from drivetrain._engine.window_opening import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.hooks import is_overridden
@@ -181,6 +183,16 @@ def estimated_steps(run: RunState, data: StageData | None) -> int | float:
         windows = (schedule.window_of(epoch) or 1 for epoch in range(trainer.max_epochs))
         steps = sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+
+
+def estimated_before_data(run: RunState) -> int | float:
+    """Return the same in ``setup``: the training loader is asked for, which the run then reads. Collective."""
+    strategy, given = run.strategy, run.given
+    run.given = replace(given, asked_for=find_loaders("train", given.train, given.datamodule, run.module))
+    dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, run.trainer.use_distributed_sampler)
+    data = StageData(run.trainer, "train", run.module, run.given, dealing, strategy.control)
+    data.close()
+    return estimated_steps(run, data)
 
 
 class _SaysOnce:
