@@ -14,10 +14,11 @@ from typing import Any, SupportsFloat
 
 from drivetrain.checkpoint._format.object_file import replaced
 from drivetrain.errors import ConfigurationError, DrivetrainError
-from drivetrain.loggers._csv_table import Row, lines_of, table_of, text_of
+from drivetrain.loggers._csv_table import Row, lines_of, table_of
+from drivetrain.loggers._csv_table import text_of as text_of_table
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._media_files import MediaFiles
-from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure
+from drivetrain.loggers.media import Histogram, Table, pixels_of, png_of, png_of_figure, text_of
 
 _PAUSES = (0.5, 1.0, 2.0)  # seconds between tries where a store refuses
 _FINAL = (PermissionError, ValueError, csv.Error)  # trying again changes nothing
@@ -121,7 +122,7 @@ class CSVLogger(DirectoryLogger):
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Write a text file."""
-        self._write_file(key, step, "txt", value.encode())
+        self._write_file(key, step, "txt", text_of(value).encode())
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Write a CSV file."""
@@ -130,7 +131,7 @@ class CSVLogger(DirectoryLogger):
             {column: "" if cell is None else str(cell) for column, cell in zip(table.columns, row, strict=True)}
             for row in table.rows
         ]
-        self._write_file(key, step, "csv", text_of(table.columns, rows).encode())
+        self._write_file(key, step, "csv", text_of_table(table.columns, rows).encode())
 
     def _write_file(self, key: str, step: int, kind: str, content: bytes) -> None:
         MediaFiles(self._directory).write(f"{self._prefix}{key}", step, kind, content)
@@ -210,11 +211,11 @@ class CSVLogger(DirectoryLogger):
         if not self._directory.is_local:
             there, before = self._without_what_came_again(self._written)
             rows = [*there, *self._pending]
-            self._replace(text_of(columns, rows))
+            self._replace(text_of_table(columns, rows))
             self._written = rows
         elif self._come_again or columns != self._columns or not self._append(lines_of(columns, self._pending)):
             there, before = self._without_what_came_again(table_of(self._read() or "")[1])
-            self._replace(text_of(columns, [*there, *self._pending]))
+            self._replace(text_of_table(columns, [*there, *self._pending]))
         self._columns = columns
         self._pending = []
         self._come_again, self._rows_before = set(), before
@@ -247,7 +248,7 @@ class CSVLogger(DirectoryLogger):
         found, rows = table_of(text)
         columns = list(dict.fromkeys(["step", *found]))
         if self._directory.is_local:
-            if text and (whole := text_of(columns, rows)) != text:
+            if text and (whole := text_of_table(columns, rows)) != text:
                 self._replace(whole)  # a torn last line goes, and another program's way to write a table becomes ours
         else:
             self._written = rows
@@ -268,7 +269,7 @@ class CSVLogger(DirectoryLogger):
         columns = ["step", *(one for one in found if one != "step" and (one in filled or len(kept) == len(rows)))]
         # After a write whose answer was lost, the store may have more than this object knows of.
         if len(kept) < len(rows) or (text is None and self._refused):
-            self._replace(text_of(columns, kept))
+            self._replace(text_of_table(columns, kept))
             self._columns = columns
             if not self._directory.is_local:
                 self._written = kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +115,14 @@ class Histogram:
         """How many numbers are counted."""
         return sum(self.counts)
 
+    def with_at_most(self, bins: int) -> Histogram:
+        """Return it with neighbouring bins joined, where it has more than ``bins``."""
+        width = -(-len(self.counts) // bins)
+        if width <= 1:
+            return self
+        counts = tuple(sum(self.counts[at : at + width]) for at in range(0, len(self.counts), width))
+        return replace(self, counts=counts, edges=(*self.edges[:-1:width], self.edges[-1]))
+
     @classmethod
     def of(cls, value: Any, bins: int = 64) -> Histogram:
         """Count a tensor's or an array's numbers; a `Histogram` is returned as it is.
@@ -122,10 +130,13 @@ class Histogram:
         Args:
             value: of any shape, on any device. One that is spread over ranks is refused.
             bins: of equal width, between the smallest and the largest finite number.
+
+        Raises:
+            ConfigurationError: it has no numbers, or is spread over ranks.
         """
         if isinstance(value, Histogram):
             return value
-        tensor = torch.as_tensor(value)
+        tensor = _as_tensor(value)
         if hasattr(tensor, "full_tensor"):
             raise ConfigurationError(
                 "log_histogram was given a tensor that is spread over ranks.",
@@ -150,6 +161,17 @@ class Histogram:
 Edges = np.ndarray[Any, Any]
 
 
+def _as_tensor(value: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"log_histogram was given a {type(value).__name__}.",
+            f"it counts the numbers of one tensor or array ({error}).",
+            "give a tensor, an array, or a Histogram; trainer.log_histogram takes a dict of tensors by name.",
+        ) from error
+
+
 @dataclass(frozen=True)
 class Reach:
     """Between which numbers the finite ones of a tensor are, or those of several."""
@@ -166,9 +188,25 @@ class Reach:
         return self.low > self.high
 
     def edges(self, bins: int) -> Edges:
-        """Return the edges of ``bins`` bins, which are those that ``numpy.histogram`` takes."""
-        ends = np.asarray([] if self.is_empty else [self.low, self.high], np.float32 if self.single else np.float64)
-        return np.histogram_bin_edges(ends, bins)
+        """Return the edges of ``bins`` bins, which are those that ``numpy.histogram`` takes.
+
+        Where it takes none, they are of float64, or reach a little further: so many bins do not fit between numbers
+        that are all but equal, as the weights of a norm are at first, and the width of others is no float32.
+        """
+        for dtype in (np.float32, np.float64) if self.single else (np.float64,):
+            try:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    edges = np.histogram_bin_edges(
+                        np.asarray([] if self.is_empty else [self.low, self.high], dtype), bins
+                    )
+            except ValueError:
+                if bins < 1:
+                    raise
+                continue
+            if np.isfinite(edges).all() and (np.diff(edges / 2) > 0).all():
+                return edges
+        margin = bins * np.spacing(max(abs(self.low), abs(self.high)))
+        return 2 * np.linspace((self.low - margin) / 2, (self.high + margin) / 2, bins + 1)
 
     @classmethod
     def joined(cls, parts: Sequence[Reach]) -> Reach:
@@ -203,6 +241,7 @@ class Numbers:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         flat = tensor.detach()
+        flat = flat if flat.layout is torch.strided else flat.to_dense()
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat.reshape(-1)
         single = flat.is_floating_point() and flat.element_size() <= 4
         flat = flat.to(torch.float32 if single else torch.float64)
@@ -215,11 +254,19 @@ class Numbers:
     def counted(self, edges: Edges) -> Counted:
         """Count them between edges, which are alike for all parts."""
         flat = self._flat
-        inner = torch.as_tensor(edges[1:-1].copy(), device=flat.device).to(flat.dtype)
+        inner = torch.as_tensor(edges[1:-1].copy(), device=flat.device)
         counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=flat.device)
         for part in torch.split(flat, _AT_ONCE):
-            counts += torch.bincount(torch.bucketize(part, inner, right=True), minlength=len(counts))
+            counts += torch.bincount(torch.bucketize(part.to(inner.dtype), inner, right=True), minlength=len(counts))
         return Counted(counts.tolist(), float(flat.sum(dtype=torch.float64)), float(flat.double().square().sum()))
+
+
+# Texts
+
+
+def text_of(value: Any) -> str:
+    """Return a text that a file can hold: what UTF-8 cannot hold, halves of a surrogate pair, as ``\\udcff``."""
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 # Tables
@@ -270,7 +317,7 @@ def _is_list(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         value = value.tolist()
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return value if value is None or isinstance(value, bool | int | float) else text_of(value)
 
 
 def _cell(value: Any) -> str:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from drivetrain.checkpoint._format.place import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._kept_run_id import KeptRunId
-from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 from drivetrain.runs._directory import alone_in
 
 _log = logging.getLogger("drivetrain")
@@ -26,6 +27,8 @@ _STATUS = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 _UNKNOWN_TO_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
 _MOST_METRICS = 1000  # of one request
 _MOST_PARAMS = 100
+_LONGEST_NAME = 250
+_SHORTEST_CUT = 250  # a parameter's value is cut at 250, 500 or 6000 characters, as the server's release has it
 _STORED_IMAGE = re.compile(r"([^/]+?)[+%]step[+%](\d+)[+%]timestamp")
 _REFUSED = {
     "log_model": "it does not upload checkpoints: call logger.experiment.log_artifacts(logger.run_id, "
@@ -161,7 +164,7 @@ class MLFlowLogger(DirectoryLogger):
         entities = _mlflow("mlflow.entities")
         wanted = {self._named(name): str(value) for name, value in _flat(self._left_out.take_out(params)[0])}
         there = self.experiment.get_run(self.run_id).data.params
-        changed = [name for name, value in wanted.items() if name in there and not value.startswith(there[name])]
+        changed = [name for name, value in wanted.items() if name in there and not _is_kept_as(value, there[name])]
         if changed:
             _log.warning("MLflow keeps the values that these parameters had at first: %s.", ", ".join(changed))
         new = [entities.Param(name, value) for name, value in wanted.items() if name not in there]
@@ -184,7 +187,7 @@ class MLFlowLogger(DirectoryLogger):
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Keep ``texts/<key>/step=<n>.txt``."""
-        self.experiment.log_text(self.run_id, value, self._file("texts", key, step, "txt"))
+        self.experiment.log_text(self.run_id, text_of(value), self._file("texts", key, step, "txt"))
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Keep ``tables/<key>/step=<n>.json``, with ``columns`` and ``data``, as MLflow shows tables."""
@@ -296,19 +299,34 @@ class MLFlowLogger(DirectoryLogger):
             self._cannot_keep("images without Pillow (pip install pillow)")
             return
         name, run_id = self._named(f"{self._prefix}{key}"), self.run_id
+        name = name.replace(":", "_")  # which MLflow takes in other names
         if step > self._stored_images.get(name.replace("/", "~"), -1):
             self.experiment.log_image(run_id, pixels(), key=name, step=step)
 
     def _file(self, folder: str, key: str, step: int, kind: str) -> str:
-        parts = [part if part.strip(".") else "_" for part in self._named(f"{self._prefix}{key}").split("/")]
-        return "/".join([folder, *parts, f"step={step}.{kind}"])
+        return f"{folder}/{self._named(f'{self._prefix}{key}')}/step={step}.{kind}"
 
     def _named(self, name: str) -> str:
-        known = _UNKNOWN_TO_MLFLOW.sub("_", name)
+        known = _known_to_mlflow(name)
         if known != name and name not in self._renamed:
             self._renamed.add(name)
             _log.warning("MLflow does not take the name %r: it is %r there.", name, known)
         return known
+
+
+def _known_to_mlflow(name: str) -> str:
+    """Make of a name one that MLflow takes: a name that it refuses would hold back all that comes after it."""
+    parts = _UNKNOWN_TO_MLFLOW.sub("_", name).split("/")
+    # MLflow takes names for paths: one that leads elsewhere, or is another one's, it refuses.
+    known = "/".join("_" * max(1, len(part)) if not part.strip(".") else part for part in parts)
+    known = f"__{known[2:]}" if known.startswith("..") else known
+    if len(known) > _LONGEST_NAME:
+        known = f"{known[: _LONGEST_NAME - 9]}-{zlib.crc32(name.encode(errors='backslashreplace')):08x}"
+    return known
+
+
+def _is_kept_as(value: str, kept: str) -> bool:
+    return value == kept or (len(kept) >= _SHORTEST_CUT and value.startswith(kept))
 
 
 def _mlflow(module: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
 _log = logging.getLogger("drivetrain")
 
@@ -122,7 +122,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Write a text, which TensorBoard shows as Markdown."""
-        self.experiment.add_text(f"{self._prefix}{key}", value, step)
+        self.experiment.add_text(f"{self._prefix}{key}", text_of(value), step)
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Write a table, as a text in Markdown."""

@@ -21,7 +21,7 @@ from drivetrain.loggers._directory_logger import DirectoryLogger
 from drivetrain.loggers._kept_run_id import KeptRunId
 from drivetrain.loggers._row_journal import RowJournal
 from drivetrain.loggers._wandb_store import StoredRows
-from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure
+from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 
 _log = logging.getLogger("drivetrain")
 
@@ -29,6 +29,8 @@ STEP = "trainer/global_step"
 """Under which a row has its optimizer step: the axis of all charts, as with Lightning."""
 
 _EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 255}  # 255 is what wandb itself says of Ctrl-C: "killed"
+
+_MOST_BINS = 512  # that wandb takes
 
 _REFUSED = {
     "log_model": "it does not upload checkpoints: call logger.experiment.log_artifact(trainer.log_dir + '/checkpoints/"
@@ -135,7 +137,7 @@ class WandbLogger(DirectoryLogger):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Put ``params``, without secrets, into the run's configuration."""
         kept, _ = self._left_out.take_out(params)
-        self.experiment.config.update(kept, allow_val_change=True)
+        self.experiment.config.update(_by_text(kept), allow_val_change=True)
 
     def log_image(self, key: str, value: Any, step: int) -> None:
         """Send a picture. Needs Pillow."""
@@ -146,18 +148,18 @@ class WandbLogger(DirectoryLogger):
         self._log_object(key, lambda: _wandb().Image(_squeezed(pixels_of_figure(value))), step)
 
     def log_histogram(self, key: str, value: Any, step: int) -> None:
-        """Send how the numbers are distributed."""
-        found = Histogram.of(value)
+        """Send how the numbers are distributed; neighbouring bins are joined where there are more than 512."""
+        found = Histogram.of(value).with_at_most(_MOST_BINS)
         self._log_object(key, lambda: _wandb().Histogram(np_histogram=(list(found.counts), list(found.edges))), step)
 
     def log_text(self, key: str, value: str, step: int) -> None:
         """Send a text, as a table of one cell."""
-        self._log_object(key, lambda: _wandb().Table(columns=["text"], data=[[value]]), step)
+        self._log_object(key, lambda: _wandb().Table(columns=["text"], data=[[text_of(value)]]), step)
 
     def log_table(self, key: str, value: Any, step: int) -> None:
         """Send a table."""
         table = Table.of(value)
-        self._log_object(key, lambda: _wandb().Table(columns=table.columns, data=table.rows), step)
+        self._log_object(key, lambda: _table(table), step)
 
     def log_graph(self, module: torch.nn.Module, example: Any = None) -> None:
         """Nothing: wandb shows the graph of a module that it watches, ``logger.experiment.watch(module)``."""
@@ -295,6 +297,19 @@ def _check_options(wandb: Any, options: Mapping[str, Any]) -> None:
                 "what it does not know itself it hands to wandb.init, which has no such argument.",
                 f"use one of {', '.join(known)}; add_file_policy is of artifacts, which this logger does not upload.",
             )
+
+
+def _table(table: Table) -> Any:
+    kind = _wandb().Table
+    try:
+        return kind(columns=table.columns, data=table.rows)
+    except TypeError:  # a column of numbers and texts, say: wandb takes it when it need not tell the column's type
+        return kind(columns=table.columns, data=table.rows, allow_mixed_types=True)
+
+
+def _by_text(value: Any) -> Any:
+    """Make names of a configuration text, which wandb takes alone."""
+    return {str(name): _by_text(one) for name, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def _define_step(run: Any) -> None:

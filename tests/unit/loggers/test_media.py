@@ -145,6 +145,60 @@ def test_a_histogram_of_what_is_not_finite() -> None:
     assert Histogram.of(found) is found
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.asarray([1.0, 1.0 + 2**-23] * 3, np.float32),  # a norm's weight after a step of the warm-up
+        np.asarray([2**24, 2**24 + 2, 2**24 + 4], np.float32),
+        np.asarray([-1e9] * 3, np.float32),  # a mask
+        np.asarray([-1e38, 3e38, 0], np.float32),
+        np.asarray([1e-45, 3e-45], np.float32),
+        np.asarray([1.0, 1.0 + 2**-52]),
+        np.asarray([-1.7e308, 0.0, 1.7e308]),
+        np.asarray([1e300] * 2),
+    ],
+)
+@pytest.mark.parametrize("bins", [1, 64])
+def test_a_histogram_of_what_numpy_refuses(values: np.ndarray[Any, Any], bins: int) -> None:
+    # L-04: between these numbers there are no 64 others of their type, or more than it holds
+    found = Histogram.of(torch.from_numpy(values), bins)
+    edges = np.asarray(found.edges)
+    assert np.isfinite(edges).all()
+    assert (np.diff(edges / 2) > 0).all()
+    assert (edges[0] <= values.min(), values.max() <= edges[-1]) == (True, True)
+    counts, _ = np.histogram(values.astype(np.float64), edges)
+    assert found.counts == tuple(counts.tolist())
+    assert found.total == values.size
+
+
+def test_a_histogram_of_a_sparse_gradient() -> None:
+    # L-04: of an embedding, say
+    value = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    assert Histogram.of(value.to_sparse(), 2) == Histogram.of(value, 2)
+
+
+@pytest.mark.parametrize("value", ["text", None, {"a": torch.ones(2)}, [[1], [1, 2]]])
+def test_a_histogram_of_no_tensor(value: Any) -> None:
+    # L-04
+    with pytest.raises(ConfigurationError, match="log_histogram was given a") as caught:
+        Histogram.of(value)
+    assert "trainer.log_histogram" in str(caught.value)
+
+
+@requires_package("tensorboard")
+def test_texts_that_no_file_can_hold(tmp_path: Path) -> None:
+    # L-04: bytes that a model made, decoded with "surrogateescape", and what is no text
+    for logger in (CSVLogger(tmp_path / "csv", version=0), TensorBoardLogger(tmp_path / "board", version=0)):
+        logger.log_text("said", "a\udcff", 1)
+        logger.log_text("said", 3, 2)  # type: ignore[arg-type]
+        logger.log_table("table", {"said": ["a\udcff"]}, 1)
+        logger.finalize("success")
+    media = tmp_path / "csv/drivetrain_logs/version_0/media"
+    assert (media / "said/step=1.txt").read_text() == "a\\udcff"
+    assert (media / "said/step=2.txt").read_text() == "3"
+    assert (media / "table/step=1.csv").read_text() == "said\na\\udcff\n"
+
+
 def test_pixels() -> None:
     from PIL import Image
 

@@ -103,7 +103,7 @@ def test_media(root: Path) -> None:
     sizes = {path.name.split("+")[0]: Image.open(path).size for path in artifacts.glob("images/*.png")}
     assert sizes == {"seen~picture": (6, 4), "grey": (6, 4), "figure": (5, 3)}
     assert sum(json.loads((artifacts / "histograms/weights/step=2.json").read_text())["counts"]) == 8
-    assert (artifacts / "texts/said/_/x/step=2.txt").read_text() == "a | b"
+    assert (artifacts / "texts/said/__/x/step=2.txt").read_text() == "a | b"
     table = json.loads((artifacts / "tables/table/step=2.json").read_text())
     assert table == {"columns": ["x", "y"], "data": [[1, "a"], [2, None]]}
 
@@ -143,6 +143,32 @@ def test_a_run_that_goes_on_has_no_fold(root: Path, caplog: pytest.LogCaptureFix
     again.log_metrics({"test_loss": 0.5}, 10)
     again.finalize("success")
     assert mlflow_curve(root, folder, "test_loss") == [(10, 0.5)]
+
+
+def test_names_that_mlflow_does_not_take(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # L-04: one of them would hold back all rows that come after it
+    names = ["..", "../x", "..x", "/abs", "a//b", "a/./b", "end/", "", ".", "x" * 300, "x" * 300 + "y", "a:b"]
+    logger = MLFlowLogger(save_dir=root)
+    logger.log_hyperparams(dict.fromkeys(names, 1))
+    for step, name in enumerate(names):
+        logger.log_metrics({name: 1.0, "loss": 0.5}, step)
+        logger.log_image(name, torch.rand(3, 2, 2), step) if len(name) < 100 else None
+    logger.finalize("success")
+    folder = folder_of(logger)
+    assert mlflow_curve(root, folder, "loss") == [(step, 0.5) for step in range(len(names))]
+    run = mlflow_run(root, folder)
+    assert "refuses" not in caplog.text
+    assert {"__", "__/x", "__x", "_/abs", "a/_/b", "end/_", "_", "a:b"} <= run.data.metrics.keys()
+    assert sum(name.startswith("xxx") for name in run.data.metrics) == 2
+    assert run.data.metrics.keys() - {"loss"} == run.data.params.keys()
+
+
+def test_a_parameter_that_begins_as_it_did_is_another(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = MLFlowLogger(save_dir=root)
+    logger.log_hyperparams({"lr": 0.1, "long": "x" * 7000})
+    assert "at first" not in caplog.text
+    logger.log_hyperparams({"lr": 0.15, "long": "x" * 7000})  # MLflow has cut the long one
+    assert "had at first: lr." in caplog.text
 
 
 def test_another_folder_is_another_run(root: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from services import Drawing, offline, wandb_curve, wandb_records, wandb_rows
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers import WandbLogger
+from drivetrain.loggers import Histogram, WandbLogger
 from drivetrain.testing import requires_package
 
 __all__ = ["offline"]
@@ -98,6 +98,25 @@ def test_media(tmp_path: Path) -> None:
     table = json.loads((files / found["table"]["path"]).read_text())
     assert (table["columns"], table["data"]) == (["x", "y"], [[1, "a"], [2, None]])
     assert json.loads((files / found["said"]["path"]).read_text())["data"] == [["a | b"]]
+
+
+def test_media_that_wandb_does_not_take(tmp_path: Path) -> None:
+    # L-04: columns of several types, more than 512 bins, names by numbers
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.log_table("table", {"x": [1, "a", None, 0.5]}, 2)
+    logger.log_histogram("weights", Histogram.of(torch.arange(1030.0), 1030), 2)
+    logger.log_hyperparams({"classes": {0: "cat", 1: "dog"}, 5: 1})
+    logger.finalize("success")
+    folder = folder_of(logger)
+    (files,) = folder.glob("wandb/*run-*/files")
+    found = {name: value for row in wandb_rows(folder) for name, value in row.items() if isinstance(value, dict)}
+    assert json.loads((files / found["table"]["path"]).read_text())["data"] == [[1], ["a"], [None], [0.5]]
+    counts, edges = found["weights"]["values"], found["weights"]["bins"]
+    assert counts == [3] * 343 + [1]
+    assert (len(edges), edges[0], edges[-1]) == (345, 0.0, 1029.0)
+    (part,) = wandb_records(folder)
+    config = {one.key: json.loads(one.value_json) for update in kinds(part, "config") for one in update.update}
+    assert config == {"classes": {"0": "cat", "1": "dog"}, "5": 1}
 
 
 def test_a_run_that_goes_on_has_no_fold(tmp_path: Path) -> None:
