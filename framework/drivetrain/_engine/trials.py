@@ -149,9 +149,11 @@ def _trial_of(trainer: RunReads, stage: str, callback: Any, steps: int) -> Any:
     trial.callbacks, trial.loggers = [callback], [SilentLogger() for _ in trainer.loggers]
     trial.session, trial.state = None, "idle"
     trial._log_queue, trial._collective_calls = None, CollectiveCalls()
+    trial.given_profiler = None
     trial.enable_checkpointing, trial.barebones, trial.fast_dev_run = False, True, False
     trial.log_every_n_steps = trial.num_sanity_val_steps = 0
-    trial.max_epochs, trial.max_steps, trial.max_time = -1, steps, None
+    # An epoch has a step at least, or none ever comes; configure_optimizers may read it, to build a schedule.
+    trial.max_epochs, trial.max_steps, trial.max_time = max(steps, trainer.max_epochs or 0), steps, None
     trial.min_epochs = trial.min_steps = None
     trial.reload_dataloaders_every_n_epochs = 0
     if isinstance(trial.precision_setting, Precision):  # whose loss scale moves
@@ -183,7 +185,10 @@ def _refuse_one_shot(loaders: Any) -> None:
 
 
 def _has_no_batch(error: BaseException) -> bool:
-    return isinstance(error, ConfigurationError) and "has no batch" in error.what
+    """Whether a loader has no batch, or a limit that is a part of it takes none."""
+    return isinstance(error, ConfigurationError) and any(
+        said in error.what for said in ("has no batch", "is none at all")
+    )
 
 
 @contextmanager

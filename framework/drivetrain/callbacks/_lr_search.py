@@ -172,7 +172,9 @@ class RateSearch(Callback):
         smoothed = self._average / (1 - _BETA ** len(self.rates))
         self.losses.append(smoothed)
         if self._threshold is not None and len(self.rates) > 1:
-            diverges = not math.isfinite(smoothed) or smoothed > self._threshold * self._best
+            # Of a loss below zero, so many times the best one would be lower still.
+            most = self._best + (self._threshold - 1) * abs(self._best) if math.isfinite(self._best) else math.inf
+            diverges = not math.isfinite(smoothed) or smoothed > most
             if diverges:
                 trainer.should_stop = True
         if math.isfinite(smoothed):

@@ -19,8 +19,15 @@ class SilentLogger(Logger):
     def version(self) -> str:
         return ""
 
+    @property
+    def experiment(self) -> Any:
+        return _Nothing()
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         del metrics, step
+
+    def _cannot_keep(self, what: str) -> None:
+        del what  # nothing is kept, and nobody is told
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copying and pickling look for

@@ -149,3 +149,9 @@ def test_the_callback_sets_the_size_that_the_fit_uses(tmp_path: Path) -> None:  
     finder, own = BatchSizeFinder(), Data(26)
     quiet(callbacks=[finder]).validate(Hungry(), datamodule=own, verbose=False)
     assert own.batch_size == 8
+
+
+def test_a_size_of_which_a_part_of_the_data_is_no_batch_is_too_large() -> None:  # L-06
+    module = Net()
+    assert Tuner(quiet(limit_train_batches=0.1)).scale_batch_size(module, loader(100)) == 8  # 13 batches, and 7 of 16
+    assert module.batch_size == 8

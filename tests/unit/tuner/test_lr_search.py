@@ -189,3 +189,41 @@ def test_a_plot_shows_the_losses_and_the_suggestion() -> None:  # L-06
     assert list(curve.get_xdata()) == rates
     assert list(mark.get_xdata()) == [rates[30]]
     assert axes.get_xscale() == "log"
+
+
+def test_a_loss_below_zero_ends_the_search_where_it_rises_and_not_before() -> None:  # L-06
+    class Shifted(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) - 100
+
+    torch.manual_seed(0)
+    found = Tuner(quiet()).lr_find(Shifted(), loader(), num_training=30, max_lr=0.1)
+    assert len(found.results["loss"]) == 30
+    assert found.suggestion() is not None
+    found = Tuner(quiet()).lr_find(Shifted(), loader(), num_training=30, max_lr=1e9, update_attr=False)
+    assert len(found.results["loss"]) < 30
+
+
+@pytest.mark.timeout(60)
+def test_a_search_in_which_no_step_is_made_ends() -> None:  # L-06
+    class Idle(Net):
+        def batch_weight(self, batch: Any) -> float:
+            return 0.0
+
+    module = Idle()
+    found = Tuner(quiet()).lr_find(module, loader(8), num_training=12)
+    assert found.results == {"lr": [], "loss": []}
+    assert module.lr == 0.05
+
+
+def test_a_schedule_may_be_built_from_the_epochs_of_the_fit() -> None:  # L-06
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), lr=self.lr)
+            epochs = self.trainer.max_epochs
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=10)]
+
+    assert (
+        len(Tuner(quiet(max_epochs=2)).lr_find(Scheduled(), loader(), num_training=15, max_lr=0.1).results["lr"]) == 15
+    )
+    assert Tuner(quiet(max_epochs=2)).scale_batch_size(Scheduled(), loader(), max_trials=2) == 4

@@ -221,18 +221,20 @@ def test_nothing_is_said_but_the_finding(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path) -> None:  # L-06
+def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:  # L-06
     class Drawing(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.logger.experiment.add_image("batch", batch[0], self.global_step)
             self.loggers[1].run["step"].log(self.global_step)
             self.logger.log_hyperparams({"a": 1})
+            self.logger.log_image("batch", batch[0], self.global_step)
             return super().training_step(batch, batch_idx)
 
     fit = quiet(logger=[CSVLogger(tmp_path), CSVLogger(tmp_path / "second")])
     found = Tuner(fit).lr_find(Drawing(), loader(), num_training=12, early_stop_threshold=None)
     assert len(found.results["lr"]) == 12
     assert not list(tmp_path.iterdir())
+    assert "cannot keep" not in caplog.text
 
 
 def test_a_module_is_refused_that_cannot_be_copied() -> None:  # L-06
@@ -247,3 +249,15 @@ def test_a_loader_with_workers_is_as_it_was() -> None:  # L-06
     Tuner(quiet()).lr_find(Net(), workers, num_training=12)
     assert workers._iterator is None
     assert workers.batch_size == 4
+
+
+@pytest.mark.parametrize("name", ["simple", "pytorch"])
+def test_a_profiler_measures_no_trial(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:  # L-05, L-06
+    fit = quiet(profiler=name, default_root_dir=tmp_path)
+    Tuner(fit).lr_find(Net(), loader(), num_training=5)
+    Tuner(fit).scale_batch_size(Net(), loader(), max_trials=2)
+    assert not list(tmp_path.iterdir())
+    assert "training" not in capsys.readouterr().out
+    assert fit.profiler.summary() == ""
