@@ -236,6 +236,7 @@ class Fit(RunReads):
             self.given_profiler = profiler_of(profiler)
         self.state = "idle"
         self.session = None
+        self.searched = set()
         self.built_unseeded = False
         self._collective_calls = CollectiveCalls()
         self._log_queue: LogQueue | None = None

@@ -531,6 +531,9 @@ class RunContext(Protocol):
     preemption_signals: str | list[str] | None
     barebones: bool
 
+    searched: set[str]
+    """Names of hyper-parameters that a search sets."""
+
     built_unseeded: bool
     """Whether ``Fit(seed=)`` was given a module that had been built in a process that nobody had seeded."""
 
@@ -571,6 +574,12 @@ class Trials(Protocol):
 
     def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
         """Do as `run`; False where memory lacked on any rank, or the data give no batch so large."""
+
+    def searches(self, name: str) -> None:
+        """Note that hyper-parameter ``name`` is set by a search.
+
+        A run that differs in it alone is the same experiment for ``ckpt_path`` "auto", "last" and "best".
+        """
 
     def say(self, text: str, *values: Any) -> None:
         """Say what was found, on rank 0."""

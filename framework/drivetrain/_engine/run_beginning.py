@@ -115,7 +115,7 @@ def _search(
     run: RunState, place: RunPlace | None, ckpt_path: str | None, folders: Sequence[str] | None = None
 ) -> Search:
     where = place or place_of_logs(run)
-    identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0])
+    identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0], run.trainer.searched)
     search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
     if place is not None and place.fixed is not None:
         search.consider_occupant(place.fixed)

@@ -98,6 +98,9 @@ class EngineTrials:
             torch.cuda.empty_cache()
         return fits
 
+    def searches(self, name: str) -> None:
+        self._trainer.searched.add(name)
+
     def say(self, text: str, *values: Any) -> None:
         first = self._trainer.is_global_zero
         with heard(first and not self._trainer.barebones):

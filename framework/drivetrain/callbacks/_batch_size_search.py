@@ -83,6 +83,7 @@ def find_batch_size(
     """
     check_batch_size_arguments(mode, init_val, max_trials, steps_per_trial)
     _check_changeable(trials, batch_arg_name)
+    trials.searches(batch_arg_name)
     most: int | None = None
 
     def fits(size: int) -> bool:

@@ -199,6 +199,8 @@ def find_lr(
     check_lr_arguments(min_lr, max_lr, num_training, mode, early_stop_threshold)
     module, datamodule = trials.module, trials.datamodule
     name = lr_attribute(module, datamodule, attr_name) if update_attr else None
+    if name is not None:
+        trials.searches(name)
     search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold)
     trials.run(search, num_training)
     found = LRFind({"lr": search.rates, "loss": search.losses}, mode)

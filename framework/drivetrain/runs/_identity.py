@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +21,25 @@ class Identity:
         module: the class of the module, see `class_path`.
         name: the run's, which is its first logger's.
         hyper_parameters: of the module, without secrets, encoded as JSON.
+        searched: those of them that a search sets, which may come out otherwise for the same experiment.
     """
 
     module: str
     name: str
     hyper_parameters: Mapping[str, Any]
+    searched: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, kind: type, name: str, hyper_parameters: Mapping[str, Any]) -> Identity:
+    def of(cls, kind: type, name: str, hyper_parameters: Mapping[str, Any], searched: Iterable[str] = ()) -> Identity:
         """Return the identity of a run.
 
         Args:
             kind: the module's class.
             name: the run's.
             hyper_parameters: of the module, without secrets.
+            searched: the names of those that a search sets.
         """
-        return cls(class_path(kind), name, encoded(hyper_parameters))
+        return cls(class_path(kind), name, encoded(hyper_parameters), frozenset(searched))
 
     def why_not(self, module: str, name: str, hyper_parameters: Any) -> str | None:
         """Say what another run is that this one is not; None where it is the same experiment.
@@ -55,6 +58,9 @@ class Identity:
         theirs = hyper_parameters if isinstance(hyper_parameters, Mapping) else {}
         ours = self.hyper_parameters
         keys = [key for key in {**theirs, **ours} if key not in theirs or key not in ours or theirs[key] != ours[key]]
+        keys = [key for key in keys if key not in self.searched]
+        if not keys and isinstance(hyper_parameters, Mapping):
+            return None
         told = ", ".join(f"{key}={_at(theirs, key)}, here {_at(ours, key)}" for key in keys[:3])
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
         return f"its hyper-parameters differ: {told}{more}"

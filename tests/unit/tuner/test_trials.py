@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from tuner_case import FEATURES, Data, Drawn, Net, data, loader, quiet
 
 from drivetrain import Callback, ConfigurationError, TrainModule
-from drivetrain.callbacks import Checkpoint
+from drivetrain.callbacks import Checkpoint, LearningRateFinder
 from drivetrain.loggers import CSVLogger
 from drivetrain.precision import MixedPrecision
 from drivetrain.tuner import Tuner
@@ -261,3 +261,29 @@ def test_a_profiler_measures_no_trial(
     assert not list(tmp_path.iterdir())
     assert "training" not in capsys.readouterr().out
     assert fit.profiler.summary() == ""
+
+
+@pytest.mark.parametrize("whose", ["the tuner's", "the finder's"])
+def test_a_run_goes_on_whose_search_comes_out_otherwise(tmp_path: Path, whose: str) -> None:  # L-06, J-13
+    class Kept(Net):
+        def __init__(self, lr: float = 0.05, width: int = 1) -> None:
+            super().__init__(lr)
+            self.save_hyperparameters()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+    def trained(epochs: int, steps: int, width: int = 1) -> tuple[float, str]:
+        search: dict[str, Any] = {"min_lr": 1e-4 * steps, "max_lr": 1e-1}
+        finder = [] if whose == "the tuner's" else [LearningRateFinder(num_training_steps=steps, **search)]
+        fit = quiet(default_root_dir=tmp_path, max_epochs=epochs, enable_checkpointing=True, callbacks=finder)
+        module = Kept(width=width)
+        if not finder:
+            Tuner(fit).lr_find(module, loader(), num_training=steps, **search)
+        fit.fit(module, loader(), ckpt_path="auto")
+        return module.hparams["lr"], str(fit.log_dir)
+
+    first, second = trained(1, 15), trained(2, 20)
+    assert first[0] != second[0]
+    assert first[1] == second[1]
+    assert trained(2, 20, width=2)[1] != first[1]
