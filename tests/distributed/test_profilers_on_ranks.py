@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Fit, TrainModule
+from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import DistributedError
 from drivetrain.profilers import SimpleProfiler
 from drivetrain.testing import EmulatedCuda, requires_emulated_cuda
@@ -118,6 +119,28 @@ def test_a_profiler_on_one_rank_alone_is_refused_by_name(tmp_path: Path) -> None
     for said in on_ranks(_differing, 2, tmp_path):
         assert "profiler" in said
         assert "SimpleProfiler" in said
+
+
+def _wanting_a_folder(root: Path, what: str) -> str:
+    first = torch.distributed.get_rank() == 0
+    try:
+        if what == "profiler":
+            _fit(root, "ddp", "simple" if first else None)
+        else:
+            _fit(root, "ddp", None, callbacks=[] if first else [Checkpoint()])
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "named"), [("profiler", "SimpleProfiler"), ("callback", "Checkpoint")])
+def test_a_folder_that_only_some_ranks_want_is_refused_by_name(tmp_path: Path, what: str, named: str) -> None:
+    # L-05: ranks without loggers or checkpoints do not come to settle the run's folder
+    wants, not_ = (0, 1) if what == "profiler" else (1, 0)
+    for said in on_ranks(_wanting_a_folder, 2, tmp_path, what):
+        assert "want a folder for the run" in said
+        assert f"{named} on rank(s) [{wants}]" in said
+        assert f"nothing on rank(s) [{not_}]" in said
 
 
 def _on_a_device(gpu: EmulatedCuda, root: Path) -> tuple[list[Any], str, list[int]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control import LocalControl
+from drivetrain._engine.handshake import settle_folder
 from drivetrain._engine.run_folder import CHOSEN, Beginning
 from drivetrain._engine.saved_state import taking
 from drivetrain._engine.seeding import order_seed
@@ -68,11 +69,19 @@ class RunCheckpoints:
         """
         session = self._session
         self._looked_in = self._folders()
-        saves = session.profiling.wants_folder or any(one.wants_run_folder for one in session.callbacks)
-        if session.trainer.loggers or saves or self._path is not None:
+        wanted_by = self._what_wants_a_folder()
+        settle_folder(session.strategy.control, wanted_by)
+        if wanted_by:
             from drivetrain._engine.run_beginning import begin
 
             self._beginning = begin(session, session.folder, self._path, _check_form)
+
+    def _what_wants_a_folder(self) -> list[str]:
+        session, trainer = self._session, self._session.trainer
+        profilers = [trainer.profiler] if session.profiling.wants_folder else []
+        saving = [one for one in session.callbacks if one.wants_run_folder]
+        asked = [] if self._path is None else ["ckpt_path"]
+        return [*(type(one).__name__ for one in (*trainer.loggers, *saving, *profilers)), *asked]
 
     def claim_for_late(self) -> None:
         """Claim a folder for callbacks that have come in `setup`, where the run has none yet. Collective."""

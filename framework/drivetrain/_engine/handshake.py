@@ -42,6 +42,32 @@ def shake_hands(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     )
 
 
+def settle_folder(control: ControlPlane, wanted_by: Sequence[str]) -> None:
+    """Refuse ranks of which only some want a folder for the run, which all of them settle together. Collective.
+
+    Args:
+        control: the way to the other ranks.
+        wanted_by: what wants one on this rank: classes of loggers, callbacks and a profiler, ``ckpt_path``.
+
+    Raises:
+        DistributedError: on every rank; names what wants it, and the ranks.
+    """
+    if control.world_size == 1:
+        return
+    wanted = bool(wanted_by)
+    (odd,) = control.agree("whether the run has a folder", control.from_rank_0(wanted) != wanted)
+    if not odd:
+        return
+    told = spread([", ".join(one) or "nothing" for one in control.gather_objects(list(wanted_by))])
+    raise DistributedError(
+        "Some ranks want a folder for the run and some do not: "
+        + "; ".join(f"{what} on rank(s) {ranks}" for what, ranks in told.items())
+        + ".",
+        "rank 0 settles which one, and tells all others: loggers, a Checkpoint and a profiler are there on every rank.",
+        "give Fit the same ones on every rank; what only rank 0 is to do, they leave to it by themselves.",
+    )
+
+
 def facts_about(module: nn.Module) -> dict[str, Any]:
     """Return what must be alike of a module: each parameter's shape, dtype and whether it trains."""
     facts: dict[str, Any] = {
