@@ -190,6 +190,54 @@ def test_an_adapter_is_written_as_pefts_own(strategy: str, world: int, tmp_path:
     assert torch.equal(logits(again), logits(expected))
 
 
+@pytest.mark.parametrize("options", [{"bias": "all"}, {"bias": "lora_only"}, {"use_dora": True}], ids=str)
+def test_an_adapter_has_the_biases_that_were_trained(options: dict[str, Any], tmp_path: Path) -> None:  # L-08
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    class Biased(Language):
+        rate = 0.1
+
+        def __init__(self) -> None:
+            super().__init__()
+            settings = LoraConfig(r=2, target_modules=["q_proj"], **options)
+            with torch.random.fork_rng():
+                torch.manual_seed(7)
+                self.model = get_peft_model(_llama_with_biases(), settings)
+
+    _run("single", 1, tmp_path / "run", Biased, trainable_only=True)
+    convert(tmp_path / "run" / "c", tmp_path / "out", to="hf")
+    expected = Biased.load_from_checkpoint(tmp_path / "run" / "c").model
+    expected.save_pretrained(tmp_path / "theirs")
+    found, wanted = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "theirs"))
+    assert found.keys() == wanted.keys()
+    again = PeftModel.from_pretrained(_llama_with_biases(), tmp_path / "out")
+    assert torch.equal(logits(again), logits(expected))
+
+
+def _llama_with_biases() -> Any:
+    from transformers import LlamaForCausalLM
+
+    settings = llama().config
+    settings.attention_bias = True
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return LlamaForCausalLM(settings)
+
+
+def test_an_adapter_whose_files_peft_writes_in_another_way_is_refused(tmp_path: Path) -> None:  # L-08
+    from peft import PromptTuningConfig, get_peft_model
+
+    class Prompted(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+    _run("single", 1, tmp_path / "run", Prompted)
+    with pytest.raises(CheckpointError, match=r"(?s)adapter 'default' .* PROMPT_TUNING.*save_pretrained"):
+        convert(tmp_path / "run" / "c", tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
 def _run_adapted(strategy: str, world: int, folder: Path) -> None:
     _run(strategy, world, folder, Adapted, trainable_only=True)
 

@@ -20,6 +20,10 @@ Sources = Mapping[str, TensorSource]
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|index\.json)")
 _ADAPTER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._ -]{0,100}")
+_KNOWN_ADAPTERS = frozenset(
+    ("LORA", "LOHA", "LOKR", "IA3", "OFT", "BOFT", "HRA", "LN_TUNING", "C3A", "MISS", "FOURIERFT", "TRAINABLE_TOKENS")
+)
+"""PEFT's kinds of adapters whose files hold the model's own tensors. Others compute theirs, or share some."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", re.IGNORECASE)
 
@@ -193,11 +197,21 @@ def _write_adapter(
         raise CheckpointError(
             f"{checkpoint.path!r} has an adapter {adapter!r}.", "that is no name of a folder.", "give it another one."
         )
+    if settings.get("peft_type") not in _KNOWN_ADAPTERS:
+        raise CheckpointError(
+            f"The adapter {adapter!r} in {checkpoint.path!r} is of the kind {settings.get('peft_type')!s}.",
+            "the tensors in PEFT's files are not those of the model for this kind; convert writes "
+            f"{', '.join(sorted(_KNOWN_ADAPTERS))}.",
+            "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
+        )
     held = {}
+    biases = _biases(sources, described["adapters"], settings)
     for name, source in sources.items():
         parts = name.split(".")
-        if adapter in parts:
+        if adapter in parts or name in biases:
             kept = [part for part in parts if part not in (adapter, "modules_to_save")]
+            if kept[-2:] == ["lora_magnitude_vector", "weight"]:  # DoRA's, a parameter once, is stored as one
+                del kept[-1]
             held[described["adapter_prefix"] + ".".join(kept)] = source
     if not held:
         raise CheckpointError(
@@ -207,6 +221,18 @@ def _write_adapter(
         )
     _write_tensors(f"{folder}/adapter_model.safetensors", held)
     _write_json(f"{folder}/adapter_config.json", {**settings, "inference_mode": True})
+
+
+def _biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
+    """Names of the base model's biases that were trained with a LoRA adapter, whose file has them too."""
+    which = settings.get("bias", "none")
+    own = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
+    if which == "all":
+        return {name for name in own if name.endswith("bias") and ".original_module." not in name}
+    if which == "lora_only":
+        layers = {name.partition("lora_")[0] for name in sources if "lora_" in name}
+        return {name for name in own if name.removesuffix("base_layer.bias") in layers}
+    return set()
 
 
 def _write_tensors(target: str, sources: Sources) -> None:
