@@ -100,6 +100,128 @@ def test_names_are_changed_where_they_are_lightnings(before: str, after: str) ->
     assert (migrated.source, migrated.left) == (after, [])
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # what stands in an import's lines stays
+        ("import os; import lightning as L; L.Trainer()\n", "import os; import drivetrain as L; L.Fit()\n"),
+        ("try: import lightning as L\nexcept E: L = 0\n", "try: import drivetrain as L\nexcept E: L = 0\n"),
+        ("import lightning as L  # noqa\n", "import drivetrain as L  # noqa\n"),
+        (
+            "if x:\n\tfrom lightning import (  # a\n\t\tTrainer,  # b\n\t)  # c\n",
+            "if x:\n\t# a\n\t# b\n\tfrom drivetrain import Fit  # c\n",
+        ),
+        ("import lightning as L", "import drivetrain as L"),
+        # lines are Python's
+        ("import lightning as L\r\nL.Trainer()\r\n", "import drivetrain as L\r\nL.Fit()\r\n"),
+        ("import os\n\x0c\nimport lightning as L\nL.Trainer()\n", "import os\n\x0c\nimport drivetrain as L\nL.Fit()\n"),
+        (
+            "s = '\u2028\x1c'\nimport lightning as L\nL.Trainer()\n",
+            "s = '\u2028\x1c'\nimport drivetrain as L\nL.Fit()\n",
+        ),
+        # another thing by the old name, or by the new one
+        ("from .lightning import Model, Trainer\nTrainer()\n",) * 2,
+        (
+            "from lightning import Trainer\ndef f(x, Trainer=Trainer):\n    return Trainer\nf(1, Trainer=2)\n",
+            "from drivetrain import Fit as Trainer\ndef f(x, Trainer=Trainer):\n    return Trainer\nf(1, Trainer=2)\n",
+        ),
+        (
+            "from lightning import LightningDataModule\nclass DataModule(LightningDataModule): ...\nDataModule\n",
+            "from drivetrain import DataModule as LightningDataModule\n"
+            "class DataModule(LightningDataModule): ...\nDataModule\n",
+        ),
+        (
+            "from lightning import Trainer\nfrom mine import Fit\nFit(Trainer)\n",
+            "from drivetrain import Fit as Trainer\nfrom mine import Fit\nFit(Trainer)\n",
+        ),
+        (
+            "from lightning import Trainer\n__all__ = ['Trainer']\n",
+            "from drivetrain import Fit as Trainer\n__all__ = ['Trainer']\n",
+        ),
+        ("import lightning as L\nf = lambda L: L.Trainer\n", "import drivetrain as L\nf = lambda L: L.Trainer\n"),
+        # longer ways to a class
+        ("import lightning\nlightning.pytorch.Trainer()\n", "import drivetrain\ndrivetrain.Fit()\n"),
+        ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import drivetrain as L\nL.callbacks.Timer()\n"),
+        (
+            "import lightning.pytorch.callbacks as c\nc.ModelCheckpoint()\n",
+            "import drivetrain.callbacks as c\nc.Checkpoint()\n",
+        ),
+        (
+            "from lightning.pytorch import callbacks as c\nc.ModelCheckpoint()\n",
+            "from drivetrain import callbacks as c\nc.Checkpoint()\n",
+        ),
+        (
+            "import pytorch_lightning.loggers\npytorch_lightning.loggers.CSVLogger\n",
+            "import drivetrain.loggers\ndrivetrain.loggers.CSVLogger\n",
+        ),
+        # strings that are Python
+        (
+            "from lightning import Trainer\nimport lightning as L\n"
+            "def f(a: 'Trainer | None') -> \"list[L.Trainer]\": return f'{Trainer} Trainer'\n",
+            "from drivetrain import Fit\nimport drivetrain as L\n"
+            "def f(a: 'Fit | None') -> \"list[L.Fit]\": return f'{Fit} Trainer'\n",
+        ),
+    ],
+)
+def test_nothing_else_is_changed(before: str, after: str) -> None:
+    # L-10
+    migrated = migrate(before)
+    assert (migrated.source, migrated.left) == (after, [])
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "what"),
+    [
+        ("from lightning import Trainer as T\nT(gpus=2)\n", 2, "gpus="),
+        ("from lightning.pytorch import *\n", 1, "write the names that are used"),
+        ("from pytorch_lightning import Trainer\nTrainer.from_argparse_args(a)\n", 2, "is not here"),
+        ("x.patch('lightning.pytorch.Trainer')\n", 1, "in a string"),
+    ],
+)
+def test_ways_round_an_import_are_listed(source: str, line: int, what: str) -> None:
+    [(at, text)] = migrate(source).left
+    assert at == line
+    assert what in text
+
+
+def test_a_logarithm_is_no_logging() -> None:
+    assert migrate("from lightning import Trainer\nnp.log(1, 2, 3)\nlogging.log(1, 'a', 2)\n").left == []
+
+
+def test_a_file_keeps_its_bytes_and_its_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # L-10
+    script, link, latin, notebook = (tmp_path / name for name in ("a.py", "link.py", "latin.py", "a.ipynb"))
+    script.write_bytes(b"\xef\xbb\xbfimport lightning as L\r\nL.Trainer()")
+    script.chmod(0o750)
+    link.symlink_to(script)
+    latin.write_bytes(b"# coding: latin-1\nimport lightning as L  # \xe9\n")
+    notebook.write_text('{"cells": []}')
+    assert main([str(script)]) == 0
+    assert "+L.Fit()\n\\ No newline at end of file\n" in capsys.readouterr().out
+    assert main(["--write", str(link), str(latin), str(notebook)]) == 1
+    assert "notebook" in capsys.readouterr().err
+    assert link.is_symlink()
+    assert script.read_bytes() == b"\xef\xbb\xbfimport drivetrain as L\r\nL.Fit()"
+    assert script.stat().st_mode & 0o777 == 0o750
+    assert latin.read_bytes() == b"# coding: latin-1\nimport drivetrain as L  # \xe9\n"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ipynb", "a.py", "latin.py", "link.py"]
+
+
+def test_a_write_that_fails_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # L-10: the disk is full
+    script = tmp_path / "a.py"
+    script.write_text(SCRIPT)
+
+    def full(path: Path, content: bytes) -> int:
+        path.open("wb").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["--write", str(script)]) == 1
+    assert script.read_text() == SCRIPT
+    assert list(tmp_path.iterdir()) == [script]
+
+
 def test_what_is_left_is_listed_by_line() -> None:
     source = """\
 from lightning.pytorch import LightningModule, Trainer
