@@ -387,7 +387,7 @@ def _seen(module: nn.Module) -> Any:
         (
             type(child),
             type(child._parameters),
-            sorted(set(child.__dict__) - {"_hyper_parameters"}),
+            sorted(set(child.__dict__) - {"_hyper_parameters", "_last_trainer"}),
             [len(child.__dict__[name]) for name in hooks],
             [sorted(parameter.__dict__) for parameter in child._parameters.values() if parameter is not None],
             [tuple(parameter.shape) for parameter in child._parameters.values() if parameter is not None],

@@ -72,7 +72,9 @@ def _runs() -> dict[str, Any]:
         found[name] = weights(module)
         assert all(value is before[key] for key, value in module.named_parameters()), name
         assert [type(child) for child in module.modules()] == classes, name
-        assert [set(child.__dict__) - {"_hyper_parameters"} for child in module.modules()] == attributes, name
+        assert [
+            set(child.__dict__) - {"_hyper_parameters", "_last_trainer"} for child in module.modules()
+        ] == attributes, name
         assert not any(
             child._forward_hooks or child._forward_pre_hooks or child._state_dict_pre_hooks
             for child in module.modules()

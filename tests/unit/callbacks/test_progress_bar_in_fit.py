@@ -69,7 +69,7 @@ def test_on_a_terminal_a_line_is_rewritten_and_what_is_printed_stays_readable(wi
     assert 4 <= refreshes <= 60 * 2  # where a validation's bar stands below, the epoch's is drawn again
     # Nothing of a bar is left over; what was printed and said stands where it belongs, each on a line of its own.
     said = screen.paragraphs
-    said = said[next(index for index, line in enumerate(said) if line.startswith("5 parameters")) + 1 :]
+    said = said[next(index for index, line in enumerate(said) if "in train mode" in line) + 1 :]  # below the summary
     end = "The run ended: max_epochs=2 is reached (2 epochs, 40 optimizer steps) after "
     expected = [
         *[

@@ -136,7 +136,7 @@ def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.Monk
     monkeypatch.setattr(progress_bar, "_LateLine", Late)
     out, bar = io.StringIO(), EpochLines()
     bar._stream = out
-    run: Any = Run(num_training_batches=100, max_epochs=1, progress_bar_metrics={"loss": torch.tensor(0.5)})
+    run: Any = Run(num_training_batches=100, max_epochs=1, progress_bar_values={"loss": torch.tensor(0.5)})
     bar.setup(run, _MODULE, "fit")
     bar.on_fit_start(run, _MODULE)
     bar.on_train_start(run, _MODULE)
@@ -144,7 +144,7 @@ def test_a_line_does_not_wait_for_a_device(time: Clock, monkeypatch: pytest.Monk
         time.now += 10 if step == 50 else 40
         run.global_step = run.micro_batches = run.batch_idx = step
         Late.arrived = step == 80
-        run.progress_bar_metrics = {"loss": torch.tensor(step / 100)}
+        run.progress_bar_values = {"loss": torch.tensor(step / 100)}
         bar.write_progress(run, _MODULE, step)
         assert out.getvalue().count("\n") == (2 if step == 80 else 0)
     first, second = out.getvalue().splitlines()
