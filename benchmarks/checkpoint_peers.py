@@ -29,11 +29,11 @@ class PlainDCP:
         return {"net": net, "optimizer": optimizer}
 
     def save(self, folder: Path) -> None:
-        dcp.save(self._all(), checkpoint_id=folder)
+        dcp.save(self._all(), checkpoint_id=folder)  # type: ignore[attr-defined]
 
     def load(self, folder: Path) -> None:
         saved = self._all()
-        dcp.load(saved, checkpoint_id=folder)
+        dcp.load(saved, checkpoint_id=folder)  # type: ignore[attr-defined]
         set_state_dict(
             self._state.net,
             self._state.optimizer,
@@ -42,7 +42,7 @@ class PlainDCP:
         )
 
     def begin(self, folder: Path) -> Wait:
-        future: Any = dcp.async_save(self._all(), checkpoint_id=folder)
+        future: Any = dcp.async_save(self._all(), checkpoint_id=folder)  # type: ignore[attr-defined]
         return lambda: future.result()
 
 
@@ -74,7 +74,7 @@ class Lightning:
         self._trainer = pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._trainer.fit(Module(), DataLoader([0]))
+            self._trainer.fit(Module(), DataLoader([0]))  # type: ignore[arg-type]  # a list is a map-style dataset, too
         self._background = lambda: AsyncCheckpointIO(TorchCheckpointIO())
 
     def save(self, folder: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.by_engine import Trained
+from drivetrain import Fit
 from drivetrain.checkpoint import load
 from drivetrain.checkpoint._format import checksums, reading
 
@@ -124,6 +125,7 @@ class Ours:
     name, syncs, checks = "drivetrain", True, True
 
     def __init__(self, module: Trained) -> None:
+        assert isinstance(module.trainer, Fit)
         self._trainer = module.trainer
 
     def save(self, folder: Path) -> None:
@@ -142,7 +144,9 @@ class Ours:
 
     def begin(self, folder: Path) -> Wait:
         self._trainer.write_checkpoint(str(folder), background=True)
-        return self._trainer.session.checkpoints.finish
+        session = self._trainer.session
+        assert session is not None
+        return session.checkpoints.finish
 
 
 class Slower(Ours):

@@ -51,7 +51,7 @@ def ours(samples: int, first: int) -> Iterator[Any]:
 
 def by_torch(samples: int, first: int) -> Iterator[Any]:
     data = Range(samples)
-    sampler = DistributedSampler(data, RANKS, RANK, shuffle=True)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, RANKS, RANK, shuffle=True)
     sampler.set_epoch(1)
     # What is skipped is not read, as in the loaders that can resume: only its indices are gone through.
     batches = islice(DataLoader(data, batch_size=BATCH, sampler=sampler).batch_sampler, first, None)  # type: ignore[arg-type]

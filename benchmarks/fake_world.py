@@ -88,7 +88,7 @@ class FakeDDP(DDPStrategy):
         self.control = _Control(dist.group.WORLD, OthersAnswered(size), self.rank, size)  # type: ignore[arg-type]
 
 
-def keep(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def keep(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """A communication hook that sends nothing: what the fake group's own all-reduce returns, DDP cannot take."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())

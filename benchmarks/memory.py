@@ -41,7 +41,7 @@ class Weighed(Trained):
     held: tuple[int, int, int]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        parameters = list(self.parameters())
+        parameters: list[Tensor] = list(self.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         states = self.optimizers().state.values()
         moments = [value for state in states for value in state.values() if value.dim()]

@@ -83,7 +83,7 @@ def lightning(mark: Mark) -> None:
             self.net = nn.Linear(8, 1)
 
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch[0]).mean()  # type: ignore[no-any-return]
+            return self.net(batch[0]).mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -48,7 +48,10 @@ class Job:
 
     def net(self) -> nn.Module:
         net = self.work.net()
-        return net if self.compile is None else torch.compile(net, **self.compile)
+        if self.compile is None:
+            return net
+        compiled: nn.Module = torch.compile(net, **self.compile)  # type: ignore[assignment]  # of a module it is one
+        return compiled
 
     def loader(self, steps: int, data: Data | None, whole: bool) -> DataLoader[Any]:
         """Batches of this rank, or of all, from the host's pinned memory."""

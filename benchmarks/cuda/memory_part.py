@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +76,11 @@ def _loop(strategy: str, loop: str, make: Callable[[], GPT]) -> Callable[[int], 
         return lambda steps: train_by_engine(zero(strategy), steps, net=make, accelerator=DEVICE)
     if strategy == "fsdp-bf16":
         precision = "bf16-mixed" if loop in AUTOCAST else "32-true"
-        options = {"engine": {"mixed_precision": BF16}, AUTOCAST[0]: {"param_dtype": torch.bfloat16}, AUTOCAST[1]: {}}
+        options: dict[str, dict[str, Any]] = {
+            "engine": {"mixed_precision": BF16},
+            AUTOCAST[0]: {"param_dtype": torch.bfloat16},
+            AUTOCAST[1]: {},
+        }
         chosen = FSDPStrategy(**options[loop])
         return lambda steps: train_by_engine(chosen, steps, net=make, accelerator=DEVICE, precision=precision)
     return lambda steps: train_by_engine(strategy, steps, net=make, accelerator=DEVICE)

@@ -119,8 +119,8 @@ def chosen(names: list[str], devices: int) -> list[Part]:
     known = {part.name for part in every} | {piece.key for part in every for piece in part.pieces}
     for name in names:
         if name not in known:
-            part = name.partition("/")[0]
-            there = [piece.key for each in every if each.name == part for piece in each.pieces]
+            prefix = name.partition("/")[0]
+            there = [piece.key for each in every if each.name == prefix for piece in each.pieces]
             raise ValueError(f"no part {name!r}; there are {', '.join(there or [each.name for each in every])}")
     found = []
     for part in every:

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cuda.parts import ROOT
 
@@ -54,7 +55,7 @@ def run_tests(arguments: Sequence[str], rehearsed_devices: int, variables: dict[
         return _read(ElementTree.parse(file), done.returncode)
 
 
-def _read(tree: ElementTree.ElementTree, code: int) -> Ran:
+def _read(tree: ElementTree.ElementTree[Any], code: int) -> Ran:
     names: list[str] = []
     skipped, failed = {}, {}
     for case in tree.iter("testcase"):

@@ -32,8 +32,8 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
     name = piece.name.removeprefix("gpt-124m-")
     if name != piece.name:
         ranks = count if piece.ranks == 0 else piece.ranks
-        found = on_ranks(_of_ranks, ranks, rehearse, name, rehearse, timeout=piece.seconds)[0]
-        return _told(f"gpt-124m, `{name}` on {ranks}, bf16-mixed", *found[:3], APART["bf16-mixed"], found[3])
+        slopes, peaks, apart, rate = on_ranks(_of_ranks, ranks, rehearse, name, rehearse, timeout=piece.seconds)[0]
+        return _told(f"gpt-124m, `{name}` on {ranks}, bf16-mixed", slopes, peaks, apart, APART["bf16-mixed"], rate)
     with devices(count, rehearse):
         job, rounds = _job(piece.name, rehearse), 2 if rehearse else ROUNDS
         slopes, peaks, apart = _alone(job, rounds)

@@ -103,19 +103,20 @@ def measured(piece: Piece, count: int, rehearse: bool) -> Outcome:
 
 def _counted(strategy: str) -> list[tuple[str, Counter[str] | None, Counter[str]]]:
     """On one rank: for each way, by name, where the loop by hand waits, if there is one, and where the engine does."""
-    found = []
+    found: list[tuple[str, Counter[str] | None, Counter[str]]] = []
+    hand: Counter[str] | None
     if strategy in STAGES:
         os.environ["DS_ACCELERATOR"] = DEVICE
         hand = _waits(lambda data: train_by_deepspeed(STAGES[strategy], STEPS, data=data, device=DEVICE), BATCH)
-        engine = partial(train_by_engine, zero(strategy), STEPS, accelerator=DEVICE)
-        found.append((FEW[0].name, hand, _waits(lambda data: engine(data=data), BATCH)))
+        train = partial(train_by_engine, zero(strategy), STEPS, accelerator=DEVICE)
+        found.append((FEW[0].name, hand, _waits(lambda data: train(data=data), BATCH)))
         return found
     for way in WAYS if strategy == "single_device" else FEW:
         settings = dict(way.settings)
         work = dataclasses.replace(gpt(TINY), optimizer=settings.pop("optimizer", fused_adamw))
         job = Job(work, settings.pop("precision", "32-true"), strategy)
-        hand = _waits(lambda data, job=job: by_hand(job, STEPS, data), TINY.batch) if way.by_hand else None
-        engine = _waits(lambda data, job=job, its=settings: _by_engine(job, data, its), TINY.batch)
+        hand = _waits(partial(by_hand, job, STEPS), TINY.batch) if way.by_hand else None
+        engine = _waits(partial(_by_engine, job, settings=settings), TINY.batch)
         found.append((way.name, hand, engine))
     return found
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import statistics
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,7 @@ def _jobs(name: str, rehearse: bool) -> list[tuple[str, Job]]:
     if name == "fp16":
         return [("fp16, fused AdamW", Job(work, "16-mixed")), ("fp16, AdamW", Job(plain, "16-mixed"))]
     if name == "fused":
-        few = {"optimizer": _fused_sgd}
+        few: dict[str, Any] = {"optimizer": _fused_sgd}
         return [
             ("fused AdamW", Job(work, "bf16-mixed")),
             ("AdamW", Job(plain, "bf16-mixed")),
@@ -79,7 +80,7 @@ def _timed(job: Job, rounds: int) -> tuple[dict[str, Slopes], float]:
     """Slopes of both loops, and how far apart their weights' checksums came."""
     seen: list[float] = []
 
-    def note(steps: int, sums: dict[str, float]) -> None:
+    def note(steps: int, sums: Mapping[str, float]) -> None:
         seen.append(abs(sums["engine"] - sums["by hand"]) / max(abs(sums["by hand"]), 1e-9))
 
     loops = {"by hand": partial(by_hand, job), "engine": partial(by_engine, job)}
@@ -155,7 +156,7 @@ def _epoch_mean(rehearse: bool, outcome: Outcome) -> None:
     _forget_graphs(rehearse)
     job = _compiled({"mode": "reduce-overhead"}, rehearse)
     module = Logging(job)
-    quiet = {
+    quiet: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
