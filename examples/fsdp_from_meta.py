@@ -46,6 +46,7 @@ class Transformer(TrainModule):
 
     def loss(self, text: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, self.device)
+        assert self.blocks is not None
         hidden = self.blocks(self.bytes(text[:, :-1]) + self.places.weight, mask, is_causal=True)
         return F.cross_entropy(self.head(hidden).flatten(0, 1), text[:, 1:].flatten())
 
@@ -65,7 +66,7 @@ class Telling(Callback):
     def on_fit_start(self, trainer: RunContext, module: Transformer) -> None:
         grown = peak_memory() - module.peak_before
         whole = sum(parameter.nbytes for parameter in module.parameters())
-        local = sum(parameter.to_local().nbytes for parameter in module.parameters())
+        local = sum(parameter.to_local().nbytes for parameter in module.parameters())  # type: ignore[attr-defined]
         trainer.print(f"The whole model is {whole / MIB:.1f} MiB of parameters")
         for rank, (held, more) in enumerate(module.all_gather(torch.tensor([local, grown])).tolist()):
             trainer.print(f"Rank {rank} holds {held / MIB:.1f} MiB, and took {more / MIB:.1f} MiB at most to get there")
