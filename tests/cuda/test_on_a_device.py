@@ -42,7 +42,7 @@ def test_a_run_comes_to_the_cpus_weights(precision: str, near: float, fused: boo
     found = []
     for accelerator in ("cuda", "cpu"):
         module = Net(fused=fused)
-        settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
+        settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "max_epochs": 2}
         trained(module, accelerator=accelerator, precision=precision, **settings)
         found.append(weights(module))
     torch.testing.assert_close(*found, atol=near, rtol=near)

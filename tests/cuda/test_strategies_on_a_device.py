@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ NEAR = {"32-true": 1e-4, "bf16-mixed": 3e-2, "16-mixed": 3e-2}
 def _trained(strategy: str, ranks: int, precision: str) -> Tensor:
     torch.set_float32_matmul_precision("highest")
     module = Net()
-    settings = {"gradient_clip_val": 0.5, "max_epochs": 2, "seed": 1}
+    settings: dict[str, Any] = {"gradient_clip_val": 0.5, "max_epochs": 2, "seed": 1}
     trained(module, strategy=strategy, devices=ranks, precision=precision, **settings)
     return weights(module)
 
@@ -43,7 +44,7 @@ def test_every_rank_comes_to_the_weights_of_one_device(strategy: str, precision:
         torch.testing.assert_close(found[0], _trained("single_device", 1, precision), **_near(precision))
 
 
-def _near(precision: str) -> dict[str, float]:
+def _near(precision: str) -> dict[str, Any]:
     return {"atol": NEAR[precision], "rtol": NEAR[precision]}
 
 

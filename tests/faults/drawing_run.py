@@ -105,7 +105,7 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    validation = None if fault is None else DataLoader(torch.zeros(4, 1), batch_size=2)
+    validation: Any = None if fault is None else DataLoader(torch.zeros(4, 1), batch_size=2)  # type: ignore[arg-type]
     trainer.fit(module, DataLoader(data, batch_size=3, shuffle=True), validation, ckpt_path="auto")
     if fault is not None:
         tell("calls", dict(striker.calls))

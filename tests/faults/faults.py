@@ -87,7 +87,8 @@ class _Struck:
 
     def live(self, given: Sequence[Fault]) -> None:
         """Start it again and again until it has come to its end."""
-        tally, outcomes = self._tally, []
+        tally = self._tally
+        outcomes: list[Outcome] = []
         tally.runs += 1
         try:
             self._until_its_end(list(given), outcomes)

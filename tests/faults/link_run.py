@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Callback, Fit, RunContext, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain_strategies import DDPStrategy
 
@@ -46,11 +46,13 @@ class Says(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         with (self.folder / f"starts-{trainer.global_rank}").open("a") as file:
             file.write(f"{trainer.global_step}\n")
 
-    def on_train_batch_end(self, trainer: Fit, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: RunContext, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         (self.folder / f"step-{trainer.global_rank}").write_text(str(trainer.global_step))
         time.sleep(0.05)
 

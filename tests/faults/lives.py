@@ -143,7 +143,8 @@ class _Killer(threading.Thread):
         while pipes:
             until_hung = max(0.0, self._hung_at - time.monotonic())
             pause = self._pause()
-            for pipe in wait(pipes, until_hung if pause is None else min(pause, until_hung)):
+            ready: list[Any] = wait(pipes, until_hung if pause is None else min(pause, until_hung))
+            for pipe in ready:
                 try:
                     self._take_down(self._pipes.index(pipe), *pipe.recv())
                 except (EOFError, OSError):

@@ -60,7 +60,7 @@ def _bounded(read: Callable[[Path], object], path: Path, what: str, *also: type[
     began = time.process_time()
     try:
         read(path)
-    except (CheckpointError, *also):
+    except (CheckpointError, *also):  # type: ignore[misc]  # mypy takes no star here
         return False
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
@@ -128,8 +128,8 @@ def _fit(folder: Path, start: Path | None, *callbacks: Callback) -> Fit:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    data = torch.arange(24.0).view(8, 3) / 24
-    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    data: Any = torch.arange(24.0).view(8, 3) / 24  # a tensor is a dataset, too
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
     fit.fit(_Tiny(), loader, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=start)
     return fit
 

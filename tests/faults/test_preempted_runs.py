@@ -187,7 +187,8 @@ def _stuck(folder: Path) -> None:
             subprocess.Popen(["sh", "-c", script])
 
     fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False)
-    fit.fit(Stuck(tell), torch.utils.data.DataLoader(torch.ones(40, 5), batch_size=2))
+    data: Any = torch.ones(40, 5)  # a tensor is a dataset, too
+    fit.fit(Stuck(tell), torch.utils.data.DataLoader(data, batch_size=2))
 
 
 @requires_linux()

@@ -36,7 +36,7 @@ class InStep(Drawing):
 def _run(folder: Path, beside: bool) -> Any:
     seed = dist.get_rank() + 1
     dist.destroy_process_group()  # each goes its own way from here on
-    module = InStep(dist.FileStore(f"{folder}.store", 2))
+    module = InStep(dist.FileStore(f"{folder}.store", 2))  # type: ignore[attr-defined]
     saver = Checkpoint(folder, every_n_train_steps=1, save_async=beside, keep_last=KEPT)
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fit = Fit(accelerator="cpu", callbacks=saver, default_root_dir=folder, max_epochs=2, seed=seed, **quiet)

@@ -158,7 +158,8 @@ def combined(log: Log, values: list[float], weights: list[float]) -> float:
         if not math.fsum(weights):
             return math.nan
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / math.fsum(weights)
-    return {"sum": math.fsum, "max": max, "min": min}[log.reduce_fx](values)
+    reduces: dict[str, Callable[[list[float]], float]] = {"sum": math.fsum, "max": max, "min": min}
+    return reduces[log.reduce_fx](values)
 
 
 def metric(log: Log, seen: list[tuple[int, Parts]]) -> float:

@@ -135,11 +135,11 @@ class Weighed(Trained):
 class Steps(Trained):
     """One without validation."""
 
-    validation_step = TrainModule.validation_step
+    validation_step = TrainModule.validation_step  # type: ignore[assignment]
 
 
 class WeighedSteps(Weighed):
-    validation_step = TrainModule.validation_step
+    validation_step = TrainModule.validation_step  # type: ignore[assignment]
 
 
 def monitored(program: Program) -> str:
@@ -356,10 +356,9 @@ def run(program: Program, root: str, resumed: bool, plant: str = "") -> Outcome:
                 callbacks.append(EMAWeightAveraging(program.average, use_buffers=False))
             options = {**settings(program, outcome), **({"default_root_dir": root} if root else {})}
             trainer = Fit(strategy=strategy_of(strategy, program), callbacks=callbacks, **options)
-            loaders = [training_loader(program, ranks, rank)]
-            if program.validation is not None:
-                loaders.append(validation_loader(program, ranks, rank))
-            trainer.fit(module, *loaders, ckpt_path=path if resumed else None)
+            training = training_loader(program, ranks, rank)
+            validation = None if program.validation is None else validation_loader(program, ranks, rank)
+            trainer.fit(module, training, validation, ckpt_path=path if resumed else None)
             assert not root or trainer.log_dir == path.rpartition("/checkpoints/")[0]
         except Exception as error:
             if program.ranks > 1 and not isinstance(error, (DrivetrainError, Planned)):

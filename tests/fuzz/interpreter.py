@@ -367,7 +367,7 @@ class Loop:
             first_idx = self.batch_idx - len(window) + 1
             computed = [loss]
 
-            def closure() -> Tensor:
+            def closure() -> Any:
                 value = computed.pop() if computed else self.evaluate(window, batches, weights, total, first_idx)
                 self.clip()
                 return torch.tensor(value)
@@ -689,8 +689,8 @@ class Loop:
             if name in trains:
                 one.data.copy_(trains[name])
         self.net.train()
-        for rank, (buffers, generator) in zip(self.ranks, own, strict=True):
-            rank.buffers, rank.generator = buffers, generator
+        for each, (buffers, generator) in zip(self.ranks, own, strict=True):
+            each.buffers, each.generator = buffers, generator
         self.diary.enter("train")
 
 

@@ -28,9 +28,13 @@ class Model(nn.Module):
         self.plan = plan
         self.on_tokens = plan.family != "mlp"
         if plan.family == "mlp":
-            norm = {"none": [], "batch": [BatchNorm(WIDTH)], "layer": [nn.LayerNorm(WIDTH)]}[plan.norm]
+            norms: dict[str, list[nn.Module]] = {
+                "none": [],
+                "batch": [BatchNorm(WIDTH)],
+                "layer": [nn.LayerNorm(WIDTH)],
+            }
             dropout = [nn.Dropout(plan.dropout)] if plan.dropout else []
-            self.body: nn.Module = nn.Sequential(nn.Linear(FEATURES, WIDTH), *norm, nn.Tanh(), *dropout)
+            self.body: nn.Module = nn.Sequential(nn.Linear(FEATURES, WIDTH), *norms[plan.norm], nn.Tanh(), *dropout)
         elif plan.family == "gru":
             self.body = Recurrent(plan.dropout)
         else:
@@ -136,7 +140,7 @@ class Sam(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         assert closure is not None
         loss = torch.enable_grad()(closure)()
         held = [one for group in self.param_groups for one in group["params"] if one.grad is not None]

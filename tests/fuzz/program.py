@@ -259,4 +259,4 @@ def shown(value: Any) -> str:
 
 
 for _kind in (Net, Data, Optimizer, Scheduler, Log, Validation, Turn, Change, Stop, Resume):
-    _kind.__repr__ = shown  # type: ignore[method-assign, assignment]
+    _kind.__repr__ = shown  # type: ignore[method-assign]

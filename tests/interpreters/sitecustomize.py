@@ -60,7 +60,7 @@ class _Compiler(ModuleType):
             return
         self.__class__ = ModuleType  # type: ignore[assignment]
         assert self.__spec__ is not None
-        self.__path__ = self.__spec__.submodule_search_locations
+        self.__path__ = self.__spec__.submodule_search_locations  # type: ignore[assignment]  # a package has some
         self.__loader__.loader.exec_module(self)  # type: ignore[union-attr]
         for message, args in _told:
             operator.attrgetter(message)(self)(*args)
@@ -117,4 +117,4 @@ class _Finder:
 _executing = threading.RLock()
 _told: list[tuple[str, tuple[Any, ...]]] = []
 _disabled: list[tuple[Callable[..., Any], bool]] = []
-sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
+sys.meta_path.insert(0, _Finder)

@@ -40,7 +40,8 @@ class Matrix:
         (_, *columns, _), *rows = (
             [cell.strip(" `") if number else cell for number, cell in enumerate(line)] for line in lines
         )
-        known, shows = {}, {}
+        known: dict[tuple[str, str], str] = {}
+        shows: dict[str, str] = {}
         for row, *cells, shown in rows:
             shows[row.strip()] = shown
             known |= {(row.strip(), column): cell for column, cell in zip(columns, cells, strict=True) if cell}

@@ -133,17 +133,11 @@ def overflowing_numbers() -> Batch:
 
 
 def groups(net: Mlp) -> list[Optimizer]:
-    return [
-        AdamW(
-            [
-                {"params": net.body.parameters(), "lr": 2e-3, "weight_decay": 0.0},
-                {"params": net.head.parameters(), "betas": (0.8, 0.9)},
-            ],
-            lr=1e-2,
-            eps=1e-5,
-            weight_decay=0.3,
-        )
+    parts: list[dict[str, Any]] = [
+        {"params": net.body.parameters(), "lr": 2e-3, "weight_decay": 0.0},
+        {"params": net.head.parameters(), "betas": (0.8, 0.9)},
     ]
+    return [AdamW(parts, lr=1e-2, eps=1e-5, weight_decay=0.3)]
 
 
 def matrices_and_rest(net: Net) -> list[Optimizer]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Callback, Fit, RunContext, TrainModule
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Trained(TrainModule):
         if self._splits:
             self.net.split(self.device_mesh["tensor"])
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         return self.net.loss(batch)
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[dict[str, Any]]]:
@@ -93,10 +93,10 @@ class Recorder(Callback):
         self.case = case
         self.record = Record()
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         self.record.trace.planned = trainer.estimated_stepping_batches
 
-    def on_before_optimizer_step(self, trainer: Fit, module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: RunContext, module: TrainModule, optimizer: Optimizer) -> None:
         optimizers = trainer.optimizers
         if module.automatic_optimization:
             if optimizer is not optimizers[0]:
@@ -109,7 +109,7 @@ class Recorder(Callback):
         self.record.trace.rates.append([group["lr"] for one in optimizers for group in one.param_groups])
 
     def on_train_batch_end(
-        self, trainer: Fit, module: Trained, outputs: dict[str, Tensor], batch: Batch, batch_idx: int
+        self, trainer: RunContext, module: Trained, outputs: dict[str, Tensor], batch: Batch, batch_idx: int
     ) -> None:
         record, joining = self.record, trainer.joining
         weighs = isinstance(module, Weighed)
@@ -124,7 +124,7 @@ class Recorder(Callback):
         if precision.name == "16-mixed":
             record.trace.scales.append(precision.state_dict()["scale"])
 
-    def on_train_end(self, trainer: Fit, module: Trained) -> None:
+    def on_train_end(self, trainer: RunContext, module: Trained) -> None:
         for index in range(len(trainer.optimizers)):
             state = trainer.strategy.optimizer_state(index)["state"]
             self.record.trace.states.append(
@@ -176,7 +176,9 @@ def train(case: Case, candidate: Candidate, rank: int, ranks: int, precision: st
         size = case.batch // (ranks // candidate.tensor)
         loader = DataLoader(TensorDataset(*case.data()), batch_size=size, shuffle=True)
     recorder = Recorder(case)
-    clip = {} if case.clip is None else {"gradient_clip_val": case.clip[0], "gradient_clip_algorithm": case.clip[1]}
+    clip: dict[str, Any] = (
+        {} if case.clip is None else {"gradient_clip_val": case.clip[0], "gradient_clip_algorithm": case.clip[1]}
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Fit(

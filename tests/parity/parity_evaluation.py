@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
-from drivetrain import Callback, Fit, TrainModule
+from drivetrain import Callback, Fit, RunContext, TrainModule
 from drivetrain.callbacks import LambdaCallback
 from drivetrain.strategies import DistributedStrategy, strategy_by_name
 from drivetrain_strategies import DDPStrategy
@@ -60,7 +60,7 @@ class Scored(TrainModule):
         self._splits = splits
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
         # One for each of several loaders; a metric object is of one data set.
-        self.accuracies = nn.ModuleList(self.accuracy.clone() for _ in SIZES)
+        self.accuracies: Any = nn.ModuleList(self.accuracy.clone() for _ in SIZES)
 
     def configure_model(self) -> None:
         if self._splits:
@@ -97,7 +97,7 @@ class EpochAccuracy(Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def on_train_epoch_end(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_epoch_end(self, trainer: RunContext, module: TrainModule) -> None:
         self.values.append(float(trainer.callback_metrics["accuracy"]))
 
 
@@ -106,7 +106,7 @@ class Dropping(TrainModule):
 
     def __init__(self, splits: bool, net: nn.Module | None = None) -> None:
         super().__init__()
-        self.net = net
+        self.net: Any = net
         self.masks: list[Tensor] = []
         self.initial: Tensor | None = None
         self._splits = splits
@@ -178,9 +178,9 @@ def _count_reductions(findings: Findings, common: dict[str, Any]) -> None:
     """After each micro-batch, how many gradient buckets were reduced so far."""
     count = [0]
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and not at strings
+    def hook(state, bucket):  # torch looks at annotations, and not at strings
         count[0] += 1
-        return allreduce_hook(None, bucket)
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None is the whole world
 
     def note(*_: Any) -> None:
         findings.reductions.append(count[0])

@@ -113,7 +113,7 @@ def reference(
                 scheduler.step()
     trace.planned = math.inf if case.own_parts else planned
     trace.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
-    names = {parameter: name for name, parameter in net.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
     trace.states = [
         {names[parameter]: dict(state) for parameter, state in optimizer.state.items()} for optimizer in optimizers
     ]
@@ -257,7 +257,9 @@ class Loop:
         parameters = [parameter for parameter in self.net.parameters() if parameter.grad is not None]
         if algorithm == "value":
             torch.nn.utils.clip_grad_value_(parameters, value)
-        elif any(parameter.grad.is_sparse for parameter in parameters):  # torch's own cannot
+        elif any(
+            parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters
+        ):  # torch's own cannot
             coefficient = value / (self.trace.norms[-1] + 1e-6)
             for gradient in _gradients(self.optimizers):
                 gradient.mul_(min(1.0, coefficient))

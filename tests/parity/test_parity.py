@@ -109,8 +109,8 @@ def test_training(cell: Cell, results: Run, references: Reference) -> None:
     assert_close_states(actual.weights, expected.weights, atol=atol, rtol=atol)
     assert_equal_ranks([record.trace.weights for record in records])
     if case.compares_state:
-        states = [dict(enumerate(trace.states)) for trace in (actual, expected)]
-        assert_close_states(*states, atol=atol, rtol=atol)
+        first, second = ({str(at): state for at, state in enumerate(trace.states)} for trace in (actual, expected))
+        assert_close_states(first, second, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize("cell", REFUSED, ids=str, indirect=True)
