@@ -29,7 +29,7 @@ class Deep(nn.Module):
     def __init__(self, depth: int = 3, width: int = WIDTH) -> None:
         super().__init__()
         self.stem = nn.Linear(FEATURES, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from worlds import on_ranks
 
 FEATURES = 4
 
-TIGHT = {"atol": 1e-5, "rtol": 1e-5}
+TIGHT: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5}
 """How near to the reference float32 comes on several ranks (B-01)."""
 
 
@@ -35,13 +35,16 @@ def quiet(**settings: Any) -> Fit:
     return Fit(**{**options, **settings})
 
 
+def about(what: object) -> Callable[[str], str]:
+    """A message of `torch.testing.assert_close` that begins with what is compared."""
+    return lambda text: f"{what}: {text}"
+
+
 def assert_near(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], rtol: float = 1e-6) -> None:
     """Hold weights against others by name; says which are off."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(
-            found[name], value, atol=1e-6, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], value, atol=1e-6, rtol=rtol, msg=about(name))
 
 
 def data(samples: int) -> TensorDataset:

@@ -290,7 +290,8 @@ class Odd(Callback):
 
 
 def _train_with_odd_state(path: Path) -> tuple[str, int]:
-    module, data = TinyModule(), torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+    ones: Any = torch.ones(8, 2)  # a tensor is a dataset, too
+    module, data = TinyModule(), torch.utils.data.DataLoader(ones, batch_size=2)
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     fit = Fit(strategy="ddp", accelerator="cpu", max_epochs=1, callbacks=[Checkpoint(path), Odd()], **options)
     try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fsdp_nets import Tied
 from safetensors.torch import load_model
-from small_runs import TIGHT, Regression, global_batches, loader, quiet, seeded, weights
+from small_runs import TIGHT, Regression, about, global_batches, loader, quiet, seeded, weights
 from torch import nn
 
 from averaging import Averaging
@@ -42,6 +42,8 @@ def _net() -> Tied:
 class Model(Regression):
     """Ties, a frozen layer, a parameter nobody uses, a buffer, two groups; a scheduler in the middle of its way."""
 
+    steps: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.net = seeded(_net)
@@ -56,7 +58,8 @@ class Model(Regression):
     def configure_optimizers(self) -> Any:
         trained = [one for one in self.parameters() if one.requires_grad]
         flat = [one for one in trained if one.dim() < 2]
-        groups = [{"params": flat, "weight_decay": 0.0}, {"params": [one for one in trained if one.dim() >= 2]}]
+        rest = [one for one in trained if one.dim() >= 2]
+        groups: list[dict[str, Any]] = [{"params": flat, "weight_decay": 0.0}, {"params": rest}]
         optimizer = torch.optim.AdamW(groups, lr=0.02, eps=1e-5, weight_decay=0.1, fused=True)
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5], gamma=0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
@@ -126,9 +129,7 @@ def test_a_run_goes_on_under_any_strategy_as_the_reference_does(ranks: int, writ
     for run in runs:
         assert len(run) == len(STRATEGIES) * len(_names(ranks))
         for cell, (found, steps, global_step, seen) in run.items():
-            torch.testing.assert_close(
-                found, weights(reference), **TIGHT, msg=lambda text, cell=cell: f"{cell}: {text}"
-            )
+            torch.testing.assert_close(found, weights(reference), **TIGHT, msg=about(cell))
             assert (steps, global_step, seen) == (7, 7, SAMPLES), cell
 
 

@@ -197,10 +197,11 @@ def fsdp_run(precision: Precision) -> tuple[list[Tensor], list[Tensor]]:
     if dist.is_initialized():
         from torch.distributed.fsdp import fully_shard
 
-        ignored = {module.embedding.weight}  # a plain gradient beside the shards, averaged by hand
+        ignored: Any = {module.embedding.weight}  # a plain gradient beside the shards, averaged by hand
         fully_shard(module.body)
         fully_shard(module, ignored_params=ignored)
-        for unit in (module.body, module):
+        shards: Any = (module.body, module)
+        for unit in shards:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM (D-06)
         x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in (x, y))
     # One optimizer for the shards and one for the rest: foreach and fused updates take either kind, not both.

@@ -188,7 +188,8 @@ class _Place(LocalControl):
 def test_ranks_that_run_apart_stop_after_the_same_step() -> None:  # B-19
     draw = random.Random(0)
     for _ in range(15):
-        store, size, stopped = dist.HashStore(), 3, {}
+        store, size = dist.HashStore(), 3  # type: ignore[attr-defined]
+        stopped: dict[int, int] = {}
         wishes = {draw.randrange(size): draw.randrange(1, 60) for _ in range(draw.randrange(1, 3))}
         pauses = [draw.choice((1e-6, 1e-4, 4e-4)) for _ in range(size)]
 
@@ -352,7 +353,7 @@ class Alone(Regression):
         elif self.call == "save_checkpoint":
             self.trainer.save_checkpoint(f"{self.folder}/alone")
         elif self.call == "validate":
-            self.trainer.validate(self, loader(16, 4))
+            self.trainer.validate(self, loader(16, 4))  # type: ignore[attr-defined]  # no hook should
 
     def on_train_epoch_end(self) -> None:
         if self.call == "all_gather at the end" and self.trainer.is_global_zero:
@@ -370,8 +371,8 @@ def _alone(folder: str) -> dict[str, Any]:
         with failing() as found[call]:
             quiet(strategy="ddp").fit(Alone(call, folder), loader(64, 4))
         found[call]["seconds"] = str(time.monotonic() - began)
-    module = Regression()
-    quiet(strategy="ddp").fit(module, loader(64, 4))
+    alike = Regression()
+    quiet(strategy="ddp").fit(alike, loader(64, 4))
     return found
 
 
@@ -431,14 +432,15 @@ def _different() -> dict[str, Any]:
     for way in ("shape", "dtype", "requires_grad", "more", "order", "lr", "optimizer", "scheduler", "groups"):
         with failing() as found[way]:
             quiet(strategy="ddp").fit(Shaped(way, rank), loader(64, 4))
-    for name, settings in {
+    cases: dict[str, dict[str, Any]] = {
         "accumulate_grad_batches": {"accumulate_grad_batches": 2 if rank else 1},
         "precision": {"precision": "bf16-mixed" if rank else "32-true"},
         "gradient_clip_val": {"gradient_clip_val": 1.0 if rank else None},
         "max_epochs": {"max_epochs": 3 if rank else 2},
         "seed": {"seed": rank},
         "limit_val_batches": {"limit_val_batches": 1 + rank},
-    }.items():
+    }
+    for name, settings in cases.items():
         with failing() as found[name]:
             quiet(**{"strategy": "ddp", **settings}).fit(Shaped("", rank), loader(64, 4), loader(16, 4))
     with failing() as found["training micro-batches"]:
@@ -455,8 +457,8 @@ def _different() -> dict[str, Any]:
     part, _ = random_split(data(64), [48 - 8 * rank, 16 + 8 * rank])
     with failing() as found["training samples"]:
         quiet(strategy="ddp").fit(Shaped("", rank), DataLoader(part, batch_size=8))
-    module = Regression()
-    quiet(strategy="ddp").fit(module, loader(64, 4))
+    alike = Regression()
+    quiet(strategy="ddp").fit(alike, loader(64, 4))
     found["afterwards"] = weights(module)
     return found
 

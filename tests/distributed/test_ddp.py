@@ -15,6 +15,7 @@ from small_runs import (
     FEATURES,
     Regression,
     Saver,
+    about,
     failing,
     global_batches,
     loader,
@@ -35,7 +36,7 @@ from drivetrain_strategies.ddp import strategy as ddp_module
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
 from worlds import on_ranks
 
-TIGHT = {"atol": 1e-6, "rtol": 1e-5}
+TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 
 
 # C-01: parameters without a gradient
@@ -135,7 +136,8 @@ class Recorder(Callback):
 
 def _static() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, options in {"static": {}, "no view": {"gradient_as_bucket_view": False}}.items():
+    views: dict[str, dict[str, Any]] = {"static": {}, "no view": {"gradient_as_bucket_view": False}}
+    for name, options in views.items():
         module, recorder = WithSpare(), Recorder()
         strategy = DDPStrategy(static_graph=True, **options)
         quiet(strategy=strategy, accumulate_grad_batches=4, callbacks=recorder).fit(module, loader(80, 4))
@@ -163,6 +165,8 @@ def test_static_graph_accumulates_from_the_first_step_and_notices_a_changed_grap
 
 class Counted(Regression):
     """Its forward counts itself in a buffer, differently on each rank, and the loss hangs on the count."""
+
+    count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,9 +225,9 @@ class _Look(Callback):
 
 
 def _knobs() -> dict[str, Any]:
-    ddp_module.DistributedDataParallel = _RecordingDDP  # type: ignore[misc]
+    ddp_module.DistributedDataParallel = _RecordingDDP  # type: ignore[assignment, attr-defined]
     found: dict[str, Any] = {}
-    for name, options in {
+    knobs: dict[str, dict[str, Any]] = {
         "unset": {},
         "static None": {"static_graph": None},
         "static True": {"static_graph": True},
@@ -235,7 +239,8 @@ def _knobs() -> dict[str, Any]:
         "bf16": {"comm_hook": "bf16"},
         "powersgd": {"comm_hook": "powersgd"},
         "own": {"comm_hook": (2.0, _doubled)},
-    }.items():
+    }
+    for name, options in knobs.items():
         look, module = _Look(), Regression()
         with failing() as error, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -249,7 +254,7 @@ def _knobs() -> dict[str, Any]:
     return found
 
 
-def _doubled(factor, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+def _doubled(factor, bucket):  # torch refuses annotations that are strings
     buffer = bucket.buffer()
     work = torch.distributed.all_reduce(buffer, async_op=True).get_future()
     return work.then(lambda future: future.value()[0] * (factor / 4.0))
@@ -442,7 +447,7 @@ def test_every_way_through_the_module_synchronises() -> None:  # C-05
     )
     for found in ranks:
         for name, trained in found.items():
-            torch.testing.assert_close(trained, reference, msg=lambda text, name=name: f"{name}: {text}", **TIGHT)
+            torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
 
 
 # C-06, B-20: what is refused before it is wrapped
@@ -473,7 +478,7 @@ class Drifting(Regression):
 def _refused() -> dict[str, Any]:
     found: dict[str, Any] = {}
     mapped = Regression()
-    mapped.net.hf_device_map = {"0": "cpu", "2": "disk"}  # type: ignore[assignment]
+    mapped.net.hf_device_map = {"0": "cpu", "2": "disk"}
     with failing() as found["device_map"]:
         quiet(strategy="ddp").fit(mapped, loader(64, 4))
     found["unwrapped"] = quiet(strategy="ddp").strategy.module is None

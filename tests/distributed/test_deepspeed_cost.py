@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,15 @@ SINGLE_NUMBERS = 64
 """Bytes: norms, and whether a gradient is finite."""
 
 
+def _note(loop: Callable[[int], float], weights: list[float], steps: int) -> None:
+    weights.append(loop(steps))
+
+
 def _counted(strategy: str) -> Any:
     counted = []
     for loop in loops_of(strategy, narrow).values():
         weights: list[float] = []
-        collectives, nbytes = a_step(lambda steps, loop=loop, weights=weights: weights.append(loop(steps)))
+        collectives, nbytes = a_step(partial(_note, loop, weights))
         calls = python_calls_a_step(loop, 2, 6) if strategy == "deepspeed_stage_2" else 0
         counted.append((weights, collectives, nbytes, calls))
     return counted

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,10 @@ class Sparse(DeepRegression):
 
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1e-5, "weight_decay": 0.1, "torch_adam": True}}
-WARM_UP = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"}}
+WARM_UP: dict[str, Any] = {
+    "type": "WarmupLR",
+    "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01, "warmup_type": "linear"},
+}
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
     # E-04, B-13
@@ -135,7 +139,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], Callable[[], Any], str]] = [
 ]
 if not FP16:
     REFUSED.append(({}, {"precision": "16-mixed"}, DeepRegression, "precision='16-mixed' under DeepSpeed on 'cpu'"))
-REFUSED_AT_3 = [
+REFUSED_AT_3: list[tuple[Any, ...]] = [
     ({"leaf_modules": [nn.Conv2d]}, {}, DeepRegression, "leaf_modules: no module of class Conv2d is in DeepRegression"),
 ]
 
@@ -536,7 +540,7 @@ def _normed(stage: int, precision: str) -> Any:
     norms = nn.LayerNorm(size), nn.GroupNorm(1, size), nn.BatchNorm1d(size)
     found = []
     for norm in norms:
-        module = seeded(lambda norm=norm: Normed(norm))
+        module = seeded(partial(Normed, norm))
         quiet(strategy=DeepSpeedStrategy(stage=stage), precision=precision).fit(module, loader(32, 4))
         found.append((module.norm.weight.detach().clone(), weights(module)))
     return found
@@ -677,7 +681,7 @@ def test_several_steps_in_one_training_step(together: dict[str, Any]) -> None:
 class Asks(torch.optim.SGD):
     """Wants a closure, whatever its signature says."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         assert closure is not None
         return super().step(closure)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from fsdp_nets import DeepRegression, Tied
-from small_runs import TIGHT, Saver, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
+from small_runs import TIGHT, Saver, about, each, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 
 from drivetrain import Callback, Strategy
 from drivetrain._distributed.shards import ParameterShard, Span, cut
@@ -60,9 +61,7 @@ def test_a_run_moves_between_strategies(tmp_path: Path) -> None:
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8))
     for (source, target), actual in found.items():
-        torch.testing.assert_close(
-            actual, weights(module), **TIGHT, msg=lambda text, pair=(source, target): f"{pair}: {text}"
-        )  # type: ignore[misc]
+        torch.testing.assert_close(actual, weights(module), **TIGHT, msg=about((source, target)))
 
 
 # What a rank gives and takes
@@ -110,7 +109,7 @@ def _shapes(stage: int) -> Any:
                     strategy.load_model_state(given)
                 report.setdefault("texts", []).append(f"{caught['type']}: {caught['text']}")
 
-    options = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    options: dict[str, Any] = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     quiet(strategy=DeepSpeedStrategy(stage=stage, **options), callbacks=Look()).fit(module, loader(40, 4))
     report["module"] = {name: value.clone() for name, value in module.state_dict().items()}
     return report
@@ -193,6 +192,10 @@ def test_what_is_written_to_gathered_parameters_lasts() -> None:
         torch.testing.assert_close(first[name], first["ddp"], **TIGHT)
 
 
+def _still(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.0)
+
+
 def _written_in_full() -> dict[str, torch.Tensor]:
     @torch.no_grad()
     def write(trainer: Any, module: Any) -> None:
@@ -203,7 +206,7 @@ def _written_in_full() -> dict[str, torch.Tensor]:
     found = {}
     for name in ZERO:
         module = DeepRegression()
-        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=0.0)
+        module.configure_optimizers = partial(_still, module)  # type: ignore[method-assign]
         write_first = LambdaCallback(on_train_start=write)
         quiet(strategy=_strategy(name), precision="bf16-mixed", callbacks=write_first).fit(module, loader(8, 4))
         found[name] = weights(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,7 @@ from drivetrain_strategies import DeepSpeedStrategy
 from told import told
 from worlds import on_ranks
 
-SPREAD = {"stage3_param_persistence_threshold": 0}
+SPREAD: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
 
 
 def _parted() -> TensorDataset:
@@ -93,7 +94,7 @@ def test_experts_that_some_ranks_use() -> None:
     ranks = on_ranks(each, 2, _experts, *cases)
     for case, (first, heard), (second, silent) in zip(cases, *ranks, strict=True):
         assert torch.equal(first, second), case
-        expected = _by_hand(seeded(lambda count=case[1]: Mixture(count)))
+        expected = _by_hand(seeded(partial(Mixture, case[1])))
         assert (first - expected).abs().max() < 1e-5, case
         told = [text for text in heard if "counts as zero" in text]
         assert len(told) == (case[1] == 3), case
@@ -239,7 +240,7 @@ class Sometimes(DeepRegression):
 
 def _sometimes() -> dict[str, torch.Tensor]:
     found = {}
-    for name, options in {
+    kinds: dict[str, dict[str, Any]] = {
         "stage 1": {"stage": 1},
         "stage 2": {"stage": 2},
         "stage 2, not looked at": {"stage": 2, "find_unused_parameters": False},
@@ -247,7 +248,8 @@ def _sometimes() -> dict[str, torch.Tensor]:
         "stage 1, offload": {"stage": 1, "offload_optimizer": "cpu"},
         "stage 2, offload": {"stage": 2, "offload_optimizer": "cpu"},
         "stage 3, offload": {"stage": 3, "offload_optimizer": "cpu", **SPREAD},
-    }.items():
+    }
+    for name, options in kinds.items():
         module = Sometimes()
         with torch.no_grad():
             module.net.blocks[1].up.bias.fill_(1.0)

@@ -99,7 +99,7 @@ def _averages() -> tuple[list[float], list[float], str]:
     own = torch.full((2,), dist.get_rank() + 1.0, device="cuda")
     mean, scaled = own.clone(), own.clone()
     dist.all_reduce(mean, dist.ReduceOp.AVG)
-    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.25))
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.25))  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="contiguous"):
         dist.all_reduce(torch.ones(4, 4, device="cuda")[:, ::2])
     return mean.tolist(), scaled.tolist(), dist.get_backend(dist.new_group(backend="nccl"))
@@ -243,7 +243,7 @@ def train(
 
 
 def _equal(gpu: EmulatedCuda, strategy: str, precision: str) -> bool:
-    settings = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "log_every_n_steps": 1}
+    settings: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "log_every_n_steps": 1}
     there = trained(strategy, "cuda", precision, **settings)
     assert there.device_at_hand == int(os.environ["RANK"])
     here = trained(strategy, "cpu", precision, **settings)

@@ -189,10 +189,8 @@ def fitted(module: TrainModule, *callbacks: Any, epochs: int = 2, **settings: An
 @pytest.mark.parametrize("train_bn", [True, False])
 def test_batch_normalisation_trains_from_the_beginning_or_never(train_bn: bool) -> None:  # L-02
     module = Normed()
-    norm, before = (
-        module.backbone[1],
-        [one.clone() for one in (module.backbone[1].weight, module.backbone[1].running_mean)],
-    )
+    norm: Any = module.backbone[1]
+    before = [one.clone() for one in (norm.weight, norm.running_mean)]
     weights: list[bool] = []
 
     class Watching(BackboneFinetuning):

@@ -92,7 +92,7 @@ def trained() -> dict[str, torch.Tensor]:
 def by_hand() -> torch.Tensor:
     module = DeepRegression()
     optimizer = module.configure_optimizers()
-    module.configure_optimizers = lambda: optimizer
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8), window=2)
     return weights(module)
@@ -133,7 +133,7 @@ def test_ties_across_units_lists_and_single_numbers() -> None:
     (found, seen), (other, _) = on_ranks(_ties, 2)
     module = DeepRegression(seeded(Tied))
     optimizer = module.configure_optimizers()
-    module.configure_optimizers = lambda: optimizer
+    module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8), window=2)
     assert seen == [True]
@@ -564,7 +564,7 @@ def test_a_mixed_precision_policy_of_ones_own() -> None:
 
 
 def _offloaded() -> Any:
-    kinds = []
+    kinds: list[Any] = []
     look = LambdaCallback(
         on_train_start=lambda trainer, module: kinds.extend(
             type(group.offload_policy).__name__ for group in trainer.strategy._sharded._groups

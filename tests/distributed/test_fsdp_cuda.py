@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_nets import Block, Deep, DeepRegression, Tied
-from small_runs import failing, loader, quiet, seeded, weights
+from small_runs import about, failing, loader, quiet, seeded, weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -66,7 +66,7 @@ def test_one_gpu_equals_the_plain_module_on_it(precision: str) -> None:
     expected = _trained("single_device", precision)
     for name, found in on_ranks(_cases, 1, precision, process_group=None, timeout=180)[0].items():
         atol = 2.0**-8 if precision == "bf16-true" else 1e-5
-        torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4, msg=about(name))
 
 
 def _late() -> torch.Tensor:

@@ -53,7 +53,8 @@ class Together(DeepRegression):
         self.how = how
 
     def configure_optimizers(self) -> Any:
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **{self.how: True})
+        how: dict[str, Any] = {self.how: True}
+        self.optimizer: Optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-5, **how)
         return self.optimizer
 
 
@@ -80,7 +81,7 @@ class Counted(Optimizer):
         super().__init__(parameters, {"lr": 0.1, "foreach": None, "k": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
             moved = [one for one in group["params"] if one.grad is not None]
@@ -135,7 +136,8 @@ class Later(Together):
     """Trains its head, which is ignored, and from the second epoch on the rest too."""
 
     def configure_optimizers(self) -> Any:
-        self.optimizer = torch.optim.AdamW(self.net.head.parameters(), lr=self.lr, eps=1e-5, **{self.how: True})
+        how: dict[str, Any] = {self.how: True}
+        self.optimizer = torch.optim.AdamW(self.net.head.parameters(), lr=self.lr, eps=1e-5, **how)
         return self.optimizer
 
     def on_train_epoch_start(self) -> None:
@@ -186,7 +188,7 @@ def _ahead(options: dict[str, Any]) -> dict[str, list[list[int]]]:
         found[direction].append(coming)
 
     for block in net.blocks:
-        block.ask = ask  # type: ignore[assignment]
+        block.ask = ask
     quiet(strategy=strategy, max_steps=1).fit(DeepRegression(net), loader(16, 4))
     return found
 
@@ -492,7 +494,7 @@ def _averaged(unused: bool) -> tuple[int, int, list[float | None]]:
         lists += 1
         return original(self)
 
-    Tensor.tolist = counted  # type: ignore[method-assign]
+    Tensor.tolist = counted  # type: ignore[method-assign, assignment]
     try:
         with _Reads() as reads:
             WholeParameters(parameters, dist.group.WORLD).average()

@@ -38,10 +38,10 @@ class Tall(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = None  # type: ignore[assignment]
+        self.net = None
 
     def configure_model(self) -> None:
-        self.net = nn.Sequential(*(Block() for _ in range(DEPTH)))  # type: ignore[assignment]
+        self.net = nn.Sequential(*(Block() for _ in range(DEPTH)))
         for parameter in self.net.parameters():
             nn.init.normal_(parameter, std=0.01)
 

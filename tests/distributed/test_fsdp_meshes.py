@@ -40,7 +40,7 @@ class Scored(Regression):
         import torchmetrics
 
         super().__init__()
-        self.net = None  # type: ignore[assignment]
+        self.net = None
         self.split = split
         self.total = torchmetrics.SumMetric()
 
@@ -50,9 +50,9 @@ class Scored(Regression):
 
             with torch.random.fork_rng():
                 torch.manual_seed(11)
-                self.net = Deep()  # type: ignore[assignment]
+                self.net = Deep()
         if self.split:  # in every run: when one has ended, layers are whole
-            for block in self.net.blocks:  # type: ignore[attr-defined]
+            for block in self.net.blocks:
                 parallelize_module(
                     block, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 )
@@ -115,7 +115,7 @@ def reference() -> Any:
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
         step()
 
-    optimizer.step = clipped  # type: ignore[method-assign,assignment]
+    optimizer.step = clipped
     module.configure_optimizers = lambda: optimizer  # type: ignore[method-assign]
     for _ in range(2):
         train_by_hand(module, global_batches(40, 8), window=2, step=lambda part, _: module.loss(part))
@@ -123,7 +123,7 @@ def reference() -> Any:
 
 
 HYBRID = {"sharding": "hybrid", "replicate_size": 2, "wrap": [Block]}
-TENSOR = {"tensor_parallel": 2}
+TENSOR: dict[str, Any] = {"tensor_parallel": 2}
 
 
 @pytest.mark.parametrize(

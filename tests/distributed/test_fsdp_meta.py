@@ -110,11 +110,11 @@ class Late(Regression):
 
     def __init__(self) -> None:
         super().__init__(0.05)
-        self.net = None  # type: ignore[assignment]
+        self.net = None
 
     def configure_model(self) -> None:
         if self.net is None:
-            self.net = Tied()  # type: ignore[assignment]
+            self.net = Tied()
             for matrix in (parameter for parameter in self.net.parameters() if parameter.dim() == 2):
                 nn.init.normal_(matrix, std=0.3)
 
@@ -199,10 +199,10 @@ class Large(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = None  # type: ignore[assignment]
+        self.net = None
 
     def configure_model(self) -> None:
-        self.net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))  # type: ignore[assignment]
+        self.net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
         for parameter in self.net.parameters():
             nn.init.normal_(parameter, std=0.01)
 

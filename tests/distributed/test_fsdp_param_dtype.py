@@ -38,7 +38,7 @@ class Stemmed(Twice):
 class Behind(Reused):
     def __init__(self) -> None:
         super().__init__()
-        self.net = seeded(Stemmed)  # type: ignore[assignment]
+        self.net = seeded(Stemmed)
 
 
 class Products(Regression):
@@ -87,7 +87,7 @@ def _by_hand_too(checkpointed: bool, window: int) -> list[bool]:
     policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, cast_forward_inputs=False)
     shard_by_hand(by_hand.net, blocks, policy)
     expected = train_sharded_by_hand(by_hand, 32, window)
-    options = {"activation_checkpointing": [Reusing]} if checkpointed else {}
+    options: dict[str, Any] = {"activation_checkpointing": [Reusing]} if checkpointed else {}
     module = _run(Behind(), param_dtype=HALF, accumulate_grad_batches=window, **options)
     return [torch.equal(one, other) for one, other in zip(module.parameters(), expected, strict=True)]
 
@@ -99,8 +99,11 @@ def test_the_bits_are_those_of_a_policy_by_hand(checkpointed: bool, window: int)
         assert all(same), same
 
 
+EACH_WAY: tuple[dict[str, Any], ...] = ({}, {"param_dtype": HALF})
+
+
 def _with_and_without(build: Any, steps: int = -1) -> list[torch.Tensor]:
-    return [weights(_run(build(), max_steps=steps, **options)) for options in ({}, {"param_dtype": HALF})]
+    return [weights(_run(build(), max_steps=steps, **options)) for options in EACH_WAY]
 
 
 def test_products_give_the_same_bits() -> None:
@@ -184,10 +187,11 @@ def _saved(path: str) -> Any:
     )
     through = _run(Behind(), param_dtype=HALF, callbacks=save)
     resumed, elsewhere = Behind(), Behind()
-    for module, options, precision in (
+    others: list[tuple[Regression, dict[str, Any], str]] = [
         (resumed, {"param_dtype": HALF}, "bf16-mixed"),
         (elsewhere, {}, "32-true"),
-    ):
+    ]
+    for module, options, precision in others:
         strategy = FSDPStrategy(**options)
         quiet(strategy=strategy, precision=precision).fit(module, loader(32, 4), ckpt_path=path)
     return weights(through), weights(resumed), weights(elsewhere)

@@ -23,12 +23,12 @@ class Split(Regression):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(11)
-            self.net = Deep(width=6)  # type: ignore[assignment]
+            self.net = Deep(width=6)
 
     def configure_model(self) -> None:
         if "tensor" not in (self.device_mesh.mesh_dim_names or ()):
             return
-        for block in self.net.blocks:  # type: ignore[union-attr]
+        for block in self.net.blocks:
             parallelize_module(block, self.device_mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
     def configure_optimizers(self) -> Any:

@@ -52,7 +52,7 @@ def _run(text: str, file: str = "<string>", anew: bool = False) -> dict[str, Any
         meetings += 1
         return meet(*args)
 
-    collective_calls._meet = counted
+    collective_calls._meet = counted  # type: ignore[assignment]
     began = time.monotonic()
     try:
         with failing() as error:

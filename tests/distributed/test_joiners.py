@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_runs import FEATURES, Regression, data, quiet, train_by_hand, weights
+from small_runs import FEATURES, Regression, about, data, quiet, train_by_hand, weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from worlds import on_ranks
 
-TIGHT = {"atol": 1e-6, "rtol": 1e-5}
+TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 SIZE = 4
 
 
@@ -110,7 +110,7 @@ def test_a_joiner_gets_containers_of_its_own_to_spoil() -> None:  # I-07
     for found in on_ranks(_spoiled, 2, process_group=None):
         for name, trained in found.items():
             reference = by_hand(Regression(), (2, 5), int(name[-1]))
-            torch.testing.assert_close(trained, reference, msg=lambda text, name=name: f"{name}: {text}", **TIGHT)
+            torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
 
 
 # Buffers
@@ -118,6 +118,8 @@ def test_a_joiner_gets_containers_of_its_own_to_spoil() -> None:  # I-07
 
 class Statistics(nn.Module):
     """Keeps a running mean that it makes anew each time."""
+
+    mean: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +134,9 @@ class Statistics(nn.Module):
 
 class Reassigning(Regression):
     """Its buffers are other tensors after each step, but for one that is changed in place."""
+
+    count: torch.Tensor
+    written: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,10 +194,10 @@ def test_a_joiner_s_reassigned_buffers_are_put_back() -> None:  # I-07
     trained = by_hand(Reassigning(), (3, 5))
     for found in on_ranks(_reassigned, 2, process_group=None):
         for case, (own, kept) in found.items():
-            torch.testing.assert_close(own, trained, msg=lambda text, case=case: f"{case}: {text}", **TIGHT)
+            torch.testing.assert_close(own, trained, msg=about(case), **TIGHT)
             assert set(kept) == set(buffers)
             for name, value in buffers.items():
-                torch.testing.assert_close(kept[name], value, msg=lambda text, key=(case, name): f"{key}: {text}")
+                torch.testing.assert_close(kept[name], value, msg=about((case, name)))
 
 
 class Evaluated(Reassigning):
@@ -206,7 +211,7 @@ class Evaluated(Reassigning):
         return batch[0]
 
 
-def _evaluated() -> dict[str, dict[str, float]]:
+def _evaluated() -> dict[str, tuple[float, int]]:
     found = {}
     for strategy in ("ddp", "fsdp"):
         for stage in ("validate", "predict"):
@@ -234,6 +239,9 @@ def test_evaluation_leaves_no_trace_on_a_joiner() -> None:  # I-07
 
 class Growing(Regression):
     """Makes a buffer when it first sees data, and lets another grow."""
+
+    first: torch.Tensor
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

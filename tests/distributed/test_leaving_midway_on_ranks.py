@@ -57,6 +57,8 @@ class Even(Uneven):
 
 
 class Changing(TrainModule):
+    batches: torch.Tensor
+
     def __init__(self, moment: tuple[Any, ...] | None) -> None:
         super().__init__()
         with torch.random.fork_rng():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_runs import TIGHT, Regression, data, failing, global_batches, quiet, train_by_hand, weights
+from small_runs import TIGHT, Regression, about, data, failing, global_batches, quiet, train_by_hand, weights
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -144,7 +144,7 @@ def test_all_ranks_go_through_all_the_data(strategy: str) -> None:
         reference = weights(train_by_hand(Regression(), batches * 2))
         for found in (first, second):
             trained, counts, values, validated, _ = found[name]
-            torch.testing.assert_close(trained, reference, msg=lambda text, name=name: f"{name}: {text}", **TIGHT)
+            torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
             assert counts == (2 * len(batches), 2 * samples, samples), name
             assert values["samples"] == samples, name
             if name == "too much":  # the half that was reckoned with never comes

@@ -66,11 +66,12 @@ class Counting(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        options = {"on_step": False, "on_epoch": True}
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True}
         self.log("sum", torch.tensor(BIG), reduce_fx="sum", batch_size=0, **options)
         self.log("max", BIG, reduce_fx="max", batch_size=0, **options)
         self.log("mean", float(BIG), **options)
-        self.log("first", batch[0][:, 0].mean(), batch_size=torch.tensor(len(batch[0])), **options)
+        size: Any = torch.tensor(len(batch[0]))
+        self.log("first", batch[0][:, 0].mean(), batch_size=size, **options)
         self.log("step", float(BIG), sync_dist=True)
         self.log("ce", loss, on_step=True, on_epoch=True)
         loss += 100.0
@@ -80,7 +81,7 @@ class Counting(Regression):
 def _counted() -> tuple[dict[str, float], list[float]]:
     module, losses = Counting(), []
     plain = module.loss
-    module.loss = lambda batch: losses.append(plain(batch)) or losses[-1]  # type: ignore[method-assign,func-returns-value,assignment]
+    module.loss = lambda batch: losses.append(plain(batch)) or losses[-1]  # type: ignore[method-assign,func-returns-value]
     trainer = quiet(strategy=DDPStrategy(), log_every_n_steps=1)
     trainer.fit(module, loader(8, 2))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, [float(each) for each in losses]

@@ -57,7 +57,7 @@ def test_who_waits_in_a_kernel_for_a_failed_rank_hears_of_it() -> None:  # G-01,
 
 
 def test_a_reported_failure_reaches_the_thread_beside_the_work() -> None:  # G-01
-    store, heard = dist.HashStore(), threading.Event()
+    store, heard = dist.HashStore(), threading.Event()  # type: ignore[attr-defined]
     watchdog = Watchdog(store, 0, on_failure=heard.set)
     try:
         assert not heard.wait(1.2)  # two looks
@@ -70,7 +70,7 @@ def test_a_reported_failure_reaches_the_thread_beside_the_work() -> None:  # G-0
 def test_without_nccl_there_is_nothing_to_abort() -> None:
     assert not uses_nccl()
     abort_nccl()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         assert not uses_nccl()
         abort_nccl()

@@ -151,7 +151,7 @@ class Cluster(Launcher):
 
     def devices(self, accelerator: str, devices: int | str | list[int]) -> Devices:
         self.asked.append((accelerator, devices))
-        return Devices("cuda", [0, 1, 2], chosen=True)
+        return Devices("cuda", (0, 1, 2), chosen=True)
 
     def check(self, num_local: int) -> None:
         self.asked.append(num_local)

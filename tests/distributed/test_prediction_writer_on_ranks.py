@@ -263,7 +263,7 @@ def refused(ranks: int, function: Any, *arguments: Any) -> str:
     return str(texts[0])
 
 
-def _other_weights(path: str, strategy: str) -> tuple[str, str]:
+def _other_weights(path: str, strategy: str) -> tuple[str, str, str]:
     _begin(path, strategy, 2)
     with failing() as weights:
         predict(path, strategy, DataLoader(numbered(23), batch_size=2), module=Predicting(seed=1))

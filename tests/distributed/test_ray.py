@@ -32,6 +32,8 @@ def _cluster() -> Iterator[None]:
 
 
 class Model(Regression):
+    steps: torch.Tensor
+
     def __init__(self, how: str = "trains") -> None:
         super().__init__()
         self.how = how

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_runs import FEATURES, Regression, data, global_batches, quiet, train_by_hand, weights
+from small_runs import FEATURES, Regression, about, data, global_batches, quiet, train_by_hand, weights
 from torch.utils.data import DataLoader
 
 from worlds import on_ranks
@@ -88,6 +88,4 @@ def test_memory_that_a_loader_reuses_is_right_on_ranks() -> None:  # I-09
         for found in ranks:
             for name, reference in (("Own", streamed), ("Going", streamed), ("Regression", dealt), ("Weighed", dealt)):
                 case = f"{name}, {window}"
-                torch.testing.assert_close(
-                    found[case], reference, atol=1e-6, rtol=1e-5, msg=lambda text, case=case: f"{case}: {text}"
-                )
+                torch.testing.assert_close(found[case], reference, atol=1e-6, rtol=1e-5, msg=about(case))

@@ -22,6 +22,9 @@ from drivetrain.errors import ConfigurationError, DistributedError
 class Model(Regression):
     """Logs, predicts, builds a layer late, and has state of every kind."""
 
+    steps: torch.Tensor
+    own: torch.Tensor
+
     def __init__(self, late: bool = False) -> None:
         super().__init__()
         self.late = late

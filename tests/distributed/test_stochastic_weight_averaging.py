@@ -37,7 +37,7 @@ class Net(TrainModule):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.norm = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
+            self.norm: Any = nn.BatchNorm1d(4, momentum=0.3) if normed else nn.Identity()
             self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,9 +49,11 @@ class Net(TrainModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(
-            [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters(), "lr": 0.05}], lr=0.1
-        )
+        groups: list[dict[str, Any]] = [
+            {"params": self.net[0].parameters()},
+            {"params": self.net[2].parameters(), "lr": 0.05},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
@@ -68,7 +70,7 @@ def by_hand(annealing: int, strategy: Any, normed: bool = False) -> tuple[dict[s
     rates = []
     for epoch in range(EPOCHS):
         if epoch == FIRST:
-            swa = SWALR(optimizer, [0.02, 0.04], annealing, strategy)
+            swa = SWALR(optimizer, [0.02, 0.04], annealing, strategy)  # type: ignore[arg-type]  # one for each group
         rates.append([group["lr"] for group in optimizer.param_groups])
         for batch in DataLoader(rows(), batch_size=BATCH):
             optimizer.zero_grad()
@@ -161,7 +163,8 @@ class PartlyFrozen(Net):
 
     def __init__(self) -> None:
         super().__init__(normed=True)
-        self.kept, self.idle, self.frozen = (nn.BatchNorm1d(4) for _ in range(3))
+        layers: Any = [nn.BatchNorm1d(4) for _ in range(3)]
+        self.kept, self.idle, self.frozen = layers
         self.frozen.track_running_stats = False  # as finetuning with train_bn=False leaves it
         for layer in (self.kept, self.idle, self.frozen):
             layer.running_mean.fill_(0.5)
@@ -186,7 +189,7 @@ def test_statistics_that_the_data_does_not_move_stay(tmp_path: Path) -> None:  #
 class ByHand(Net):
     automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
         self.manual_backward(nn.functional.mse_loss(self(batch[0]), batch[1]))
         optimizer.step()

@@ -112,6 +112,8 @@ class WithoutSuper(Averaging):
 class Looked(Regression):
     """A table of which only rank 0 looks anything up, with sparse gradients; a buffer that each rank counts in."""
 
+    steps: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(4, 1, sparse=True)

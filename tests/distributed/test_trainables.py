@@ -16,7 +16,7 @@ from drivetrain_strategies import DDPStrategy, FSDPStrategy
 from told import told
 from worlds import on_ranks
 
-NEAR = {"atol": 1e-6, "rtol": 1e-5}
+NEAR: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 """How near to the reference float32 comes (I-03)."""
 
 PROGRAMS: dict[str, tuple[Turns, dict[str, Any]]] = {

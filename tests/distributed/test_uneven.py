@@ -15,6 +15,7 @@ import torchmetrics
 from small_runs import (
     FEATURES,
     Regression,
+    about,
     data,
     failing,
     global_batches,
@@ -30,7 +31,7 @@ from drivetrain.callbacks import ReplicaCheck
 from drivetrain_strategies import DDPStrategy
 from worlds import on_ranks
 
-TIGHT = {"atol": 1e-6, "rtol": 1e-5}
+TIGHT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 
 
 # Lockstep and joining
@@ -38,6 +39,8 @@ TIGHT = {"atol": 1e-6, "rtol": 1e-5}
 
 class Watched(Regression):
     """Has a buffer, a metric and a batch norm, logs in every way, and talks to other ranks in a hook."""
+
+    count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ def part_of(rank: int, counts: tuple[int, ...], sizes: tuple[int, ...]) -> list[
 
 def _weighted() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    module = NaNForOne()
+    module: Regression = NaNForOne()
     quiet(strategy="ddp").fit(module, loader(17, 4))
     found["nan"] = weights(module)
     for window in (1, 3):
@@ -215,7 +218,7 @@ def test_windows_are_weighted_over_uneven_ranks() -> None:  # B-02, B-03, B-04, 
             torch.testing.assert_close(found[f"tokens, {window}"], _tokens_by_hand(4 * window), **TIGHT)
         for name, (reference, steps, samples, micro_batches) in streams.items():
             trained, *counted = found[name]
-            torch.testing.assert_close(trained, reference, msg=lambda text, name=name: f"{name}: {text}", **TIGHT)
+            torch.testing.assert_close(trained, reference, msg=about(name), **TIGHT)
             assert counted == [steps, samples, micro_batches], name
         assert "gave no batch" in found["none"]["text"], found["none"]
         assert "gave no batch" in found["none at all"]["text"]
@@ -552,6 +555,10 @@ def test_losses_over_the_whole_batch_and_line_searches() -> None:  # B-16
 class Buffered(Regression):
     """Has buffers of several dtypes that each rank writes its own into."""
 
+    mask: torch.Tensor
+    index: torch.Tensor
+    turned: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(FEATURES)
@@ -573,6 +580,7 @@ class Buffered(Regression):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.loss(batch))
+        assert self.norm.running_mean is not None
         self.seen.append(self.norm.running_mean.clone())
 
 

@@ -59,6 +59,8 @@ def test_weights_are_the_same_with_it_without_it_and_more_often(strategy: str) -
 class Centring(Regression):
     """Takes a running mean off its inputs, which each rank has of its own data."""
 
+    mean: torch.Tensor
+
     def __init__(self, replaces: bool) -> None:
         super().__init__()
         self.replaces = replaces
@@ -138,16 +140,18 @@ def _alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 def _with_and_without() -> dict[str, bool]:
     """Return by case whether validation left training alone, on this rank."""
-    often = {"val_check_interval": 2}
+    often: dict[str, Any] = {"val_check_interval": 2}
     found = {}
     for name, strategy in _kinds():
-        for case, build, options in (
+        cases: list[tuple[str, Callable[[], Any], dict[str, Any]]] = [
             ("written to", lambda: Centring(False), {}),
             ("replaced", lambda: Centring(True), {}),
             ("a sanity check", lambda: Centring(False), {"num_sanity_val_steps": 1}),
             ("swapped meanwhile", lambda: Centring(False), {"callbacks": [Swapping()]}),
-            *([("other forms", lambda: Grown(False), {})] if name == "ddp, buffers apart" else []),
-        ):
+        ]
+        if name == "ddp, buffers apart":
+            cases.append(("other forms", lambda: Grown(False), {}))
+        for case, build, options in cases:
             without = _centred(build(), strategy(), None)
             # Of five samples one rank has two and joins once.
             found[f"{name}, {case}"] = _alike(_centred(build(), strategy(), loader(5, 1), **often, **options), without)

@@ -38,6 +38,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 class Net(TrainModule):
     """A frozen layer, two tied ones, and a buffer that training moves; validation says which weights it saw."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
@@ -168,10 +170,11 @@ class Recording(Callback):
 
 def _with_and_without(strategy: str, world: int, folder: Path, precision: str) -> list[bool]:
     found = []
-    for callbacks in ([Recording()], [Recording(), ema()]):
-        settings = {"accumulate_grad_batches": 2, "val_check_interval": 3, "precision": precision}
-        run(strategy, world, folder, list(callbacks), **settings)
-        found.append(callbacks[0].weights)
+    for others in ([], [ema()]):
+        recording = Recording()
+        settings: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "precision": precision}
+        run(strategy, world, folder, [recording, *others], **settings)
+        found.append(recording.weights)
     return [len(found[0]) == 12, found[0] == found[1]]
 
 

@@ -21,6 +21,13 @@ RATE = 0.1
 class Late(Regression):
     """Builds everything in `configure_model`, where `__init__` left a place for it."""
 
+    net: Any
+    act: Any
+    scale: Any
+    names: Any
+    table: torch.Tensor
+    own: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         del self.net
@@ -126,6 +133,8 @@ def test_layers_without_parameters_and_such_as_cannot_be_pickled_are_there_too()
 class Thawing(Regression):
     """Freezes a layer in a hook, and lets a buffer take another shape."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(0, dtype=torch.int64))
@@ -163,7 +172,7 @@ def test_weights_come_back_in_the_dtype_of_the_run(kind: type[Regression], preci
     if kind is Regression:
         assert all(own is before for own, before in zip(module.parameters(), parameters, strict=True))
     # What is rounded to float32 on the way differs by 1e-8.
-    exact = {"atol": 1e-13, "rtol": 1e-12} if precision == "64-true" else {"atol": 2e-2, "rtol": 2e-2}
+    exact: dict[str, Any] = {"atol": 1e-13, "rtol": 1e-12} if precision == "64-true" else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(weights(module), weights(by_hand(kind(), dtype)), **exact)
 
 

@@ -35,7 +35,7 @@ class Net(TrainModule):
         return (output - 1).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [self.first.weight, self.last.bias]},
             {"params": [self.last.weight, *self.norm.parameters()], "lr": 0.05},
         ]
