@@ -80,6 +80,6 @@ def distributed_run(**values: Any) -> Run:
     """A run on the default process group of this process."""
     from drivetrain._distributed.control_group import GroupControl
 
-    store = dist.PrefixStore(f"run{next(_runs)}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"run{next(_runs)}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     control = GroupControl(dist.group.WORLD, store, dist.get_rank(), dist.get_world_size())
     return Run(strategy=Where(control=control), **values)

@@ -118,7 +118,7 @@ def test_rates_stand_in_the_rows_of_the_steps_they_made(tmp_path: Path) -> None:
     fit.fit(_Scheduled(), loader())
     rows = [row for row in _rows(logger) if row["lr-SGD"]]
     # Step n was made with 1/n: the scheduler steps after it.
-    assert [(int(row["step"]), float(row["lr-SGD"])) for row in rows] == [
+    assert [(int(row["step"]), float(row["lr-SGD"])) for row in rows] == [  # type: ignore[comparison-overlap]
         (n, pytest.approx(1 / n)) for n in (2, 4, 6, 8, 10)
     ]
     assert all(row["train_loss"] for row in rows)  # in the same row
@@ -249,7 +249,7 @@ def test_in_manual_optimization_every_backward_is_watched() -> None:
             super().__init__()
             self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             optimizer = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))

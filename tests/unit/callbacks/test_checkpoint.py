@@ -213,7 +213,7 @@ class TestGoingOn:
         # J-03: each restart went on from what was written an hour ahead
         clock = time.time
         monkeypatch.setattr("time.time", lambda: clock() + 3600)
-        kept = {"save_top_k": -1}
+        kept: dict[str, Any] = {"save_top_k": -1}
         fit(tmp_path, Checkpoint(**kept), max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path="auto")
         monkeypatch.setattr("time.time", clock)
         for epochs in (2, 3, 4):
@@ -246,7 +246,7 @@ class TestGoingOn:
         best = load(checkpoint.best_model_path).weights()
         for each in (trainer, fit(tmp_path, Checkpoint(monitor="score"))):
             module = Scored([])
-            module.test_step = lambda batch, batch_idx: None  # type: ignore[attr-defined]
+            module.test_step = lambda batch, batch_idx: None  # type: ignore[method-assign, misc]
             each.test(module, loader(), ckpt_path="best")
             assert torch.equal(module.layer.weight, best["layer.weight"])
 

@@ -13,9 +13,12 @@ from drivetrain.callbacks import EarlyStopping
 from drivetrain.errors import ConfigurationError
 from worlds import on_ranks
 
+MODULE: Any = None
+"""The callback asks nothing of the module."""
+
 
 def test_patience_may_be_an_integer_of_numpys() -> None:  # I-10
-    assert EarlyStopping("val_loss", patience=np.int64(3)).patience == 3
+    assert EarlyStopping("val_loss", patience=np.int64(3)).patience == 3  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="patience=True"):
         EarlyStopping("val_loss", patience=True)
 
@@ -25,14 +28,14 @@ def _drive(
 ) -> tuple[int | None, Run]:
     """Feed one value an epoch, after ``state`` of a checkpoint; return the epoch it stopped in, and the run."""
     run: Any = Run()
-    callback.setup(run, None, "fit")
+    callback.setup(run, MODULE, "fit")
     if state is not None:
         callback.load_state_dict(state)
-    callback.on_train_start(run, None)
+    callback.on_train_start(run, MODULE)
     for epoch, value in enumerate(values):
         run.current_epoch = epoch
         run.callback_metrics[key] = torch.tensor(value, dtype=torch.float64)
-        callback.on_train_epoch_end(run, None)
+        callback.on_train_epoch_end(run, MODULE)
         if run.should_stop:
             return epoch, run
     return None, run
@@ -77,21 +80,21 @@ def test_a_missing_key_is_refused_with_the_nearest_and_the_known_ones() -> None:
     # G-06
     run: Any = Run(callback_metrics={"val_loss": torch.tensor(1.0), "train_loss": torch.tensor(2.0)})
     callback = EarlyStopping("vall_loss")
-    callback.on_train_start(run, None)
+    callback.on_train_start(run, MODULE)
     with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'") as caught:
-        callback.on_train_epoch_end(run, None)
+        callback.on_train_epoch_end(run, MODULE)
     assert "train_loss, val_loss" in str(caught.value)
 
 
 def test_without_strict_a_missing_key_is_skipped_with_one_warning() -> None:
     run: Any = Run()
     callback = EarlyStopping("acc", strict=False)
-    callback.on_train_start(run, None)
+    callback.on_train_start(run, MODULE)
     with pytest.warns(RuntimeWarning, match="'acc'"):
-        callback.on_train_epoch_end(run, None)
+        callback.on_train_epoch_end(run, MODULE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        callback.on_train_epoch_end(run, None)
+        callback.on_train_epoch_end(run, MODULE)
     assert not run.should_stop
     assert callback.wait_count == 0
 
@@ -111,24 +114,24 @@ def test_without_strict_a_missing_key_is_skipped_with_one_warning() -> None:
 def test_when_it_looks(asked: bool | None, values: dict[str, Any], at_epoch_end: bool) -> None:
     run: Any = Run(callback_metrics={"loss": torch.tensor(math.nan)}, **values)
     callback = EarlyStopping("loss", check_on_train_epoch_end=asked)
-    callback.setup(run, None, "fit")
-    callback.on_train_start(run, None)
+    callback.setup(run, MODULE, "fit")
+    callback.on_train_start(run, MODULE)
     run.sanity_checking = True
-    callback.on_validation_end(run, None)
+    callback.on_validation_end(run, MODULE)
     assert not run.should_stop
     run.sanity_checking = False
-    callback.on_validation_end(run, None)
+    callback.on_validation_end(run, MODULE)
     assert run.should_stop is not at_epoch_end
     run.should_stop = False
-    callback.on_train_epoch_end(run, None)
+    callback.on_train_epoch_end(run, MODULE)
     assert run.should_stop is at_epoch_end
 
 
 def test_a_validation_outside_fit_is_none_of_its_business() -> None:
     run: Any = Run()
     callback = EarlyStopping("loss", check_on_train_epoch_end=False)
-    callback.setup(run, None, "validate")
-    callback.on_validation_end(run, None)  # would refuse the missing key
+    callback.setup(run, MODULE, "validate")
+    callback.on_validation_end(run, MODULE)  # would refuse the missing key
     assert not run.should_stop
 
 
@@ -166,12 +169,12 @@ def _local_values(rank_values: list[list[float | None]]) -> tuple[list[bool], fl
     run: Any = distributed_run()
     rank = run.strategy.control.rank
     callback = EarlyStopping("loss", patience=1)
-    callback.on_train_start(run, None)
+    callback.on_train_start(run, MODULE)
     decisions = []
     for values in rank_values:
         value = values[rank]
         run.callback_metrics = {} if value is None else {"loss": torch.tensor(value)}
-        callback.on_train_epoch_end(run, None)
+        callback.on_train_epoch_end(run, MODULE)
         decisions.append(run.should_stop)
     return decisions, callback.best_score, callback.wait_count
 
@@ -188,9 +191,9 @@ def test_a_value_that_is_local_to_the_ranks_is_averaged_and_decided_alike() -> N
 def _missing_everywhere() -> str:
     run: Any = distributed_run()
     callback = EarlyStopping("loss")
-    callback.on_train_start(run, None)
+    callback.on_train_start(run, MODULE)
     try:
-        callback.on_train_epoch_end(run, None)
+        callback.on_train_epoch_end(run, MODULE)
     except ConfigurationError as error:
         return str(error)
     return ""

@@ -127,7 +127,7 @@ def test_a_run_that_goes_back_ends_as_if_the_step_had_not_been(
 class FailOnceBack(Callback):
     """Fails in the step after the one that was gone back to."""
 
-    def on_train_batch_end(self, trainer: Fit, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         if trainer.callbacks[0].rollbacks and trainer.global_step == BAD + 1:
             raise InterruptedError
 
@@ -149,7 +149,7 @@ def test_what_was_saved_since_the_spike_goes_as_the_run_goes_back(tmp_path: Path
 
 def _ask_once_back(folder: str) -> int:
     class AskOnceBack(Callback):
-        def on_train_batch_end(self, trainer: Fit, *args: Any) -> None:
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             if watching.rollbacks and trainer.global_step == 9 and trainer.global_rank == 1:
                 trainer.should_stop = True
 

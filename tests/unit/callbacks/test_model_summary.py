@@ -73,7 +73,7 @@ def test_a_sharded_parameter_counts_whole() -> None:
     # ZeRO 3 leaves an empty parameter and tells its size beside it.
     model = nn.Linear(4, 4, bias=False)
     model.weight.data = torch.empty(0)
-    model.weight.ds_numel = 16
+    model.weight.ds_numel = 16  # type: ignore[attr-defined]
     assert summarize(nn.Sequential(model)).total == 16
 
 

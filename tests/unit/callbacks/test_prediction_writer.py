@@ -173,12 +173,13 @@ def test_lists_of_an_entry_for_each_sample_are_told_from_several_outputs(tmp_pat
 
 def test_shuffled_and_own_orders_come_back_in_that_of_the_data(tmp_path: Path) -> None:  # L-03
     order = [7, 1, 9, 0, 3, 8, 2, 10, 5, 4, 6]
-    for name, options in {
+    orders: dict[str, dict[str, Any]] = {
         "shuffled": {"batch_size": 4, "shuffle": True},
         "own": {"batch_size": 4, "sampler": Own(order)},
         "batches": {"batch_sampler": BatchSampler(Own(order), 3, drop_last=False)},
         "workers": {"batch_size": 4, "sampler": Own(order), "num_workers": 2},
-    }.items():
+    }
+    for name, options in orders.items():
         predict(tmp_path / name, loaders=DataLoader(numbered(11), **options))
         read = read_predictions(tmp_path / name)
         assert firsts(read) == [2 * number for number in range(11)], name

@@ -226,9 +226,10 @@ def test_the_default_suits_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_terminal_it_is_absent_from_the_step() -> None:
     # H-01
-    table = HookTable(Run(), _MODULE, [EpochLines()])
+    run: Any = Run()
+    table = HookTable(run, _MODULE, [EpochLines()])
     assert not any(getattr(table, name) for name in HOOKS if "batch" in name)
-    table = HookTable(Run(), _MODULE, [ProgressBar()])
+    table = HookTable(run, _MODULE, [ProgressBar()])
     assert [name for name in HOOKS if "batch" in name and getattr(table, name)] == [
         "on_train_batch_end",
         "on_validation_batch_end",

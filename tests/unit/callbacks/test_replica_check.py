@@ -77,7 +77,7 @@ class _Net(nn.Module):
         self.register_buffer("scale", torch.ones(4))
 
 
-def _check(callback: ReplicaCheck, run: Run, net: nn.Module, step: int) -> str:
+def _check(callback: ReplicaCheck, run: Any, net: Any, step: int) -> str:
     run.global_step = step
     try:
         callback.on_train_batch_end(run, net, {}, None, step)
@@ -87,10 +87,10 @@ def _check(callback: ReplicaCheck, run: Run, net: nn.Module, step: int) -> str:
 
 
 def _drift(tensor: str, ranks: list[int]) -> list[str]:
-    run = distributed_run()
+    run: Any = distributed_run()
     rank = run.strategy.control.rank
     torch.manual_seed(0)
-    net = _Net()
+    net: Any = _Net()
     found = []
     callback = ReplicaCheck(every_n_steps=2)
     callback.on_train_start(run, net)
@@ -120,7 +120,7 @@ def test_the_first_that_differs_is_named_with_the_ranks_on_every_rank() -> None:
 
 
 def _two_drift() -> tuple[str, str, str]:
-    run = distributed_run()
+    run: Any = distributed_run()
     torch.manual_seed(run.strategy.control.rank)
     net = _Net()
     everything = _check(ReplicaCheck(every_n_steps=1), run, net, 1)
@@ -138,7 +138,7 @@ def test_several_are_counted_and_some_can_be_left_out() -> None:
 
 
 def _other_names() -> str:
-    run = distributed_run()
+    run: Any = distributed_run()
     net = _Net()
     if run.strategy.control.rank == 1:
         net.register_buffer("extra", torch.zeros(1))
@@ -152,7 +152,7 @@ def test_different_buffers_are_named_instead_of_hanging() -> None:
 
 def _reentrant_twice(cured: bool) -> list[str]:
     """One module checkpointed twice, re-entrantly, under plain DDP (C-03)."""
-    run = distributed_run()
+    run: Any = distributed_run()
     rank = run.strategy.control.rank
     torch.manual_seed(0)
 
@@ -192,9 +192,9 @@ def test_ranks_that_diverge_in_silence_are_caught() -> None:
 
 def _max_norm() -> list[str]:
     """The rows that a rank looked up are rewritten there and nowhere else (B-20)."""
-    run = distributed_run()
+    run: Any = distributed_run()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
+    net: Any = nn.Sequential(nn.Embedding(20, 4, max_norm=0.5), nn.Flatten(), nn.Linear(8, 1))
     wrapped = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     callback = ReplicaCheck()
@@ -223,7 +223,7 @@ def _sharded(broken: bool) -> str:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    run = distributed_run()
+    run: Any = distributed_run()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = nn.Module()
     value = distribute_tensor(torch.arange(16.0).reshape(8, 2), mesh, [Replicate(), Shard(0)])
@@ -245,7 +245,8 @@ def test_shards_are_compared_between_those_that_hold_the_same() -> None:
 def test_one_process_is_always_alike_and_bad_intervals_are_refused() -> None:
     run: Any = Run()
     callback = ReplicaCheck(every_n_steps=1)
-    callback.on_train_start(run, _Net())
+    net: Any = _Net()
+    callback.on_train_start(run, net)
     assert _check(callback, run, _Net(), 1) == ""
     # G-06
     with pytest.raises(ConfigurationError, match="every_n_steps=0"):

@@ -123,7 +123,8 @@ def test_only_the_hooks_that_were_given_are_in_the_loop() -> None:
         priority=-5,
     )
     assert callback.priority == -5
-    run, module = Run(), TrainModule()
+    run: Any = Run()
+    module = TrainModule()
     table = HookTable(run, module, [callback])
     assert {name for name in HOOKS if getattr(table, name)} == {"on_train_batch_end", "setup"}
     table.setup[0]("fit")
@@ -136,7 +137,7 @@ def test_a_hook_that_does_not_exist_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'on_train_epoch_end'"):
         LambdaCallback(on_train_epoch_ends=print)
     with pytest.raises(ConfigurationError, match="not a function"):
-        LambdaCallback(on_fit_end="print")
+        LambdaCallback(on_fit_end="print")  # type: ignore[arg-type]
     assert LambdaCallback(setup=print).state_key != LambdaCallback(teardown=print).state_key
     assert isinstance(LambdaCallback(), Callback)
 

@@ -30,7 +30,7 @@ class _Tokens(_Net):
 def _train(
     monitor: ThroughputMonitor,
     run: Run,
-    module: TrainModule,
+    module: Any,
     steps: int,
     window: int = 1,
     pause: float = 0.0,

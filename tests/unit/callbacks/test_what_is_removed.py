@@ -171,7 +171,7 @@ def test_one_name_for_all_keeps_each_that_is_to_be_kept(options: Any, expected: 
     checkpoint = Checkpoint(filename="model", monitor="score", **options)
     module = Scored([0.5, 0.1, 0.9, 0.8])
     fit(tmp_path, checkpoint, max_epochs=4).fit(module, loader())
-    kept = {Path(path).name: round(float(score), 6) for path, score in checkpoint.best_k_models.items()}
+    kept = {Path(path).name: round(float(score), 6) for path, score in checkpoint.best_k_models.items()}  # type: ignore[arg-type]
     assert sorted(kept.values()) == sorted(expected.values())
     assert names(tmp_path) == sorted(kept)
     assert checkpoint.best_model_score == pytest.approx(0.1)
@@ -183,7 +183,7 @@ def test_a_name_with_rounded_values_is_given_twice(tmp_path: Path) -> None:
     # J-02
     checkpoint = Checkpoint(filename="{score:.0f}", monitor="score", save_top_k=2)
     fit(tmp_path, checkpoint, max_epochs=3).fit(Scored([0.3, 0.2, 0.1]), loader())
-    assert sorted(round(float(score), 6) for score in checkpoint.best_k_models.values()) == [0.1, 0.2]
+    assert sorted(round(float(score), 6) for score in checkpoint.best_k_models.values()) == [0.1, 0.2]  # type: ignore[arg-type]
     assert len(names(tmp_path)) == 2
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_removed_is_tried_again_and_ends_no_run(
 ) -> None:
     # J-08: a bucket without the right to delete ended the training
     bucket, folder = fsspec.filesystem("memory"), "memory://third/run"
-    refusals = []
+    refusals: list[Any] = []
     rm_file = type(bucket).rm_file
 
     def refuse_at_first(self: Any, path: str) -> None:

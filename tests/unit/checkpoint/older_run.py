@@ -25,6 +25,8 @@ KINDS = {"single_device": 1, "ddp": 2, "fsdp": 2, "deepspeed_stage_1": 2}
 class Tiny(TrainModule):
     """Dropout draws from the generators, a buffer counts steps, a weight is tied, and a layer is frozen."""
 
+    steps: torch.Tensor
+
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -127,7 +129,7 @@ if __name__ == "__main__":
 
     out = Path(sys.argv[1])
     out.mkdir(parents=True)
-    ended = {}
+    ended: dict[str, torch.Tensor] = {}
     for kind, count in KINDS.items():
         if count == 1:
             weights, *_ = write(kind, out)

@@ -81,6 +81,8 @@ def test_another_rank_speaks_for_a_part() -> None:
 class Adapted(TrainModule):
     """A base that is frozen, and what is trained on it."""
 
+    count: torch.Tensor
+
     def __init__(self, seed: int = 0, trains_base: bool = False) -> None:
         super().__init__()
         self.save_hyperparameters("seed")

@@ -30,7 +30,8 @@ def digested(path: Path | str, sizes: Sizes | None = None) -> Path:
     """A small checkpoint with digests."""
     whole = contents()
     whole.digest = "sha256"
-    save(str(path), whole, LocalControl(), **({} if sizes is None else {"sizes": sizes}))
+    options: dict[str, Any] = {} if sizes is None else {"sizes": sizes}
+    save(str(path), whole, LocalControl(), **options)
     return Path(path)
 
 

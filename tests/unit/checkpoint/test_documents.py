@@ -76,6 +76,9 @@ def test_the_state_of_schedulers() -> None:
         assert equal(through(state), state), type(scheduler).__name__
 
 
+_Pair = namedtuple("_Pair", "a b")
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -89,7 +92,7 @@ def test_the_state_of_schedulers() -> None:
         numpy.ones(2),
         Fraction(1, 2),
         len,
-        namedtuple("Pair", "a b")(1, 2),
+        _Pair(1, 2),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -235,7 +235,7 @@ def test_any_json_is_a_value_or_an_error(value: Any) -> None:
         decode(loads(dumps(value), "it"), {"": torch.ones(1)}.__getitem__)
 
 
-ENTRIES = st.dictionaries(
+ENTRIES: Any = st.dictionaries(
     st.sampled_from(["dtype", "shape", "data_offsets", "x"]),
     st.sampled_from(["F32", "U8", [], [1], [0, 4], [4, 8], [2**70], [True], [-1], None, 4, {}]),
     max_size=4,

@@ -14,7 +14,7 @@ from drivetrain.checkpoint import load, verify
 from worlds import on_ranks
 
 OLDER = Path(__file__).parent / "older"
-DROPOUT = {"atol": 1e-6, "rtol": 1e-5}
+DROPOUT: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
 """Sums over two ranks may come in another order on another processor; the masks of dropout are the same to the bit."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,13 @@ class Model(TrainModule):
         return torch.optim.Adam(self.parameters())
 
 
-def fit(epochs: int = 1, start: object = None, **options: object) -> Fit:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+def fit(epochs: int = 1, start: str | Path | None = None, **options: Any) -> Fit:
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     trainer = Fit(max_epochs=epochs, seed=1, **{**quiet, **options})
     trainer.fit(Model(), list(torch.randn(4, 2, 64)), ckpt_path=start)
     return trainer

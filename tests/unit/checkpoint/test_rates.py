@@ -208,12 +208,14 @@ def test_a_large_tensor_is_written_from_where_it_lies(tmp_path: Path, monkeypatc
 def test_a_value_is_not_looked_for_among_all_parameters() -> None:
     """PyTorch's `load_state_dict` asks of each value which group its parameter is in."""
     module = torch.nn.ParameterList(torch.ones(2) for _ in range(6))
-    optimizer = torch.optim.Adam([{"params": module[:2], "lr": 0.1}, {"params": module[2:]}])
+    groups: list[dict[str, Any]] = [{"params": module[:2], "lr": 0.1}, {"params": module[2:]}]
+    optimizer = torch.optim.Adam(groups)
     module[3].grad = torch.ones(2)
     optimizer.step()
     saved = named_optimizer_state(module, optimizer)
     given: list[dict[str, Any]] = []
-    other = torch.optim.Adam([{"params": module[:2], "lr": 0.1}, {"params": module[2:]}])
+    others: list[dict[str, Any]] = [{"params": module[:2], "lr": 0.1}, {"params": module[2:]}]
+    other = torch.optim.Adam(others)
     other.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
     load_named_optimizer_state(module, other, saved)
     assert [group["params"] for group in given[0]["param_groups"]] == [range(2), range(2, 6)]

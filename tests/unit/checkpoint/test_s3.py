@@ -221,5 +221,5 @@ def test_a_bucket_out_of_reach_is_found_before_the_first_step(
         default_root_dir=tmp_path, callbacks=Checkpoint(url), max_epochs=1, logger=False, enable_progress_bar=False
     )
     with pytest.raises(ConfigurationError, match=named):
-        run.fit(Small(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
+        run.fit(Small(), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))  # type: ignore[arg-type]
     assert run.global_step == 0

@@ -240,7 +240,7 @@ def _save_dcp(folder: str) -> None:
         name: distribute_tensor(value, mesh, [Shard(value.dim() - 1)]) if value.dim() else value
         for name, value in state.items()
     }
-    dcp.save({"model": sharded, "step": 3, "lr": torch.tensor(0.1)}, checkpoint_id=folder)
+    dcp.save({"model": sharded, "step": 3, "lr": torch.tensor(0.1)}, checkpoint_id=folder)  # type: ignore[attr-defined]
 
 
 class TestDcp:
@@ -265,7 +265,7 @@ class TestDcp:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)  # type: ignore[attr-defined]
         metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
         for info in metadata.storage_data.values():
             info.relative_path = "../secret"
