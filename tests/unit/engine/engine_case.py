@@ -148,7 +148,7 @@ def recording_callback(name: str, calls: list[str], priority: int = 0) -> Callba
         return call
 
     kind = type("Recording", (CallbackBase,), {hook: noting(hook) for hook in HOOKS} | {"priority": priority})
-    return kind()  # type: ignore[no-any-return]
+    return kind()
 
 
 def recording_module(calls: list[str], base: type[TrainModule] = Tiny) -> TrainModule:
@@ -166,4 +166,4 @@ def recording_module(calls: list[str], base: type[TrainModule] = Tiny) -> TrainM
 
     defined = [hook for hook in steps if getattr(base, hook) is not getattr(TrainModule, hook)]
     kind = type("RecordingModule", (base,), {hook: noting(hook) for hook in [*hooks, *defined]})
-    return kind()  # type: ignore[no-any-return]
+    return kind()

@@ -249,8 +249,8 @@ MISTAKES = [
         "patience='3'",
         "checks",
         "0 or more",
-        calls(lambda path: EarlyStopping("val_loss", patience="3")),
-    ),  # type: ignore[arg-type]
+        calls(lambda path: EarlyStopping("val_loss", patience="3")),  # type: ignore[arg-type]
+    ),
     Mistake(
         "mode misspelt",
         BUILT,
@@ -335,8 +335,8 @@ MISTAKES = [
         "a Linear",
         "drives a drivetrain.TrainModule",
         "subclass TrainModule",
-        lambda path: Run(fit(path), torch.nn.Linear(1, 1)),
-    ),  # type: ignore[arg-type]
+        lambda path: Run(fit(path), torch.nn.Linear(1, 1)),  # type: ignore[arg-type]
+    ),
     Mistake(
         "no training_step",
         START,

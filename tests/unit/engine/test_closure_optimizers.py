@@ -22,7 +22,7 @@ class Climbing(SGD):
     says = "climbing wants a closure"
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         assert closure is not None, self.says
         held = [one for group in self.param_groups for one in group["params"]]
         before = [one.clone() for one in held]
@@ -52,7 +52,7 @@ class Asking(Climbing):
     """Asks where it stands, climbs, and asks again."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         assert closure is not None
         with torch.enable_grad():
             closure()
@@ -98,7 +98,7 @@ def test_equal_the_loop_by_hand(tmp_path: Path, kind: Any, clip: float | None) -
             closure()
         optimizer.step(closure)
     for (name, ours), theirs in zip(module.state_dict().items(), reference.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
 
 
 def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: P
 
 def test_another_assertion_stays_what_it_is(tmp_path: Path) -> None:
     class Broken(SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             self._check()
 
         def _check(self) -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain import Callback, ConfigurationError, Fit, TrainModule
+from drivetrain import Callback, ConfigurationError, Fit, RunContext, TrainModule
 
 
 class Line(TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 1)
+        self.net: Any = nn.Linear(2, 1)
         self.told: list[str] = []
 
     def training_step(self, batch: Any) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_a_failure_to_prepare_the_data_is_told_to_module_and_callbacks(tmp_path:
     class Listener(Callback):
         told = ""
 
-        def on_exception(self, trainer: Fit, module: TrainModule, exception: BaseException) -> None:
+        def on_exception(self, trainer: RunContext, module: TrainModule, exception: BaseException) -> None:
             self.told = str(exception)
 
     module, listener = Failing(), Listener()

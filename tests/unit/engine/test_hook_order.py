@@ -305,7 +305,7 @@ class TestMinusOne:
                 return -1 if batch_idx == 1 else None
 
             def on_train_epoch_end(self) -> None:
-                assert self.trainer.metrics.batch is None
+                assert self.trainer.metrics.batch is None  # type: ignore[attr-defined]
                 self.log("at_end", 2.0)
 
         runner = fit(tmp_path)

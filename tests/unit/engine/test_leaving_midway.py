@@ -41,11 +41,14 @@ class Augmented(Dataset[Any]):
 class Changing(TrainModule):
     """Has all that a micro-batch changes: buffers, metric objects, logged values, generators, counts of its own."""
 
+    batches: torch.Tensor
+    validated: torch.Tensor
+
     def __init__(self, *at: Callable[[Moment], None]) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+            self.net: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
         self.register_buffer("validated", torch.zeros((), dtype=torch.int64))
         self.train_mean = torchmetrics.MeanMetric()

@@ -19,7 +19,7 @@ from drivetrain.loggers import CSVLogger
 class Kept(Logger):
     """A logger that keeps what it gets."""
 
-    name, version, log_dir = "kept", "0", None  # type: ignore[assignment]
+    name, version, log_dir = "kept", "0", None
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, dict[str, float]]] = []

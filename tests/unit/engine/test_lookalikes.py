@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_case import Tiny, fit, loader
 
-from drivetrain import Callback, ConfigurationError, DataModule, Fit, TrainModule
+from drivetrain import Callback, ConfigurationError, DataModule, Fit, RunContext, TrainModule
 from told import told
 
 
@@ -111,7 +111,7 @@ def test_a_method_that_the_script_or_a_callback_calls_is_a_helper(tmp_path: Path
             self.plotted = True
 
     class Plots(Callback):
-        def on_train_epoch_end(self, trainer: Fit, module: Any) -> None:
+        def on_train_epoch_end(self, trainer: RunContext, module: Any) -> None:
             module.on_validation_plots_end()
 
     module = Net()
@@ -147,7 +147,7 @@ def test_loaders_that_the_run_asks_nobody_for_are_the_users_affair(tmp_path: Pat
         def train_dataloader(self) -> Any:
             return loader()
 
-        def test_dataloader(self, split: str) -> Any:
+        def test_dataloader(self, split: str) -> Any:  # type: ignore[override]
             return loader()
 
     fit(tmp_path).fit(Tiny(), datamodule=Data())
@@ -203,7 +203,7 @@ def test_a_backward_is_no_helper_because_a_loss_has_one(tmp_path: Path) -> None:
 
 
 def test_a_method_that_gave_the_loaders_is_left_alone(tmp_path: Path) -> None:  # I-10
-    module = module_with(valid_dataloader=lambda self: loader(2))
+    module: Any = module_with(valid_dataloader=lambda self: loader(2))
     fit(tmp_path).fit(module, loader(), module.valid_dataloader())
     assert [0, 1] in module.evaluated
 
@@ -300,13 +300,13 @@ class Counting(Callback):
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def setup(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         self.heard.append("setup")
 
-    def on_train_start(self, trainer: Fit, module: TrainModule) -> None:
+    def on_train_start(self, trainer: RunContext, module: TrainModule) -> None:
         self.heard.append("start")
 
-    def teardown(self, trainer: Fit, module: TrainModule, stage: str) -> None:
+    def teardown(self, trainer: RunContext, module: TrainModule, stage: str) -> None:
         self.heard.append("teardown")
 
 
@@ -379,7 +379,7 @@ def test_a_scheduler_of_ones_own_gets_the_value(tmp_path: Path) -> None:  # I-10
 
 
 def test_without_strict_a_missing_value_is_passed_over(tmp_path: Path) -> None:  # I-10
-    module = scheduled(plateau=True, monitor="los", strict=False)
+    module: Any = scheduled(plateau=True, monitor="los", strict=False)
     with told() as lines:
         fit(tmp_path, max_epochs=3).fit(module, loader())
     assert module.scheduler.last_epoch == 0

@@ -235,7 +235,7 @@ def test_a_forward_sees_what_changed_the_weights_by_any_way(tmp_path: Path, prec
 class Twice(SGD):
     """Evaluates a closure twice if it is given one, and does without."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 closure()
@@ -276,7 +276,7 @@ def test_a_closure_that_would_not_arrive_is_refused(tmp_path: Path) -> None:
     def step(module: Any, batch: Any) -> None:
         optimizer = module.optimizers()
 
-        def closure() -> torch.Tensor:
+        def closure() -> None:
             optimizer.zero_grad()
             module.manual_backward(module.loss(batch))
 

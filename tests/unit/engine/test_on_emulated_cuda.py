@@ -339,7 +339,8 @@ def _pinned(gpu: EmulatedCuda, stage: str) -> None:
         module = Net()
         fit = trained(module, rows(1))
         gpu.forget()
-        {"validation": fit.validate, "prediction": fit.predict}[stage](module, rows(pin_memory=True))
+        evaluate: Any = {"validation": fit.validate, "prediction": fit.predict}[stage]
+        evaluate(module, rows(pin_memory=True))
 
 
 def _to_the_device(seen: Seen) -> list[Any]:

@@ -191,7 +191,7 @@ class TestSchedulers:
 
     def test_plateau_follows_a_validation_value(self, tmp_path: Path) -> None:
         class Stuck(Tiny):
-            def validation_step(self, batch: Any, batch_idx: int) -> None:
+            def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
                 self.log("val_loss", 1.0)
 
             def configure_optimizers(self) -> Any:

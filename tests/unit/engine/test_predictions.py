@@ -80,7 +80,7 @@ def test_nothing_is_kept_where_nothing_is_to_be_returned(tmp_path: Path) -> None
     alive: list[int] = []
 
     class Writing(Callback):
-        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             came.append(weakref.ref(outputs))
             alive.append(sum(one() is not None for one in came))
 
@@ -101,7 +101,7 @@ def test_predictions_leave_the_device_as_they_come(tmp_path: Path) -> None:  # I
     taken: list[int] = []
 
     class Watching(Callback):
-        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_predict_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             assert outputs["x"].is_cuda
             taken.append(torch.cuda.memory_allocated())
 

@@ -218,5 +218,5 @@ def test_a_loader_of_an_iterator_that_is_spent_says_so(tmp_path: Path) -> None:
 
 def test_nothing_refuses_what_is_ordinary(tmp_path: Path) -> None:
     runner = fit(tmp_path, max_epochs=1, max_time="00:01:00:00", limit_train_batches=1, deterministic="warn")
-    runner.fit(Tiny(), DataLoader(torch.ones(4, 2), batch_size=2))
+    runner.fit(Tiny(), DataLoader(torch.ones(4, 2), batch_size=2))  # type: ignore[arg-type]
     assert runner.global_step == 1

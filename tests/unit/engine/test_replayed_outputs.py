@@ -20,11 +20,11 @@ _outputs = torch.zeros(())  # which every replay writes
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
         return _outputs.copy_(value).detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -37,7 +37,7 @@ class Net(TrainModule):
         self.replays = replays
 
     def output(self, value: torch.Tensor) -> torch.Tensor:
-        replayed: torch.Tensor = _Replayed.apply(value) if self.replays else value  # type: ignore[no-untyped-call]
+        replayed: torch.Tensor = _Replayed.apply(value) if self.replays else value
         return replayed
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -40,8 +40,8 @@ THE_ENGINES = {
 
 
 def code_of(owner: type, name: str) -> Callable[..., Any]:
-    member = inspect.getattr_static(owner, name)
-    code: Callable[..., Any] = member.fget if isinstance(member, property) else member
+    member: Any = inspect.getattr_static(owner, name)
+    code: Any = member.fget if isinstance(member, property) else member
     return code
 
 

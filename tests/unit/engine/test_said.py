@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_case import Regression, Tiny, fit, loader, regression
 
-from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
+from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, RunContext, TrainModule
 from drivetrain.callbacks import Checkpoint, EarlyStopping, Timer
 from drivetrain.loggers import CSVLogger
 from told import told
@@ -82,7 +82,7 @@ def test_a_limit_and_who_asked_are_both_said(tmp_path: Path) -> None:  # I-17
 
 def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
     class Enough(Callback):
-        def on_train_batch_end(self, trainer: Fit, module: TrainModule, *rest: Any) -> None:
+        def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
             trainer.should_stop = True
 
     line = ending(fit(tmp_path, callbacks=Timer(timedelta(0), verbose=False)), Tiny(), loader())
@@ -92,7 +92,7 @@ def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
 
 def test_a_stop_that_was_taken_back_is_no_reason(tmp_path: Path) -> None:  # I-17
     class Hesitant(Callback):
-        def on_train_batch_end(self, trainer: Fit, module: TrainModule, *rest: Any) -> None:
+        def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
             trainer.ask_to_stop("a whim")
             trainer.should_stop = False
 
@@ -255,7 +255,7 @@ def test_a_loggers_folder_is_tried_too(tmp_path: Path) -> None:  # I-17
 
 def test_predictions_need_no_loggers_folder(tmp_path: Path) -> None:  # I-17
     class Net(Tiny):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
             return batch
 
     assert fit(tmp_path, logger=CSVLogger(_file(tmp_path))).predict(Net(), loader())

@@ -51,8 +51,9 @@ def shuffled(samples: int = 24, batch_size: int = 4) -> DataLoader[Any]:
 
 
 def fit(module: Model, loader: Any, **options: Any) -> Fit:
-    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-    trainer = Fit(max_epochs=2, seed=1, accelerator="cpu", **dict.fromkeys(off, False))
+    names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    off: dict[str, Any] = dict.fromkeys(names, False)
+    trainer = Fit(max_epochs=2, seed=1, accelerator="cpu", **off)
     trainer.fit(module, loader, **options)
     return trainer
 

@@ -65,6 +65,7 @@ def test_it_saves_ends_and_goes_on_as_if_nothing_had_been(
     with pytest.raises(raised) as caught:
         run.fit(Regression(), regression())
     if raised is SystemExit:
+        assert isinstance(caught.value, SystemExit)
         assert caught.value.code == 128 + number
     assert sending.told == [caught.value]
     assert (run.state, run.global_step) == ("interrupted", 3)

@@ -102,16 +102,16 @@ class TestOutputs:
                 super().__init__()
                 self.layer = nn.Linear(2, 1)
 
-            def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            def training_step(self, batch: Any) -> Any:
                 return self.layer(batch).mean()
 
-            def validation_step(self, batch: Any, dataloader_idx: int) -> Any:  # type: ignore[override]
+            def validation_step(self, batch: Any, dataloader_idx: int) -> Any:
                 seen.append(("validation", int(batch[0, 0]), dataloader_idx))
 
-            def test_step(self, batch: Any) -> Any:  # type: ignore[override]
+            def test_step(self, batch: Any) -> Any:
                 seen.append(("test", int(batch[0, 0])))
 
-            def predict_step(self, batch: Any) -> Any:  # type: ignore[override]
+            def predict_step(self, batch: Any) -> Any:
                 return int(batch[0, 0])
 
             def configure_optimizers(self) -> Any:
@@ -194,7 +194,7 @@ class TestNoneLosses:
         optimizer = reference.configure_optimizers()
         batches = [batch for index, batch in enumerate(regression(12)) if index != 1]
         weights = [float(batch[0][0, 0].abs()) for batch in batches]
-        total: torch.Tensor = sum(w * reference.loss(b) for w, b in zip(weights, batches, strict=True)) / sum(weights)
+        total: Any = sum(w * reference.loss(b) for w, b in zip(weights, batches, strict=True)) / sum(weights)
         total.backward()
         optimizer.step()
         torch.testing.assert_close(module.layer.weight, reference.layer.weight)

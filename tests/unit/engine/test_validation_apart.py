@@ -26,7 +26,8 @@ class Noisy(Dataset[Any]):
     """Adds noise of its own generators and of the process's to what it holds."""
 
     def __init__(self, samples: int = 24) -> None:
-        self.x, self.y = regression(samples).dataset.tensors
+        data: Any = regression(samples).dataset
+        self.x, self.y = data.tensors
         self.numpy = np.random.default_rng(5)
         self.older = np.random.RandomState(6)
         self.python = random.Random(7)
@@ -47,7 +48,7 @@ class Dropping(Regression):
     def __init__(self, draws: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layer = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+        self.layer = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.5), nn.Linear(16, 1))  # type: ignore[assignment]
         self.generator = torch.Generator().manual_seed(9)
         self.draws = draws
 
@@ -141,8 +142,9 @@ def test_workers_of_a_validation_loader_cost_training_no_draw(tmp_path: Path) ->
 
 def test_a_generator_that_both_loaders_have(tmp_path: Path) -> None:
     # I-13
-    def loaders() -> tuple[Any, Any]:
-        data, generator = regression().dataset, torch.Generator().manual_seed(4)
+    def loaders() -> tuple[Any, ...]:
+        data: Any = regression().dataset
+        generator = torch.Generator().manual_seed(4)
         return tuple(DataLoader(data, 4, sampler=RandomSampler(data, generator=generator)) for _ in range(2))
 
     options = {"use_distributed_sampler": False}
@@ -183,7 +185,8 @@ class Transformed(Dataset[Any]):
     """Hands its inputs through a transform."""
 
     def __init__(self, transform: Any) -> None:
-        self.x, self.y = regression(12).dataset.tensors
+        data: Any = regression(12).dataset
+        self.x, self.y = data.tensors
         self.transform = transform
 
     def __len__(self) -> int:
@@ -196,7 +199,7 @@ class Transformed(Dataset[Any]):
 @pytest.mark.parametrize("kind", ["transform", "composed", "collate_fn"])
 def test_an_object_with_a_generator_that_both_loaders_have(tmp_path: Path, kind: str) -> None:
     # I-13
-    def loaders() -> tuple[Any, Any]:
+    def loaders() -> tuple[Any, ...]:
         noise = Noise()
         if kind == "collate_fn":
             return tuple(DataLoader(regression(12).dataset, 4, collate_fn=noise.collate) for _ in range(2))
@@ -218,7 +221,7 @@ def test_own_generators_are_looked_for_among_few_objects() -> None:
                 Sample.looked_at += 1
             return super().__getattribute__(name)
 
-    data = Transformed(Composed(Noise()))
+    data: Any = Transformed(Composed(Noise()))
     data.samples = [Sample() for _ in range(10_000)]
     assert len(own_generators(DataLoader(data, 4))) == 2
     assert Sample.looked_at == 0
@@ -252,7 +255,7 @@ def test_a_run_that_goes_on_draws_as_one_that_was_not_interrupted(tmp_path: Path
     for callbacks, path in (([Saving()], None), ([], str(tmp_path / "saved"))):
         module = Dropping(draws=False)
         module.generator = torch.Generator().manual_seed(9)
-        module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)  # type: ignore[method-assign]
+        module.training_step = lambda batch, batch_idx, module=module: module.loss(batch)  # type: ignore[method-assign, misc]
         torch.manual_seed(11)
         run = fit(tmp_path, max_epochs=2, val_check_interval=3, callbacks=callbacks, num_sanity_val_steps=0)
         run.fit(module, DataLoader(regression().dataset, 4, shuffle=True), regression(8), ckpt_path=path)

@@ -42,7 +42,7 @@ def test_a_zero_grad_that_was_put_on_the_instance_is_called(tmp_path: Path) -> N
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), lr=0.1)
             torchs = optimizer.zero_grad
-            optimizer.zero_grad = lambda *given: (cleared.append(1), torchs(*given))[1]  # type: ignore[method-assign]
+            optimizer.zero_grad = lambda *given: (cleared.append(1), torchs(*given))[1]  # type: ignore[method-assign, func-returns-value]
             return optimizer
 
     fit(tmp_path, max_steps=3).fit(Patched(), loader())
