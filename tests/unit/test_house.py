@@ -435,7 +435,7 @@ def asked_by_name(name: str, source: str) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "hasattr"):
             found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)} & ours
-        if isinstance(node, ast.Constant) and node.value in NAMES:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NAMES:
             found.add(node.value)
     return found - CLASSES_ASKED_FOR.get(name, set()) - NAMES_ASKED_FOR.get(name, set())
 

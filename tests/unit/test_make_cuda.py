@@ -85,8 +85,8 @@ def test_a_rehearsal_that_was_stopped_goes_on_and_its_report_has_every_part(tmp_
     page = (tmp_path / "report.md").read_text()
     assert "A rehearsal on emulated devices" in page
     assert f"torch {torch.__version__}" in page
-    for part in parts(2):
-        assert f"### {part.title}\n" in page
+    for each in parts(2):
+        assert f"### {each.title}\n" in page
     assert "not shown here: torch's sanitizer" in page
     assert "CUDA graphs: torch.compile ran with backend='eager'" in page
 
@@ -153,7 +153,13 @@ def test_a_command_that_dies_says_how(tmp_path: Path) -> None:
     assert ended.tail.startswith("so far")
 
 
-ABOUT = {"devices": [{"name": "A100"}] * 2, "python": "3.12.3", "torch": "2.11.0", "cuda": "13.0", "commit": "abc"}
+ABOUT: dict[str, Any] = {
+    "devices": [{"name": "A100"}] * 2,
+    "python": "3.12.3",
+    "torch": "2.11.0",
+    "cuda": "13.0",
+    "commit": "abc",
+}
 ABOUT |= {"processor": "any", "cores": 16, "command": "python -m benchmarks.cuda", "nccl": "2.28.9", "driver": "580"}
 
 
@@ -194,7 +200,7 @@ def test_the_report_goes_into_the_page_on_benchmarks(tmp_path: Path) -> None:
 
 def test_what_a_piece_found_decides_how_it_came_out() -> None:
     # O-05
-    rows = {"columns": ["a"], "rows": [["1"]]}
+    rows: dict[str, Any] = {"columns": ["a"], "rows": [["1"]]}
     assert outcome.Outcome(**rows).status == "ok"
     assert outcome.Outcome(**rows, not_shown=["graphs"]).status == "not shown here"
     assert outcome.Outcome(**rows, failures=["it differs"], not_shown=["graphs"]).record()["reason"] == "it differs"

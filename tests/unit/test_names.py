@@ -20,7 +20,7 @@ from drivetrain.profilers import PassThroughProfiler, Profiler, SimpleProfiler
 from drivetrain_strategies import DDPStrategy, SingleDeviceStrategy
 
 CPU = torch.device("cpu")
-QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
+QUIET: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False, "enable_checkpointing": False}
 
 
 class Kept(Logger):
@@ -97,15 +97,15 @@ def test_an_unknown_name_is_refused_as_the_fit_is_built(
     install(tmp_path, monkeypatch, group, cargo=f"{__name__}:{theirs}")
     pattern = rf"(?s){setting}='carg' is unknown. Did you mean 'cargo'\?(?=.*'{group}')(?=.*{ours}).*cargo"
     with pytest.raises(ConfigurationError, match=pattern):
-        Fit(**QUIET, **{setting: "carg"})
-    Fit(**QUIET, **{setting: "cargo"})
+        Fit(**{**QUIET, setting: "carg"})
+    Fit(**{**QUIET, setting: "cargo"})
 
 
 @pytest.mark.parametrize("setting", CASES)
 def test_nobody_takes_one_of_our_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     group, ours, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, **{ours: "builtins:dict"})
-    fit = Fit(**QUIET, **{setting: ours})
+    fit = Fit(**{**QUIET, setting: ours})
     made: dict[str, tuple[Any, type]] = {
         "strategy": (fit.chosen_strategy, DDPStrategy),
         "launcher": (named_launcher("fork"), FunctionLauncher),
@@ -124,7 +124,7 @@ def test_what_makes_something_else_is_refused_by_name(
 ) -> None:
     group, _, _ = CASES[setting]
     install(tmp_path, monkeypatch, group, cargo="collections:OrderedDict", gone="nowhere_to_be_found:Cargo")
-    arguments = ([],) if setting == "logger" else ()
+    arguments: tuple[Any, ...] = ([],) if setting == "logger" else ()
     names: Names[Any] = Names(setting, group, Precision, {}, why="-", instead="-")
     refused = rf"The {setting} 'cargo' \(collections:OrderedDict\) made a OrderedDict, which is not a Precision"
     with pytest.raises(ConfigurationError, match=refused):

@@ -21,7 +21,7 @@ from drivetrain.checkpoint._format.tensor_file import Spec
 
 class _Named(NamedTuple):
     name: str
-    count: int
+    count: int  # type: ignore[assignment]  # a tuple has a method of that name
 
 
 class _Kind(IntEnum):

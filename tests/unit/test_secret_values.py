@@ -48,12 +48,15 @@ class Login:
 Point = namedtuple("Point", ["x", "api_key"])
 
 
+SILENT: tuple[Any, ...] = (3, 0.5, True, None, "", [], {}, [1, 2])
+
+
 @pytest.mark.parametrize(
     ("values", "kept", "left_out"),
     [
         ({"api_token": "sk-1", "lr": 0.1}, {"lr": 0.1}, ["api_token"]),
         # Text alone: numbers, switches and None say nothing, and an empty text neither.
-        *(({"token": value}, {"token": value}, []) for value in (3, 0.5, True, None, "", [], {}, [1, 2])),
+        *(({"token": value}, {"token": value}, []) for value in SILENT),
         ({"password": b"raw"}, {}, ["password"]),
         ({"api_keys": ["a", "b"], "n": 1}, {"n": 1}, ["api_keys"]),
         ({"secret": {"of": {"prod": "x"}}}, {}, ["secret"]),

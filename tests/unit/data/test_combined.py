@@ -32,7 +32,7 @@ def loaders() -> dict[str, Any]:
     return {"a": loader(4), "b": loader(6)}
 
 
-EXPECTED = {
+EXPECTED: dict[str, list[dict[str, Any]]] = {
     "min_size": [{"a": [0, 1], "b": [0, 1]}, {"a": [2, 3], "b": [2, 3]}],
     "max_size": [{"a": [0, 1], "b": [0, 1]}, {"a": [2, 3], "b": [2, 3]}, {"a": None, "b": [4, 5]}],
     "max_size_cycle": [{"a": [0, 1], "b": [0, 1]}, {"a": [2, 3], "b": [2, 3]}, {"a": [0, 1], "b": [4, 5]}],

@@ -274,7 +274,7 @@ def test_weighted_draws_follow_seed_and_epoch_and_leave_the_generators_alone(own
     epochs = [[(batch.tolist(), share) for batch, share in iterator] for iterator in iterators]
     assert torch.equal(torch.get_rng_state(), before[0])
     if generator is not None:
-        assert torch.equal(generator.get_state(), before[1])
+        assert torch.equal(generator.get_state(), before[1])  # type: ignore[arg-type]
     drawn = [index for step in zip(*epochs, strict=True) for index in samples_of(list(step))]
     assert len(drawn) == 30
     assert check_weighted(ranks, 0) == drawn

@@ -40,7 +40,7 @@ class ReadOnly(Slotted):
 
 def test_slots_are_copied() -> None:  # I-11, O-06
     for kind in (Slotted, ReadOnly):
-        batch = kind(torch.zeros(2))
+        batch: Any = kind(torch.zeros(2))
         kept = own_memory({"one": batch})["one"]
         batch.value.add_(1)
         assert kept.value.tolist() == kept.hidden.tolist() == [0, 0]

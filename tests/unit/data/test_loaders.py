@@ -270,7 +270,7 @@ def python_calls(batches: Iterator[Any], count: int = 300) -> float:
 def test_a_batch_costs_next_to_nothing_above_the_raw_loader(options: dict[str, Any], allowed: int) -> None:
     # H-01
     def loader() -> DataLoader[Any]:
-        batch_size = {} if "batch_sampler" in options else {"batch_size": 8}
+        batch_size: dict[str, Any] = {} if "batch_sampler" in options else {"batch_size": 8}
         return DataLoader(numbers(3200), **batch_size, **options)
 
     raw = python_calls(iter(loader()))

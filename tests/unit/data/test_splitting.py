@@ -130,7 +130,7 @@ def test_what_was_chosen_of_a_data_set_is_told_in_a_few_values() -> None:  # I-0
     assert len(first) < 10
     assert first != second
     assert subset_of(Subset(Subset(data, [5, 3]), [1])) != subset_of(Subset(Subset(data, [5, 4]), [1]))
-    assert subset_of(Subset(data, torch.tensor([2, 1]))) == subset_of(Subset(data, [2, 1]))
+    assert subset_of(Subset(data, torch.tensor([2, 1]))) == subset_of(Subset(data, [2, 1]))  # type: ignore[arg-type]
     assert subset_of(Subset(data, [])) == subset_of(Subset(data, []))
     assert subset_of(Subset(data, [object()])) == subset_of(Subset(data, [object()]))  # type: ignore[list-item]
     assert subset_of(First(data)) is None

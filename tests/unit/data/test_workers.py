@@ -215,7 +215,8 @@ def test_a_temporary_folder_that_no_worker_could_use_is_refused(monkeypatch: pyt
     monkeypatch.delitem(multiprocessing.process.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
     base = tempfile.mkdtemp(dir="/tmp")
     try:
-        loader = DataLoader(torch.arange(4.0).unsqueeze(1), 2, num_workers=1)
+        data: Any = torch.arange(4.0).unsqueeze(1)  # a tensor is a dataset, too
+        loader: Any = DataLoader(data, 2, num_workers=1)
         for length, goes in ((75, True), (76, False)):
             folder = os.path.join(base, "x" * (length - len(base) - 1))
             os.mkdir(folder)
@@ -230,6 +231,6 @@ def test_a_temporary_folder_that_no_worker_could_use_is_refused(monkeypatch: pyt
             assert "TMPDIR" in caught.value.fix
             with socket.socket(socket.AF_UNIX) as one, pytest.raises(OSError, match="AF_UNIX path too long"):
                 one.bind(f"{folder}/pymp-12345678/listener-12345678")
-            prepare_loader(DataLoader(torch.arange(4.0), 2), training=True)  # without workers it is all the same
+            prepare_loader(DataLoader(data, 2), training=True)  # without workers it is all the same
     finally:
         shutil.rmtree(base)

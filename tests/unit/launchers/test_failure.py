@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def _failure(error: BaseException, rank: int = 1) -> Failure:
 def test_an_exception_is_described_with_its_causes() -> None:
     try:
         try:
-            _ = {}["missing"]
+            _ = dict[str, str]()["missing"]
         except KeyError as error:
             raise ConfigurationError("wrong", "because", "do") from error
     except ConfigurationError as caught:
@@ -50,9 +51,9 @@ def test_exit_codes_are_described(code: int, name: str | None, text: str) -> Non
 
 def test_the_error_survives_pickling_and_is_ours() -> None:
     error = RankFailedError(_failure(ValueError("x")))
-    again = pickle.loads(pickle.dumps(error))
+    again: Any = pickle.loads(pickle.dumps(error))
     assert isinstance(again, DistributedError)
-    assert again.failure == error.failure
+    assert again.failure == error.failure  # type: ignore[attr-defined]
     assert str(again) == str(error)
     assert "in _failure" in str(again)
 

@@ -59,7 +59,7 @@ def _bare(port: int, rank: int = 0, world_size: int = 2, **more: str) -> Torchru
 
 
 def _place(environment: Environment) -> Any:
-    return find_place(environment, Devices("cpu", [0], chosen=False), 1, strategy=None)
+    return find_place(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
 
 
 class _Script(SubprocessLauncher):

@@ -113,7 +113,7 @@ class TestTensorBoard:
                 logger.finalize("failed")
             expected = {at: value for at, value in expected.items() if at <= step}
             expected |= {at: number + at / 10 for at in range(step + 1, 9)}
-            assert scalars(logger.log_dir) == [(at, pytest.approx(value)) for at, value in sorted(expected.items())]
+            assert scalars(logger.log_dir) == [(at, pytest.approx(value)) for at, value in sorted(expected.items())]  # type: ignore[comparison-overlap]
 
     def test_an_open_writer_is_closed_first_and_what_it_held_counts(self, tmp_path: Path, writing: Writing) -> None:
         with writing():

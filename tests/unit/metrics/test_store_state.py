@@ -193,6 +193,11 @@ def test_a_merge_state_that_fails_is_named() -> None:
 class Reducing(torchmetrics.Metric):
     """Has a state for every way in which torchmetrics brings ranks together."""
 
+    sum: torch.Tensor
+    cat: torch.Tensor
+    list: Any
+    apart: Any
+
     def __init__(self) -> None:
         super().__init__()
         for name in ("sum", "mean", "max", "min"):
@@ -229,7 +234,7 @@ def test_a_state_that_a_reduction_cannot_take_is_named() -> None:
             super().__init__()
             self.add_state("wide", torch.zeros(0), dist_reduce_fx="sum")
 
-        def update(self, value: torch.Tensor) -> None:
+        def update(self, value: Any) -> None:
             super().update(value)
             self.wide = torch.zeros(len(value))
 

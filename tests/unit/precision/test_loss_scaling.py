@@ -205,7 +205,8 @@ class Looking(Callback):
 def test_a_run_passes_once_unless_somebody_looks_between() -> None:
     # B-05, B-15
     found = []
-    for looking in ([], [Looking()]):
+    each: tuple[list[Any], ...] = ([], [Looking()])
+    for looking in each:
         torch.manual_seed(0)
         module = Scaled()
         fit = Fit(
@@ -217,7 +218,7 @@ def test_a_run_passes_once_unless_somebody_looks_between() -> None:
         assert ("_amp_foreach_non_finite_check_and_unscale_" in passes.names) == bool(looking)
         found.append([fit.gradient_norm, *module.parameters()])
         if looking:
-            assert looking[0].norms[-1] == pytest.approx(float(fit.gradient_norm), rel=1e-6)
+            assert looking[0].norms[-1] == pytest.approx(float(fit.gradient_norm), rel=1e-6)  # type: ignore[arg-type]
     for together, one_by_one in zip(*found, strict=True):
         torch.testing.assert_close(together, one_by_one, rtol=0, atol=0)
 

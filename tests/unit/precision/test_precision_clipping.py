@@ -123,7 +123,7 @@ def test_an_unknown_algorithm_is_refused() -> None:
 def test_clipping_never_waits_for_the_device(algorithm: str) -> None:
     # B-05, H-01: no value of a tensor crosses over to Python
     class NoWaiting(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
             return func(*args, **(kwargs or {}))
 

@@ -151,7 +151,11 @@ def test_conversion_reaches_floating_point_only_and_keeps_ties() -> None:
     assert module.first.weight.dtype is module.mean.dtype is torch.bfloat16
     assert module.phase.dtype is torch.complex64
     assert module.count.dtype is torch.int64
-    batch = {"x": torch.ones(2), "y": [torch.arange(2), "text"], "z": (torch.ones(1, dtype=torch.float64), 3)}
+    batch: dict[str, Any] = {
+        "x": torch.ones(2),
+        "y": [torch.arange(2), "text"],
+        "z": (torch.ones(1, dtype=torch.float64), 3),
+    }
     converted = precision.convert_batch(batch)
     assert converted["x"].dtype is converted["z"][0].dtype is torch.bfloat16
     assert converted["y"][0].dtype is torch.int64

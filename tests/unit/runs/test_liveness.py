@@ -42,7 +42,7 @@ def test_another_process_of_the_same_number_is_not_it() -> None:
 
 
 @pytest.mark.parametrize("other", [{"host": "another"}, {"boot": "before"}, {"namespace": "pid:[1]"}], ids=str)
-def test_what_is_out_of_sight_is_not_known(other: dict[str, str]) -> None:
+def test_what_is_out_of_sight_is_not_known(other: dict[str, Any]) -> None:
     assert replace(Process.here(), **other).lives() is None
 
 

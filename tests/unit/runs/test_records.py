@@ -104,7 +104,9 @@ def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     original = _record.as_text
     trainer = fit(tmp_path, max_epochs=1, callbacks=Checkpoint(every_n_train_steps=4, save_top_k=-1))
     monkeypatch.setattr(
-        _record, "as_text", lambda document: (written.append(trainer.global_step), original(document))[1]
+        _record,
+        "as_text",
+        lambda document: (written.append(trainer.global_step), original(document))[1],  # type: ignore[func-returns-value]
     )
     trainer.fit(Net(), data())
     assert [step for step in written if 0 < step < 6] == [4]

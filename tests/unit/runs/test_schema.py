@@ -60,7 +60,7 @@ class Net(TrainModule):
     def __init__(self, shape: tuple[int, ...] = (2, 1), limit: float = math.inf, api_token: str = "hf_x") -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.layer = torch.nn.Linear(*shape)
+        self.layer = torch.nn.Linear(*shape)  # type: ignore[arg-type]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.layer(batch[0]).mean()
@@ -215,7 +215,7 @@ def test_what_is_no_record_is_refused(record: dict[str, Any]) -> None:
             lacking = {at: value for at, value in record[name][0].items() if at != key}
             with pytest.raises(ValidationError):
                 OPEN.validate(record | {name: [lacking]})
-    for wrong in (
+    wrongs: tuple[dict[str, Any], ...] = (
         {"status": "killed"},
         {"status": RUNNING},  # with a time at which it ended
         {"ended": None},
@@ -224,7 +224,8 @@ def test_what_is_no_record_is_refused(record: dict[str, Any]) -> None:
         {"parts": []},
         {"world_size": 0},
         {"stage": "fitting"},
-    ):
+    )
+    for wrong in wrongs:
         with pytest.raises(ValidationError):
             OPEN.validate(record | wrong)
 
@@ -240,7 +241,8 @@ def test_processes_and_jobs() -> None:
     variables = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0", "TORCHELASTIC_RUN_ID": "a"}
     jobs = Job.of(variables)
     assert [job.kind for job in jobs] == ["slurm", "elastic"]
-    for name, values in {"job": jobs, "process": [Process.here()]}.items():
+    described: dict[str, list[Any]] = {"job": jobs, "process": [Process.here()]}
+    for name, values in described.items():
         validator = Draft202012Validator(_closed(SCHEMA["$defs"][name]))
         for one in values:
             validator.validate(one.as_json())

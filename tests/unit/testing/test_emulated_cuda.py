@@ -467,8 +467,8 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "half": lambda x: (x.half() @ x.half().T).float(),
     "resize": lambda x: x.clone().resize_(2, 2),
     "storage": lambda x: torch.empty(0, device=x.device).set_(x.untyped_storage(), 3, (3,), (1,)),
-    "share": lambda x: torch.empty(0, device=x.device).set_(x),
-    "attention": lambda x: nn.functional.scaled_dot_product_attention(*[x.reshape(1, 2, 2, 3)] * 3).round(decimals=5),
+    "share": lambda x: torch.empty(0, device=x.device).set_(x),  # type: ignore[call-overload]
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(*[x.reshape(1, 2, 2, 3)] * 3).round(decimals=5),  # type: ignore[arg-type]
     "norms": lambda x: torch._foreach_norm([x, x + 1]),
     "added": lambda x: torch._foreach_add([x, x], 1.0),
     "scalar": lambda x: x + torch.tensor(2.0),

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def _build(sizes: list[int], index: int) -> None:
 def test_processes_that_ask_at_once_wait_for_the_one_that_compiles(compiler: Path) -> None:
     # O-01
     context = multiprocessing.get_context("fork")
-    sizes = context.Array("q", 3)
+    sizes: Any = context.Array("q", 3)
     processes = [context.Process(target=_build, args=(sizes, index)) for index in range(3)]
     for process in processes:
         process.start()
