@@ -74,9 +74,8 @@ format: $(VENV)/.stamp-dev ## Put the code into shape
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(VENV)/.stamp-dev ## Type-check both packages, and what users write on them, strictly
+types: $(VENV)/.stamp-dev ## Type-check both packages strictly, and tests, examples and benchmarks
 	@$(BIN)/mypy
-	@$(BIN)/mypy tests/typing/modules.py
 
 bench: $(BENCH)/.stamp ## Time steps and checkpoints against PyTorch by hand, the disk, and others
 	@$(BENCH)/bin/python -m benchmarks $(ARGS)
