@@ -371,8 +371,8 @@ def _alone(folder: str) -> dict[str, Any]:
         with failing() as found[call]:
             quiet(strategy="ddp").fit(Alone(call, folder), loader(64, 4))
         found[call]["seconds"] = str(time.monotonic() - began)
-    alike = Regression()
-    quiet(strategy="ddp").fit(alike, loader(64, 4))
+    module = Regression()
+    quiet(strategy="ddp").fit(module, loader(64, 4))
     return found
 
 
@@ -459,7 +459,7 @@ def _different() -> dict[str, Any]:
         quiet(strategy="ddp").fit(Shaped("", rank), DataLoader(part, batch_size=8))
     alike = Regression()
     quiet(strategy="ddp").fit(alike, loader(64, 4))
-    found["afterwards"] = weights(module)
+    found["afterwards"] = weights(alike)
     return found
 
 

@@ -257,9 +257,7 @@ class Loop:
         parameters = [parameter for parameter in self.net.parameters() if parameter.grad is not None]
         if algorithm == "value":
             torch.nn.utils.clip_grad_value_(parameters, value)
-        elif any(
-            parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters
-        ):  # torch's own cannot
+        elif any(one.grad is not None and one.grad.is_sparse for one in parameters):  # torch's own cannot
             coefficient = value / (self.trace.norms[-1] + 1e-6)
             for gradient in _gradients(self.optimizers):
                 gradient.mul_(min(1.0, coefficient))
