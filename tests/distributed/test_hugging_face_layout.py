@@ -63,7 +63,7 @@ class Language(TrainModule):
         self.model = llama()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model(input_ids=batch, labels=batch).loss * self.scale  # type: ignore[no-any-return]
+        return self.model(input_ids=batch, labels=batch).loss * self.scale
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=self.rate)
@@ -94,7 +94,7 @@ def _run(strategy: str, world: int, folder: Path, kind: type[Language] = Languag
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=IDS).logits  # type: ignore[no-any-return]
+        return model.eval()(input_ids=IDS).logits
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -105,7 +105,7 @@ def test_several_devices_within_a_task_are_refused() -> None:  # G-01
     # A trial of Ray Tune's, say: its worker ran its program again and was gone, "killed by SIGKILL".
     search = sys.path
 
-    @ray.remote  # Ray brings it with what it refers to; this file is one that its worker does not find
+    @ray.remote  # type: ignore[untyped-decorator]  # Ray brings it with what it refers to; this file is one that its worker does not find
     def on_two_devices() -> str:
         sys.path[:] = search
         from small_runs import Regression, failing, loader, quiet

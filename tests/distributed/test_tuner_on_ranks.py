@@ -83,9 +83,7 @@ def _both(*strategies: str) -> list[Any]:
 def _assert_alike(strategy: str, plain: dict[str, Any], after: dict[str, Any]) -> None:
     for name, value in plain.items():
         if name != "found":
-            torch.testing.assert_close(
-                after[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{strategy}: {name}: {text}"
-            )
+            torch.testing.assert_close(after[name], value, rtol=0, atol=0, msg=f"{strategy}: {name} differs")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_the_size_is_what_fits_on_every_rank() -> None:  # L-06
 
 
 def _losses(batch_size: int) -> list[float]:
-    options = {"min_lr": 1e-3, "max_lr": 0.1, "num_training": 11, "update_attr": False}
+    options: dict[str, Any] = {"min_lr": 1e-3, "max_lr": 0.1, "num_training": 11, "update_attr": False}
     return Tuner(quiet(strategy="auto")).lr_find(Regression(), loader(42, batch_size), **options).results["loss"]
 
 

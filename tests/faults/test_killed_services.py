@@ -63,7 +63,7 @@ def _train(folder: Path, kill_at: int) -> str:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
+    data: Any = torch.rand(20, 3, generator=torch.Generator().manual_seed(1))
     fit.fit(Net(kill_at), DataLoader(data, batch_size=2), DataLoader(data, batch_size=10), ckpt_path="auto")
     return str(fit.log_dir)
 

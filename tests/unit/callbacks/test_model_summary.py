@@ -101,7 +101,8 @@ def test_the_table_is_printed_once_on_rank_0() -> None:
     ModelSummary().on_fit_start(other, model)
     assert other.printed == []
     model.body.eval()
-    ModelSummary(max_depth=0).on_fit_start(other := Run(), model)
+    other = Run()
+    ModelSummary(max_depth=0).on_fit_start(other, model)
     assert other.printed == [
         "68 parameters, 48 trainable, 20 frozen; 312 B with buffers\n6 modules, 3 of them in train mode, 3 in eval mode"
     ]
@@ -122,6 +123,8 @@ def test_numbers_have_units() -> None:
 
 class _Vision(nn.Module):
     """With an example, and everything that a forward may leave behind."""
+
+    calls: torch.Tensor
 
     def __init__(self, example: Any = None) -> None:
         super().__init__()
@@ -210,7 +213,7 @@ def test_what_cannot_run_on_shapes_alone_is_named_with_the_reason() -> None:
         "the module has no forward": nn.ModuleList([nn.Linear(2, 2)]),
     }
     for reason, model in said.items():
-        model.example_input_array = getattr(model, "example_input_array", torch.zeros(1))  # type: ignore[assignment]
+        model.example_input_array = getattr(model, "example_input_array", torch.zeros(1))
         text = str(summarize(model))
         assert "No shapes and no FLOPs: " in text
         assert reason in " ".join(text.split())
@@ -229,7 +232,7 @@ def test_no_rank_waits_for_others_that_summarize_nothing() -> None:
 def test_recurrent_layers_and_attention_are_counted() -> None:
     # L-08
     lstm = nn.LSTM(4, 8)
-    lstm.example_input_array = torch.zeros(5, 2, 4)  # type: ignore[assignment]
+    lstm.example_input_array = torch.zeros(5, 2, 4)
     assert summarize(lstm).flops == 2 * 5 * 2 * (4 + 8) * 32
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     layer.example_input_array = (torch.zeros(3, 7, 16),)  # type: ignore[assignment]
@@ -244,10 +247,10 @@ class Sharded(TrainModule):
         self.example_input_array = torch.zeros(3, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
+        return self.net(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self(batch).square().mean()  # type: ignore[no-any-return]
+        return self(batch).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -288,7 +291,7 @@ def test_a_model_without_memory_has_shapes() -> None:
     # L-08, D-03
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(100_000, 100_000), nn.BatchNorm1d(100_000))
-    model.example_input_array = torch.zeros(2, 100_000)  # type: ignore[assignment]
+    model.example_input_array = torch.zeros(2, 100_000)
     summary = summarize(model)
     assert (summary.flops, summary.rows[1].outputs) == (4 * 10**10, ((2, 100_000),))
     assert "0, 1: on the meta device" in str(summary)

@@ -92,7 +92,7 @@ class TestManifests:
         for name in ("../out", "/out", ".."):
             planted = {"layer": {"adapters": {name: {}, "default": {}}, "adapter_prefix": ""}}
             path = Path(written(tmp_path / "c"))
-            resealed(path, lambda document, planted=planted: document.update({"pretrained": planted}))  # type: ignore[misc]
+            resealed(path, lambda document, planted=planted: document.update({"pretrained": planted}))
             with pytest.raises(CheckpointError, match="no name of a folder"):
                 convert(path, tmp_path / "in" / "folder", to="hf")
             assert os.listdir(tmp_path) == ["c"]

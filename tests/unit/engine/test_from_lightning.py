@@ -25,11 +25,11 @@ class Logs(Tiny):
         super().__init__()
         self.options = options
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("it", batch[0, 0], on_step=False, on_epoch=True, **self.options)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", batch[0, 0])
 
 
@@ -401,7 +401,7 @@ class TestTrainers:
 
     def test_a_monitor_that_a_loader_alone_logs_is_once_in_the_results(self, tmp_path: Path) -> None:
         class Named(Tiny):
-            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]
+            def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
                 self.log(("first", "second")[dataloader_idx], 1.0 + dataloader_idx, add_dataloader_idx=False)
 
             def on_validation_epoch_end(self) -> None:
@@ -437,7 +437,7 @@ def test_toggling_as_lightnings_gan_does(tmp_path: Path) -> None:
             self.automatic_optimization = False
             self.generator, self.discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
 
-        def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        def training_step(self, batch: Any) -> None:
             g, d = self.optimizers()
             self.toggle_optimizer(g)
             assert not self.discriminator.weight.requires_grad
@@ -488,7 +488,7 @@ class TestWhatIsRefusedByName:
         class Keeping(Tiny):
             automatic_optimization = False
 
-            def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            def training_step(self, batch: Any, batch_idx: int) -> None:
                 assert isinstance(self.optimizers(use_pl_optimizer=False), torch.optim.Optimizer)
                 self.manual_backward(self.layer(batch).mean(), retain_graph=True)
 

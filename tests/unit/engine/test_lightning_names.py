@@ -26,18 +26,18 @@ class Model(TrainModule):
     def _loss(self, batch: Any) -> torch.Tensor:
         return self.net(batch[0]).pow(2).mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self._loss(batch)
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self._loss(batch), prog_bar=True)
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+    def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test", self._loss(batch))
 
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.net(batch[0])
 
     def configure_optimizers(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
         fit = quiet(**options)
         fit.fit(net, datamodule=Scheduled(), ckpt_path=path)
         for name, value in _state(fit, net).items():
-            torch.testing.assert_close(
-                value, wanted[name], rtol=0, atol=0, msg=lambda text, path=path, name=name: f"{path} {name}: {text}"
-            )
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=0, msg=f"{path} {name} differs")
 
 
 def test_a_run_that_was_stopped_goes_on_with_more_epochs(tmp_path: Path) -> None:  # L-07
@@ -173,12 +172,12 @@ def test_a_run_that_was_stopped_goes_on_with_more_epochs(tmp_path: Path) -> None
         first = quiet(**limit)
         # The schedule's length is that of the whole run.
         half = Net()
-        half.configure_optimizers = lambda half=half: _over(half, 48)  # type: ignore[method-assign]
+        half.configure_optimizers = partial(_over, half, 48)  # type: ignore[method-assign]
         first.fit(half, datamodule=Scheduled())
         first.save_checkpoint(kept)
         rest, source = Net(), Scheduled()
         fit = quiet(max_epochs=4)
-        rest.configure_optimizers = lambda rest=rest: _over(rest, 48)  # type: ignore[method-assign]
+        rest.configure_optimizers = partial(_over, rest, 48)  # type: ignore[method-assign]
         fit.fit(rest, datamodule=source, ckpt_path=kept)
         torch.testing.assert_close(_state(fit, rest), wanted, rtol=0, atol=0)
 

@@ -261,7 +261,7 @@ class TestOutsideARun:
                 super().__init__()
                 self.inner = Tiny()
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
                 self.inner.log("inner", float(self.inner.global_step))
                 return super().training_step(batch, batch_idx)
 

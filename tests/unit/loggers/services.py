@@ -47,7 +47,7 @@ def _parts(folder: Path) -> list[Path]:
 
 def wandb_records(folder: Path) -> list[list[Any]]:
     """By part of the run in a folder, its records by wandb's own schema. wandb 0.31 has no reader in Python."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     return [[Record.FromString(content) for content in records_of(str(path))] for path in _parts(folder)]
 

@@ -115,7 +115,7 @@ def test_an_fsspec_url_holds_the_same_files() -> None:
     assert json.loads(fsspec.open(f"{again.log_dir}/hparams.json").open().read()) == {"lr": 0.1}
     # Two runs could take one number there: the name of another is a time and random letters.
     first, second = CSVLogger(root).version, CSVLogger(root).version
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[a-z]{6}", first)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_[a-z]{6}", str(first))
     assert first != second
 
 

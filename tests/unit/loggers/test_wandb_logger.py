@@ -105,7 +105,8 @@ def test_media_that_wandb_does_not_take(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
     logger.log_table("table", {"x": [1, "a", None, 0.5]}, 2)
     logger.log_histogram("weights", Histogram.of(torch.arange(1030.0), 1030), 2)
-    logger.log_hyperparams({"classes": {0: "cat", 1: "dog"}, 5: 1})
+    odd: dict[Any, Any] = {"classes": {0: "cat", 1: "dog"}, 5: 1}
+    logger.log_hyperparams(odd)
     logger.finalize("success")
     folder = folder_of(logger)
     (files,) = folder.glob("wandb/*run-*/files")

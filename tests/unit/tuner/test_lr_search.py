@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,13 @@ from drivetrain.tuner import LRFind, Tuner
 
 
 def test_the_rates_grow_evenly_from_the_first_to_the_last() -> None:  # L-06
-    options = {"min_lr": 1e-4, "max_lr": 1e-1, "num_training": 4, "early_stop_threshold": None, "update_attr": False}
+    options: dict[str, Any] = {
+        "min_lr": 1e-4,
+        "max_lr": 1e-1,
+        "num_training": 4,
+        "early_stop_threshold": None,
+        "update_attr": False,
+    }
     found = Tuner(quiet()).lr_find(Net(), loader(), **options)
     assert found.results["lr"] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
     found = Tuner(quiet()).lr_find(Net(), loader(), mode="linear", **options)
@@ -86,10 +92,11 @@ def test_the_rate_goes_where_the_module_has_it() -> None:  # L-06
     module = Named()
     found = Tuner(quiet()).lr_find(module, loader(), num_training=15)
     assert module.hparams.learning_rate == found.suggestion()
+    other: Any = Net()
+    other.rate = 1.0
+    found = Tuner(quiet()).lr_find(other, loader(), num_training=15, attr_name="rate")
+    assert (other.rate, other.lr) == (found.suggestion(), 0.05)
     module = Net()
-    module.rate = 1.0
-    found = Tuner(quiet()).lr_find(module, loader(), num_training=15, attr_name="rate")
-    assert (module.rate, module.lr) == (found.suggestion(), 0.05)
     Tuner(quiet()).lr_find(module, loader(), num_training=15, update_attr=False)
     assert module.lr == 0.05
     assert Tuner(quiet()).lr_find(module, loader(), num_training=8).suggestion() is None
@@ -129,7 +136,7 @@ def test_what_cannot_be_searched_is_refused() -> None:  # L-06
     with pytest.raises(ConfigurationError, match="fast_dev_run"):
         Tuner(quiet(fast_dev_run=True)).lr_find(Net(), loader())
     with pytest.raises(ConfigurationError, match="was given a Linear"):
-        Tuner(quiet()).lr_find(torch.nn.Linear(1, 1), loader())
+        Tuner(quiet()).lr_find(cast(Any, torch.nn.Linear(1, 1)), loader())
 
 
 def test_the_callback_finds_what_the_tuner_finds(tmp_path: Path) -> None:  # L-06

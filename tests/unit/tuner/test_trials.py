@@ -34,7 +34,7 @@ class Remembering(Callback):
         self.calls += 1
 
 
-def _loader(draws: str) -> DataLoader[Any]:
+def _loader(draws: str) -> Any:
     dataset = Drawn(30)
     if draws == "shuffled":
         return DataLoader(dataset, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2))
@@ -94,7 +94,7 @@ def test_a_fit_after_a_search_is_the_fit_without_one(tmp_path: Path, draws: str,
         after = _trained(tmp_path, name, draws, **settings)
         assert after.pop("rows") == plain["rows"]
         for key, value in after.items():
-            torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(value, plain[key], rtol=0, atol=0, msg=f"{key} differs")
 
 
 class Broken(Net):
@@ -113,7 +113,8 @@ class Broken(Net):
 @pytest.mark.parametrize("error", [RuntimeError("broken"), torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
 def test_what_a_search_had_changed_is_put_back_when_it_fails(error: BaseException, tmp_path: Path) -> None:  # L-06
     torch.manual_seed(0)
-    module, data = Broken(error), Data()
+    module = Broken(error)
+    data: Any = Data()
     data.own = torch.Generator().manual_seed(1)
     loaders = _loader("shuffled")
     before = {name: one.clone() for name, one in module.state_dict().items()}
@@ -187,7 +188,8 @@ class Late(Net):
 
     def __init__(self) -> None:
         TrainModule.__init__(self)
-        self.lr, self.losses, self.net = 0.1, [], None
+        self.lr, self.losses = 0.1, []
+        self.net: Any = None
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -238,8 +240,8 @@ def test_a_step_that_calls_its_logger_goes_on(tmp_path: Path, caplog: pytest.Log
 
 
 def test_a_module_is_refused_that_cannot_be_copied() -> None:  # L-06
-    module = Net()
-    module.handle = (each for each in ())
+    module: Any = Net()
+    module.handle = (each for each in (0,))
     with pytest.raises(ConfigurationError, match="Net cannot be copied"):
         Tuner(quiet()).lr_find(module, loader())
 

@@ -73,7 +73,7 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True))
 
 
-def loader(samples: int = 40, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
+def loader(samples: int = 40, batch_size: int = 4, **options: Any) -> Any:
     return DataLoader(data(samples), batch_size=batch_size, **options)
 
 
