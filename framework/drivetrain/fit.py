@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -407,9 +408,12 @@ class Fit(RunReads):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
         if verbose and self.is_global_zero:
+            from drivetrain._runtime.output import write_for_people  # no import of drivetrain needs it
+
             for index, result in enumerate(results):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"
-                print(f"{head}: " + ", ".join(f"{name} {value:.6g}" for name, value in result.items()))
+                told = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
+                write_for_people(sys.stdout, f"{head}: {told}\n")
         return results
 
     def _or_the_last(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:

@@ -55,6 +55,7 @@ class RunCheckpoints:
         """What the run goes on from."""
         self.ended_before: str | None = None
         """Why nothing is left to train of what was found by "auto"; None where something is."""
+        self._said_that_none_saves = False
         self.written: str | None = None
         """The last one that this run has written, and that became whole, wherever that is."""
 
@@ -472,7 +473,8 @@ class RunCheckpoints:
         saved = [callback.save_before_leaving(session.trainer, session.module) for callback in session.callbacks]
         session.saves.run()
         self.finish()
-        if not any(saved) and session.strategy.rank == 0 and not session.trial:
+        if not any(saved) and session.strategy.rank == 0 and not session.trial and not self._said_that_none_saves:
+            self._said_that_none_saves = True  # where an epoch ends as well, it is asked for again
             logger.warning(
                 "The run ends before its time, and nothing is saved: it has no Checkpoint callback, and none whose "
                 "save_before_leaving saves."

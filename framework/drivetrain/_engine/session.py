@@ -594,4 +594,5 @@ class Session(RunState):
 
 
 def _in_short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+    text = str(error)  # Ctrl-C and an assert have none
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:_LONGEST_REASON]

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from drivetrain._runtime.output import is_terminal, write_for_people
+
 _CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """What a terminal does with a line that is longer than it is wide."""
 
@@ -46,29 +48,26 @@ class LiveLines:
         if self.within_a_line:
             return
         up = f"\x1b[{len(lines) - 1}A" if len(lines) > 1 else ""
-        self._stream.write(f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
-        self._stream.flush()
+        write_for_people(self._stream, f"{_CUT}\r" + "\x1b[K\r\n".join(lines) + f"\x1b[J{up}\r{_WRAP}")
         self._shown = True
 
     def clear(self) -> None:
         """Take the lines down."""
         if self._shown:
             self._shown = False
-            self._stream.write("\r\x1b[J")
-            self._stream.flush()
+            write_for_people(self._stream, "\r\x1b[J")
 
     def print(self, text: str) -> None:
         """Print ``text`` on lines of its own, where the lines were."""
         self.clear()
-        self._stream.write(f"\n{text}\n" if self.within_a_line else f"{text}\n")
-        self._stream.flush()
+        write_for_people(self._stream, f"\n{text}\n" if self.within_a_line else f"{text}\n")
         self.within_a_line = False
 
     def guard(self) -> None:
         """Let what anybody prints appear above the lines."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is not None and stream.isatty():
+            if is_terminal(stream):
                 guard = _Guard(stream, self)
                 setattr(sys, name, guard)
                 self._guards.append((name, guard))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from drivetrain._runtime.output import is_terminal
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase
 from drivetrain.callbacks.progress_bar import ProgressBar
@@ -39,9 +40,10 @@ class EpochLines(ProgressBar):
 def default_progress_bar() -> ProgressBar:
     """Return the bar that suits this process's standard output.
 
-    `RichProgressBar` on a terminal where rich is installed, else the plain `ProgressBar`; one that prints lines and
-    rewrites none where the output is no terminal.
+    `RichProgressBar` on a terminal that has its signs, where rich is installed, else the plain `ProgressBar`; one that
+    prints lines and rewrites none where the output is no terminal.
     """
-    if not sys.stdout.isatty():
+    if not is_terminal(sys.stdout):
         return EpochLines()
-    return RichProgressBar() if rich_is_installed() else ProgressBar()
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return RichProgressBar() if encoding.lower().startswith("utf") and rich_is_installed() else ProgressBar()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from drivetrain._runtime.output import is_terminal
 from drivetrain._runtime.plain_class import plain_class
 from drivetrain.callback import Callback
 from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_rich, as_text
@@ -110,8 +110,7 @@ def _draws() -> bool:
     """Whether standard output is a terminal that shows what rich draws, and rich is there."""
     out = sys.stdout
     return (
-        out.isatty()
-        and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        is_terminal(out)
         and (out.encoding or "").lower().startswith("utf")
         and importlib.util.find_spec("rich") is not None
     )

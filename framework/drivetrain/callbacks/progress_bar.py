@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from drivetrain._metrics.packing import Readback
+from drivetrain._runtime.output import is_terminal, write_for_people
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase, clock, fitted, in_words, speed
 from drivetrain.callbacks._latest import LatestNumbers
@@ -89,7 +89,7 @@ class ProgressBar(Callback):
 
     def is_terminal(self) -> bool:
         """True where a line can be rewritten."""
-        return bool(self.stream.isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        return is_terminal(self.stream)
 
     def draw(self, phase: Phase, metrics: Mapping[str, float], now: float) -> None:
         """Show ``phase`` as of ``now`` (seconds of `time.monotonic`); called at a refresh."""
@@ -108,8 +108,7 @@ class ProgressBar(Callback):
         if self._lines is not None:
             self._lines.print(text)
         else:
-            self.stream.write(text + "\n")
-            self.stream.flush()
+            write_for_people(self.stream, text + "\n")
         self._next_refresh = 0.0
 
     def write_line(self, text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -61,7 +62,8 @@ class RichProgressBar(ProgressBar):
         from rich.console import Console
         from rich.text import Text
 
-        console = Console(file=self.stream, width=width, legacy_windows=False)
+        # Not on the stream: where that is gone, rich ends the process.
+        console = Console(file=io.StringIO(), force_terminal=True, width=width, legacy_windows=False)
         coloured = console.color_system is not None
         drawn = []
         for line in lines:

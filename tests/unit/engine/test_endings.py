@@ -51,6 +51,24 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_an_error_without_a_text_is_told_by_its_name(tmp_path: Path) -> None:
+    # L-09
+    class Asserts(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    said = _said(tmp_path, Asserts(), KeyboardInterrupt)
+    assert said[0] == "The run ended: KeyboardInterrupt (0 epochs, 0 optimizer steps)"
+
+
+def test_that_nothing_is_saved_is_said_once(tmp_path: Path) -> None:
+    # L-09: the time is up with the last batch of an epoch, where it is saved before and after the validation
+    run = fit(tmp_path, max_epochs=-1, max_time={"seconds": 0.001})
+    with told(logging.WARNING) as lines:
+        run.fit(Tiny(), loader(), loader())
+    assert sum("nothing is saved" in line for line in lines) == 1
+
+
 def test_best_and_last_checkpoint_and_the_files_are_named_as_seen_from_here(tmp_path: Path) -> None:
     # L-09
     keeps = Checkpoint(monitor="val_loss", keep_last=1)

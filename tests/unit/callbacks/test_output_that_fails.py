@@ -1,0 +1,120 @@
+"""A run goes on where its output cannot be written: progress is for people, and may be lost. L-09"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from callback_modules import Regression, loader, quiet_fit
+
+from drivetrain._runtime import output
+from drivetrain._runtime.output import is_terminal, write_for_people
+from drivetrain.callbacks import progress_bar
+from drivetrain.callbacks._progress_default import default_progress_bar
+from drivetrain.callbacks.progress_bar import ProgressBar
+
+
+class Named(Regression):
+    """Its metric's name is not ASCII."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("größe名", loss.detach(), prog_bar=True)
+        return loss
+
+    test_step = training_step
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+class Gone(io.StringIO):
+    """A pipe without a reader, or the terminal of a connection that is lost."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+class GoneTerminal(Gone):
+    def isatty(self) -> bool:
+        return True
+
+
+class AsciiTerminal(io.TextIOWrapper):
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="ascii")
+
+    def isatty(self) -> bool:
+        return True
+
+
+class OnlyWrites:
+    """What scripts put in place of ``sys.stdout`` to write to two places."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.fixture(autouse=True)
+def each_moment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(progress_bar, "_PAUSE", 0.0)
+    monkeypatch.setattr(output, "_TOLD", set())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    return
+
+
+@pytest.mark.parametrize("make", [FullDisk, Gone, GoneTerminal, closed, AsciiTerminal, OnlyWrites, lambda: None])
+def test_a_run_goes_on(make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    # L-09
+    stream = make()
+    with caplog.at_level(logging.WARNING, "drivetrain"), monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        fit = quiet_fit(enable_progress_bar=True, enable_model_summary=True, log_every_n_steps=1)
+        fit.fit(Named(), loader())
+        fit.test(Named(), loader())
+        assert sys.stdout is stream
+    assert fit.state == "finished"
+    told = [one.getMessage() for one in caplog.records if "cannot be shown" in one.getMessage()]
+    assert len(told) == (make in (FullDisk, Gone, GoneTerminal, closed))
+    if isinstance(stream, OnlyWrites):
+        assert "größe名=" in stream.text
+    if isinstance(stream, AsciiTerminal):
+        stream.flush()
+        shown = stream.buffer.getvalue()  # type: ignore[attr-defined]
+        assert b"gr??e?=" in shown
+        assert b"???" not in shown  # the plain bar
+
+
+def test_what_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    # L-09
+    assert not any(is_terminal(one) for one in (None, closed(), OnlyWrites(), io.StringIO()))
+    assert is_terminal(AsciiTerminal())
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", AsciiTerminal())
+        assert type(default_progress_bar()) is ProgressBar
+
+
+def test_an_output_that_works_again_is_written_to() -> None:
+    # L-09: somebody has made room
+    stream = FullDisk()
+    write_for_people(stream, "lost\n")
+    stream.flush = lambda: None  # type: ignore[method-assign]
+    write_for_people(stream, "seen\n")
+    assert stream.getvalue().endswith("seen\n")
