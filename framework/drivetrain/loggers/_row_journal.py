@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from drivetrain.runs._directory import RunDirectory
 
@@ -27,17 +28,33 @@ class RowJournal:
         self._pending: list[Row] = []
 
     def add(self, step: int, row: Mapping[str, float]) -> None:
-        """Take a row."""
+        """Take a row; those of many are written at once.
+
+        Raises:
+            OSError: as `save` does. The row is taken.
+        """
         self._pending.append((step, dict(row)))
-        if len(self._pending) >= _AT_ONCE:
+        if len(self._pending) % _AT_ONCE == 0:
             self.save()
 
     def save(self) -> None:
-        """Write what is held back."""
-        if self._pending:
-            with open(self._directory.file(self._file), "a", encoding="utf-8") as stream:
+        """Write what is held back.
+
+        Raises:
+            OSError: the disk refuses. The rows stay held back, and the file is as it was.
+        """
+        if not self._pending:
+            return
+        path = self._directory.file(self._file)
+        size = os.path.getsize(path) if os.path.isfile(path) else 0
+        try:
+            with open(path, "a", encoding="utf-8") as stream:
                 stream.writelines(f"{json.dumps(row, default=float)}\n" for row in self._pending)
-            self._pending = []
+        except OSError:
+            with suppress(OSError):
+                os.truncate(path, size)
+            raise
+        self._pending = []
 
     def cut(self, step: int) -> list[Row]:
         """Take out the rows of later steps, and return the others."""

@@ -112,6 +112,7 @@ class WandbLogger(DirectoryLogger):
         self._next_row: int | None = None  # wandb's number of the next row, where it would begin from 0 again
         self._stored: dict[str, int] = {}  # after a rewind: by metric, the last step that is stored
         self._sent: dict[str, int] = {}  # by metric, the last step that this object has sent
+        self._refused = False  # rows could not be kept in the run's folder
         self._journal = RowJournal(self._directory, "wandb-rows.jsonl")
 
     @property
@@ -132,7 +133,7 @@ class WandbLogger(DirectoryLogger):
         if row:
             self._send(row, step)
             if self._given is None and not self._is_anothers:
-                self._journal.add(step, row)
+                self._keep(step, row)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Put ``params``, without secrets, into the run's configuration."""
@@ -179,8 +180,10 @@ class WandbLogger(DirectoryLogger):
 
     def finalize(self, status: str) -> None:
         """End the run of wandb's with that status; a later write goes on with it."""
-        self.save()
-        self._finish(_EXIT_CODES.get(status, 1))
+        try:
+            self.save()
+        finally:
+            self._finish(_EXIT_CODES.get(status, 1))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_run": None, "_given": None}  # another process has no connection
@@ -253,6 +256,20 @@ class WandbLogger(DirectoryLogger):
         self._is_anothers = False
 
     # Rows
+
+    def _keep(self, step: int, row: Mapping[str, float]) -> None:
+        """Keep a row for a run that goes on. A disk that is full for an hour must not end a training of days."""
+        try:
+            self._journal.add(step, row)
+        except OSError as error:
+            if not self._refused:
+                self._refused = True
+                _log.warning(
+                    "wandb-rows.jsonl in %r cannot be written: %s. The run goes on: its rows are held back, and "
+                    "written with the next ones or at its end.",
+                    self.log_dir,
+                    error,
+                )
 
     def _new(self, row: dict[str, Any], step: int) -> dict[str, Any]:
         """What of a row is not stored yet."""

@@ -17,6 +17,8 @@ from services import Drawing, offline, wandb_curve, wandb_records, wandb_rows
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import Histogram, WandbLogger
+from drivetrain.loggers._row_journal import RowJournal
+from drivetrain.runs._directory import RunDirectory
 from drivetrain.testing import requires_package
 
 __all__ = ["offline"]
@@ -241,3 +243,43 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'drivetrain\[wandb\]'"):
         WandbLogger(save_dir=tmp_path)
+
+
+def test_a_disk_that_refuses_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # L-04: what is kept for a run that goes on waits; the rows are wandb's by then
+    logger = WandbLogger(save_dir=tmp_path, version=0)
+    logger.log_metrics({"loss": 0.0}, 0)
+    kept = folder_of(logger) / "wandb-rows.jsonl"
+    kept.mkdir()  # to be opened by nobody
+    with caplog.at_level(logging.WARNING, "drivetrain"):
+        for step in range(1, 210):
+            logger.log_metrics({"loss": step / 2}, step)
+        assert caplog.text.count("wandb-rows.jsonl in") == 1
+    with pytest.raises(OSError, match="Is a directory"):
+        logger.finalize("failed")
+    (part,) = wandb_records(folder_of(logger))
+    assert [one.exit_code for one in kinds(part, "exit")] == [1]
+    kept.rmdir()
+    logger.save()
+    assert wandb_curve(folder_of(logger), "loss") == [(step, step / 2) for step in range(210)]
+
+
+def test_rows_that_a_full_disk_has_torn_are_kept_once(tmp_path: Path) -> None:
+    # L-04
+    import resource
+
+    directory = RunDirectory(str(tmp_path), "a", "b")
+    directory.make()
+    journal = RowJournal(directory, "rows.jsonl")
+    journal.add(1, {"loss": 0.5})
+    journal.save()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal.add(2, {"loss": 0.25})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            journal.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    journal.save()
+    assert journal.cut(2) == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
