@@ -175,7 +175,7 @@ def _check_changeable(trials: Trials, name: str) -> None:
             f"give one DataLoader, or a data module that builds its loaders with self.{name}.",
         )
     if loaders.batch_size is None or type(loaders.batch_sampler) is not BatchSampler:
-        what = "without a batch_size" if loaders.batch_size is None else "with a batch_sampler of its own"
+        what = "without a batch_size" if loaders.batch_sampler is None else "with a batch_sampler of its own"
         kind = f"{type(loaders).__name__} of {type(loaders.dataset).__name__}"
         raise ConfigurationError(
             f"{stage} was given a {kind} {what}, and a batch size is to be found.",

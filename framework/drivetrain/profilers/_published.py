@@ -22,8 +22,8 @@ def publish(folder: str, name: str, content: bytes | Path) -> str:
     Raises:
         OSError: the storage refuses.
     """
-    make_directory(folder)
     path = child(folder, name)
+    make_directory(path.rpartition("/")[0])  # a name may have folders of its own
     filesystem, root = filesystem_of(path)
     if filesystem is not None:  # an object store shows whole objects only
         if isinstance(content, Path):

@@ -60,6 +60,9 @@ class Profiler(ABC):
         filename: what their names begin with; None for the stage and the kind of profiler: ``fit-simple``.
     """
 
+    dirpath: str | None = None  # of a class whose __init__ does not call this one, too
+    filename: str | None = None
+
     def __init__(self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None) -> None:
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.filename = filename

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -13,14 +14,21 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
-from drivetrain.errors import ConfigurationError
+from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.profilers._next_steps import LOOPS, SHORT_US, SmallOperations, next_steps
 from drivetrain.profilers._phase_times import PhaseTimes
 from drivetrain.profilers._published import publish
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
+logger = logging.getLogger("drivetrain")
+
 _RECORDS = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 _SNAPSHOT_ENTRIES = 100_000  # allocations and frees, the newest; about 100 MB of snapshot
+
+_SORT_KEYS = (
+    *("count", "cpu_time", "cpu_time_total", "self_cpu_time_total", "cpu_memory_usage", "self_cpu_memory_usage"),
+    *("device_time", "device_time_total", "self_device_time_total", "device_memory_usage", "self_device_memory_usage"),
+)
 
 
 def default_schedule() -> Callable[[int], ProfilerAction]:
@@ -72,6 +80,14 @@ class PyTorchProfiler(Profiler):
                 f"PyTorchProfiler(schedule={schedule!r}).",
                 "it is called with the number of a micro-batch, and says what to do.",
                 "use torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1), or None.",
+            )
+        # Devices have columns by their names as well: cuda_time_total.
+        column = sort_by_key and sort_by_key.replace("cuda", "device").replace("xpu", "device")
+        if column and column not in _SORT_KEYS:
+            raise ConfigurationError(
+                f"PyTorchProfiler(sort_by_key={sort_by_key!r}).{nearest(column, _SORT_KEYS)}",
+                "it is the column by which the table of operations is sorted.",
+                f"use one of {', '.join(map(repr, _SORT_KEYS))}, or None.",
             )
         self.schedule = schedule
         self.activities = None if activities is None else list(activities)
@@ -224,10 +240,16 @@ class PyTorchProfiler(Profiler):
         sort_by = self.sort_by_key or (
             "self_cpu_time_total" if self._run.device.type == "cpu" else "self_device_time_total"
         )
+        try:
+            self._write_trace(traced)
+        except OSError as error:  # a run does not fail for its profile
+            logger.warning("Of this run's profile a trace is lost: %s: %s", type(error).__name__, error)
         averages = traced.key_averages(group_by_input_shape=self.group_by_input_shapes)
         table = averages.table(sort_by=sort_by, row_limit=self.row_limit, max_name_column_width=48)
         lines = [line.rstrip() for line in table.strip("\n").splitlines()]
         self._tables.append("\n".join([f"Operations of the traced micro-batches of {self._run.stage}", *lines]))
+
+    def _write_trace(self, traced: profile) -> None:
         if not self.export_to_chrome or self._run.folder is None:
             return
         cycle = "" if not self._written else f"-{len(self._written) + 1}"

@@ -154,3 +154,26 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with profile(), pytest.raises(ConfigurationError, match="one profiler at a time"):
         fit(tmp_path, profiler="pytorch").fit(Net(), loader())
     assert not torch.autograd.profiler._is_profiler_enabled
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # L-05: it is written within a step
+    (tmp_path / "file").write_text("")
+    runner = fit(tmp_path, profiler=PyTorchProfiler(dirpath=tmp_path / "file" / "below"))
+    runner.fit(Net(), loader(32), loader())
+    assert runner.global_step == 16
+    assert "Of this run's profile a trace is lost" in caplog.text
+
+
+def test_a_column_that_the_table_does_not_have_is_refused_at_once() -> None:
+    # L-05: it would be asked for within a step
+    with pytest.raises(ConfigurationError, match=r"sort_by_key='cpu_time_totl'.*'cpu_time_total'"):
+        PyTorchProfiler(sort_by_key="cpu_time_totl")
+
+
+@pytest.mark.parametrize("column", ["cuda_time_total", "self_cuda_time_total", "cpu_memory_usage", "count"])
+def test_a_table_is_sorted_by_every_column_that_torch_names(tmp_path: Path, column: str) -> None:
+    # L-05
+    profiler = PyTorchProfiler(sort_by_key=column, export_to_chrome=False)
+    fit(tmp_path, profiler=profiler).fit(Net(), loader(16), loader())
+    assert "Operations of the traced micro-batches" in profiler.summary()

@@ -16,7 +16,7 @@ from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.profilers import ProfiledRun, PyTorchProfiler, SimpleProfiler
+from drivetrain.profilers import ProfiledRun, Profiler, PyTorchProfiler, SimpleProfiler
 
 
 def paths(profiler: SimpleProfiler) -> dict[str, Any]:
@@ -352,3 +352,31 @@ def test_without_a_profiler_a_span_does_nothing(tmp_path: Path) -> None:
     assert module.spans == 4
     assert runner.profiler.summary() == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_a_name_with_a_folder_in_it_is_written_there(tmp_path: Path) -> None:
+    # L-05
+    fit(tmp_path, profiler=SimpleProfiler(dirpath=tmp_path / "kept", filename="first/try")).fit(
+        Net(), loader(), loader()
+    )
+    assert "Profile of fit" in (tmp_path / "kept/first/try-rank-0.txt").read_text()
+
+
+def test_a_profiler_of_ones_own_needs_not_call_the_constructor_of_its_base(tmp_path: Path) -> None:
+    # K-03
+    class Counting(Profiler):
+        def __init__(self) -> None:
+            self.phases = 0
+
+        def start(self, phase: str) -> None:
+            self.phases += 1
+
+        def stop(self, phase: str) -> None: ...
+
+        def summary(self) -> str:
+            return f"{self.phases} phases"
+
+    runner = fit(tmp_path, profiler=Counting())
+    runner.fit(Net(), loader(), loader())
+    assert runner.log_dir is not None
+    assert "phases" in Path(runner.log_dir, "profile/fit-counting-rank-0.txt").read_text()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
-from tuner_case import FEATURES, Data, Net, loader, quiet
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from tuner_case import FEATURES, Data, Net, data, loader, quiet
 
 from drivetrain import ConfigurationError
 from drivetrain.callbacks import BatchSizeFinder
@@ -155,3 +155,9 @@ def test_a_size_of_which_a_part_of_the_data_is_no_batch_is_too_large() -> None: 
     module = Net()
     assert Tuner(quiet(limit_train_batches=0.1)).scale_batch_size(module, loader(100)) == 8  # 13 batches, and 7 of 16
     assert module.batch_size == 8
+
+
+def test_a_loader_with_batches_of_its_own_is_refused_as_such() -> None:  # L-06
+    own = DataLoader(data(8), batch_sampler=BatchSampler(SequentialSampler(data(8)), 2, False))
+    with pytest.raises(ConfigurationError, match="with a batch_sampler of its own"):
+        Tuner(quiet()).scale_batch_size(Net(), own)
