@@ -103,6 +103,7 @@ def build_training(
             run.stop,
             metrics,
             tells=strategy.control.rank == 0,
+            changes=run.reload is not None,
         ),
         control=strategy.control,
         lengths=run.lengths,

@@ -24,6 +24,7 @@ class ValidationPlan:
         stop: asked after a validation run, at which early stopping may have made up its mind.
         metrics: goes back to training afterwards.
         tells: whether this rank says what is amiss.
+        changes: whether epochs have other data later, and other lengths.
 
     Raises:
         ConfigurationError: the interval does not fit the epoch.
@@ -38,6 +39,7 @@ class ValidationPlan:
         stop: StopRequest,
         metrics: MetricStore,
         tells: bool,
+        changes: bool,
     ) -> None:
         self._wanted = interval
         self._every_n_epochs = every_n_epochs
@@ -46,7 +48,10 @@ class ValidationPlan:
         self._is_part = isinstance(interval, float)
         self._tells = tells
         self._said_longer = False
-        self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
+        if changes:  # a run may go on within an epoch that is shorter than its first one
+            self.renew(validate, length)
+        else:
+            self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
         self._due = False
         self._progress: Progress | None = None
         self._ran_at = -1

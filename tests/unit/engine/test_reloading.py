@@ -249,6 +249,26 @@ def test_an_interval_that_an_epoch_outgrew_is_the_epochs_own(caplog: pytest.LogC
     assert caplog.text.count("val_check_interval=3 is more than the 2 micro-batches") == 1
 
 
+def test_a_run_goes_on_in_an_epoch_that_is_shorter_than_the_interval(tmp_path: Path) -> None:  # L-07
+    whole, rest = Net(), Net()
+    saving = Checkpoint(tmp_path, filename="{step}", every_n_train_steps=10, save_top_k=-1)
+    quiet(max_epochs=3, val_check_interval=3, callbacks=[saving]).fit(whole, datamodule=Short())
+    # Its second step of two in the last epoch is still to come.
+    quiet(max_epochs=3, val_check_interval=3).fit(rest, datamodule=Short(), ckpt_path=tmp_path / "step=10")
+    assert len(rest.seen) == 1
+    assert torch.equal(rest.weight, whole.weight)
+
+
+def test_an_interval_may_be_longer_than_the_first_epoch(caplog: pytest.LogCaptureFixture) -> None:  # L-07
+    class Long(Scheduled):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Sequences(2), batch_size=8 // 2**self.trainer.current_epoch)
+
+    module = Net()
+    quiet(max_epochs=2, val_check_interval=5).fit(module, datamodule=Long())
+    assert "val_check_interval=5 is more than the 3 micro-batches" in caplog.text
+
+
 def test_workers_of_a_loader_end_with_it() -> None:  # L-07
     others = set(torch.multiprocessing.active_children())
 
