@@ -135,6 +135,21 @@ def test_from_pretrained_opens_it_with_the_same_answers(
     )
 
 
+def test_weights_that_the_configuration_does_not_tie_are_all_stored(tmp_path: Path) -> None:  # L-08
+    from transformers import LlamaForCausalLM
+
+    class TiedByHand(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model.config.tie_word_embeddings = False  # and the two weights are still one
+
+    _run("single", 1, tmp_path / "run", TiedByHand)
+    convert(tmp_path / "run" / "c", tmp_path / "out", to="hf")
+    again, said = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values())
+    assert torch.equal(logits(again), logits(TiedByHand.load_from_checkpoint(tmp_path / "run" / "c").model))
+
+
 def test_large_ones_are_several_files_with_an_index(by_one_process: Path, tmp_path: Path) -> None:  # L-08
     from transformers import AutoModelForCausalLM
 

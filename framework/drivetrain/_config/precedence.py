@@ -225,10 +225,10 @@ def _new_name(name: str) -> str | None:
 def _unknown(name: str, what: str, given: str, parameters: Mapping[str, Any]) -> ConfigurationError:
     known_as = _new_name(name)
     if known_as is not None:
-        return ConfigurationError(what, f"{given} has another name here, or another place.", f"{known_as}.")
+        return ConfigurationError(what, f"{given} has another name here, or is set elsewhere.", f"{known_as}.")
     return ConfigurationError(
         what + nearest(name, parameters),
-        f"{given} would be passed over.",
+        f"{given} would have no effect.",
         f"The arguments are {', '.join(parameters)}.",
     )
 

@@ -31,7 +31,7 @@ def left_on_the_table(optimizers: Sequence[Optimizer]) -> str | None:
     kept = next(iter(found)).replace("True", "False")
     return (
         f"{', '.join(found)} would be faster here: the {kernels} kernel updates all parameters at once, and torch does "
-        f"not choose it by itself. {kept} keeps torch's choice, and this line away."
+        f"not choose it by itself. {kept} keeps torch's choice and silences this line."
     )
 
 

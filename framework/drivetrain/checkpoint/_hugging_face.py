@@ -39,7 +39,9 @@ def write_pretrained(
     limit, target = _bytes(max_shard_size), os.fspath(out).rstrip("/")
     checkpoint = load(path)
     name, described = _model(checkpoint, prefix, config)
-    sources = _below(checkpoint, name)
+    # A model whose configuration does not tie them would leave what is not stored at its initial values.
+    untied = described.get("config", {}).get("tie_word_embeddings") is False
+    sources = _below(checkpoint, name, with_tied=untied)
     _check_empty(target)
     adapters = described.get("adapters")
     if adapters:
@@ -104,15 +106,15 @@ def _read_config(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _below(checkpoint: Checkpoint, name: str) -> dict[str, TensorSource]:
-    """The tensors of one model by its own names; of tied ones the one that is stored, or the first of its own."""
+def _below(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
+    """The tensors of one model by its own names; of tied ones all, or the stored (else first) one."""
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
     found: dict[str, TensorSource] = {}
     taken = set()
     every = checkpoint.weights().sources()
     for full in sorted(every, key=lambda one: one in aliases):
         first = aliases.get(full, full)
-        if full.startswith(prefix) and first not in taken:
+        if full.startswith(prefix) and (with_tied or first not in taken):
             taken.add(first)
             found[full.removeprefix(prefix)] = every[full]
     if not found:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +50,48 @@ def as_onnx(module: Any, file_path: Any, input_sample: Any, kwargs: dict[str, An
             "that exporter goes through TorchScript, which PyTorch no longer develops.",
             "leave dynamo out, or call torch.onnx.export(module.eval(), ..., dynamo=False) yourself.",
         )
-    kwargs["dynamic_shapes"] = _named_sizes(kwargs.get("dynamic_shapes"))
+    if not (file_path is None or hasattr(file_path, "write")):
+        file_path = _as_path(file_path)
+    named_sizes: dict[str, Any] = {}
+    kwargs["dynamic_shapes"] = _named_sizes(kwargs.get("dynamic_shapes"), named_sizes)
     external_data = kwargs.pop("external_data", None)
     kwargs.setdefault("verbose", False)
     with _tracing(module, "to_onnx", input_sample) as (args, named):
         program = torch.onnx.export(module, args, kwargs=named, **kwargs)
     assert program is not None  # TorchScript's exporter alone returns none
-    if isinstance(file_path, io.BytesIO):
-        program.save(file_path)  # type: ignore[arg-type]
+    _check_vary(program, named_sizes)
+    if isinstance(file_path, str):
+        _write(program, file_path, external_data)
     elif file_path is not None:
-        _write(program, os.fspath(file_path), external_data)
+        program.save(file_path)
     return program
+
+
+def _as_path(file_path: Any) -> str:
+    """Return it as text; what is none, and a folder, are refused before the translation, which may take minutes."""
+    path = file_path
+    with suppress(TypeError):
+        path = os.fspath(file_path)
+    if not isinstance(path, str) or not path or path.endswith("/") or os.path.isdir(path):
+        raise ConfigurationError(
+            f"to_onnx(file_path={file_path!r}) could not be written.",
+            "it is no name of a file.",
+            'give one, such as "model.onnx", an fsspec URL, or a file that is open for writing bytes.',
+        )
+    return path
+
+
+def _check_vary(program: ONNXProgram, named_sizes: dict[str, Any]) -> None:
+    """Refuse a size that was to vary and does not: the translator settles it without a word."""
+    vary = {str(size) for one in program.model.graph.inputs for size in one.shape or ()}
+    settled = [name for name in named_sizes if name not in vary]
+    if settled:
+        shapes = {str(one.name): str(one.shape) for one in program.model.graph.inputs}
+        raise ConfigurationError(
+            f"to_onnx: {listed(settled)} cannot vary; the inputs are {shapes}.",
+            "forward works for the sample's size alone, as a linear layer does for its number of features.",
+            "leave it out of dynamic_shapes, or make forward work for any size.",
+        )
 
 
 def as_program(module: Any, input_sample: Any, kwargs: dict[str, Any]) -> ExportedProgram:

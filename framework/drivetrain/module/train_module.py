@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -19,8 +19,6 @@ from drivetrain.module._run_handle import RunHandle
 
 # For annotations alone, so that this file costs next to nothing to import.
 if TYPE_CHECKING:
-    import io
-
     from torch.export import ExportedProgram
     from torch.onnx import ONNXProgram
 
@@ -407,7 +405,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
     # In service
 
     def to_onnx(
-        self, file_path: str | os.PathLike[str] | io.BytesIO | None = None, input_sample: Any = None, **kwargs: Any
+        self, file_path: str | os.PathLike[str] | IO[bytes] | None = None, input_sample: Any = None, **kwargs: Any
     ) -> ONNXProgram:
         """Translate ``forward`` to ONNX, in eval mode, by `torch.onnx.export` with ``dynamo=True``.
 
@@ -415,7 +413,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         it, ``<file_path>.data``.
 
         Args:
-            file_path: a path, an fsspec URL or a `io.BytesIO`; None writes nothing.
+            file_path: a path, an fsspec URL, or a file that is open for bytes (`io.BytesIO`); None writes nothing.
             input_sample: what to trace with, as `example_input_array`, which is the default.
             kwargs: of `torch.onnx.export`: ``dynamic_shapes``, where a name such as ``"batch"`` stands for a size that
                 may vary, ``input_names``, ``output_names``, ``opset_version``, ...; ``external_data=True`` writes
@@ -425,7 +423,8 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
             The program, which can be called, looked at and saved.
 
         Raises:
-            ConfigurationError: a package, ``forward`` or the sample is missing, or the weights are not all here.
+            ConfigurationError: a package, ``forward`` or the sample is missing, the weights are not all here, a named
+                size cannot vary, or ``file_path`` is no file.
             CheckpointError: the file cannot be written.
         """
         from drivetrain.module._traced import as_onnx  # by who asks for it

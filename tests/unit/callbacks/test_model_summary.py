@@ -220,6 +220,28 @@ def test_what_cannot_run_on_shapes_alone_is_named_with_the_reason() -> None:
     assert TABLE.item() == 1.0
 
 
+class _Logging(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.example_input_array = torch.zeros(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.net(x)
+        self.log("mean", y.mean())
+        self.log_dict({"largest": y.max()})
+        return y  # type: ignore[no-any-return]
+
+
+def test_a_forward_that_logs_has_shapes_and_logs_nothing() -> None:
+    # L-08
+    module = _Logging()
+    before = dict(vars(module))
+    summary = summarize(module)
+    assert (summary.missing, summary.flops) == ("", 2 * 3 * 4 * 2)
+    assert vars(module) == before
+
+
 def _talks() -> str:
     return " ".join(str(summarize(_Talking())).split())
 
@@ -327,6 +349,7 @@ def test_on_a_terminal_rich_draws_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_depth_that_makes_no_sense_is_refused() -> None:
     # G-06
-    with pytest.raises(ConfigurationError, match="max_depth=-2"):
-        ModelSummary(max_depth=-2)
+    for wrong in (-2, 1.5, "all"):
+        with pytest.raises(ConfigurationError, match=f"max_depth={wrong!r}"):
+            ModelSummary(max_depth=wrong)  # type: ignore[arg-type]
     assert ModelSummary(1).state_key != ModelSummary(2).state_key

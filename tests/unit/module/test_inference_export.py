@@ -156,9 +156,27 @@ def test_where_the_translators_lack_the_line_for_pip_is_given(monkeypatch: pytes
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:  # L-08
     (tmp_path / "net.onnx").mkdir()
+    for place in (tmp_path / "net.onnx", f"{tmp_path}/", "", 3, b"net.onnx"):
+        with pytest.raises(ConfigurationError, match="could not be written"):
+            Net().to_onnx(place)  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="could not be written"):
-        Net().to_onnx(tmp_path / "net.onnx")
-    assert os.listdir(tmp_path) == ["net.onnx"]
+        Net().to_onnx(tmp_path / "file" / "net.onnx")
+    assert sorted(os.listdir(tmp_path)) == ["file", "net.onnx"]
+
+
+def test_an_open_file_will_do(tmp_path: Path) -> None:  # L-08
+    module = Net().eval()
+    with open(tmp_path / "net.onnx", "wb") as file:
+        module.to_onnx(file)
+    answer = in_onnxruntime(tmp_path / "net.onnx", inputs(3))
+    torch.testing.assert_close(answer, in_eval(module, inputs(3)))
+
+
+def test_a_size_that_cannot_vary_is_named(tmp_path: Path) -> None:  # L-08
+    with pytest.raises(ConfigurationError, match=r"'features' cannot vary; the inputs are .*batch.*4"):
+        Net().to_onnx(tmp_path / "net.onnx", dynamic_shapes={"x": {0: "batch", 1: "features"}})
+    assert not os.listdir(tmp_path)
 
 
 class Exporting(Callback):
