@@ -20,6 +20,7 @@ from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figu
 _log = logging.getLogger("drivetrain")
 
 _EVENT_FILE = re.compile(r"\.tfevents\.(\d+)\.[^/]*$")
+_REST = 30.0  # seconds, after which it is tried again where a disk has refused
 _LONGEST_WAIT = 5  # seconds, for the clock to come to a name after that of the newest event file
 
 
@@ -61,6 +62,8 @@ class TensorBoardLogger(DirectoryLogger):
         self._rewound: tuple[str, int] | None = None  # a folder, and the first step that is hidden in it
         self._hides_in: str | None = None  # the folder where a file of ours hides what comes before it
         self._has_start: str | None = None  # the folder where an earlier run's starting values stay
+        self._refused = False  # the disk, a row
+        self._rests_until = 0.0  # seconds of time.monotonic
         self._writer: Any = None
 
     @property
@@ -74,9 +77,23 @@ class TensorBoardLogger(DirectoryLogger):
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write each metric as a scalar."""
-        for key, value in metrics.items():
-            self.experiment.add_scalar(f"{self._prefix}{key}", value, step)
+        """Write each metric as a scalar. Where the disk refuses, rows are lost for a while, and a warning says so."""
+        if time.monotonic() < self._rests_until:
+            return
+        try:
+            for key, value in metrics.items():
+                self.experiment.add_scalar(f"{self._prefix}{key}", value, step)
+        except OSError as error:  # a disk that is full for an hour must not end a training of days
+            self._writer = None  # its thread has ended: another event file goes on
+            self._rests_until = time.monotonic() + _REST
+            if not self._refused:
+                self._refused = True
+                _log.warning(
+                    "The event file in %r cannot be written: %s. The run goes on; TensorBoard misses the steps until "
+                    "it can be.",
+                    self._directory.path,
+                    error,
+                )
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Write ``params``, without secrets, to ``hparams.json`` and to the HParams tab.
@@ -168,8 +185,10 @@ class TensorBoardLogger(DirectoryLogger):
 
     def finalize(self, status: str) -> None:
         """Close the event file; a later write opens a new one beside it."""
-        super().finalize(status)
-        self._close()
+        try:
+            super().finalize(status)
+        finally:
+            self._close()
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process opens an event file of its own: the writer has a thread and a queue.
@@ -196,9 +215,9 @@ class TensorBoardLogger(DirectoryLogger):
         return [step for step in (rewound, self._purge_step) if step is not None]
 
     def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
     def _names(self, path: str) -> list[str]:
         filesystem = self._directory.filesystem

@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers import CSVLogger, TensorBoardLogger
+from drivetrain.loggers import CSVLogger, TensorBoardLogger, tensorboard_logger
 from drivetrain.loggers._default import default_logger
 from drivetrain.testing import requires_package
 
@@ -124,3 +125,35 @@ else:
     raise AssertionError
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@requires_package("tensorboard")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_full_disk_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # L-04
+    import resource
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(tensorboard_logger, "_REST", 0.0)
+    logger = TensorBoardLogger(tmp_path, version=0, max_queue=1)
+    logger.log_metrics({"loss": 0.0}, 0)
+    logger.save()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        # The writer's thread may take a while to find out.
+        for step in range(1, 200):
+            logger.log_metrics({"loss": 1.0}, step)
+            time.sleep(0.01)
+            if "cannot be written" in caplog.text:
+                break
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.text.count("cannot be written") == 1
+    logger.log_metrics({"loss": 0.5}, 300)
+    logger.finalize("success")
+    events = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0}).Reload().Scalars("loss")
+    assert (events[0].step, events[-1].step, events[-1].value) == (0, 300, 0.5)
