@@ -447,6 +447,18 @@ class Fit(RunReads):
                 "the arguments after the loaders are datamodule and ckpt_path, in this order.",
                 "pass them by name: datamodule=..., ckpt_path=....",
             )
+        if isinstance(module, type):
+            raise ConfigurationError(
+                f"{stage} was given the class {module.__name__}.",
+                "the engine trains an object of it.",
+                f"make one: Fit().{stage}({module.__name__}(...), ...).",
+            )
+        if isinstance(module, torch.utils.data.DataLoader | DataModule):
+            raise ConfigurationError(
+                f"{stage} was given a {type(module).__name__} in place of the module.",
+                "the module comes first, the data after it.",
+                f"swap them: Fit().{stage}(module, data).",
+            )
         if not isinstance(module, TrainModule):
             raise ConfigurationError(
                 f"{stage} was given a {type(module).__name__}.",

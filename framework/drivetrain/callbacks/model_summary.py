@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -31,8 +31,8 @@ class ModelSummary(Callback):
     Where the module has an `example_input_array`, also the shapes that go in and out and the FLOPs of a forward pass,
     in eval mode: of matrix products, convolutions and attention, as `torch.utils.flop_counter` counts them. They are
     found without computing anything, under strategies that shard and on the meta device too; a ``forward`` that cannot
-    run so (it branches on values, or talks to other ranks) is named with the reason. It takes a second or two, once, and
-    a few milliseconds a layer beyond that.
+    run so (it branches on values, or talks to other ranks) is named with the reason. It takes a second or two, once,
+    and a few milliseconds a layer beyond that.
 
     On a terminal where rich is installed it draws the table.
 
@@ -44,7 +44,8 @@ class ModelSummary(Callback):
     """
 
     def __init__(self, max_depth: int = 1) -> None:
-        if not isinstance(max_depth, int) or max_depth < -1:
+        given: Any = max_depth
+        if not isinstance(given, int) or given < -1:
             raise ConfigurationError(
                 f"ModelSummary(max_depth={max_depth!r})",
                 "a depth counts levels of children",

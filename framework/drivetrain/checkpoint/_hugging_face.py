@@ -199,7 +199,7 @@ def _write_adapter(
         raise CheckpointError(
             f"{checkpoint.path!r} has an adapter {adapter!r}.", "that is no name of a folder.", "give it another one."
         )
-    if settings.get("peft_type") not in _KNOWN_ADAPTERS:
+    if str(settings.get("peft_type")) not in _KNOWN_ADAPTERS:
         raise CheckpointError(
             f"The adapter {adapter!r} in {checkpoint.path!r} is of the kind {settings.get('peft_type')!s}.",
             "the tensors in PEFT's files are not those of the model for this kind; convert writes "
@@ -214,7 +214,7 @@ def _write_adapter(
             kept = [part for part in parts if part not in (adapter, "modules_to_save")]
             if kept[-2:] == ["lora_magnitude_vector", "weight"]:  # DoRA's, a parameter once, is stored as one
                 del kept[-1]
-            held[described["adapter_prefix"] + ".".join(kept)] = source
+            held[described.get("adapter_prefix", "") + ".".join(kept)] = source
     if not held:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",

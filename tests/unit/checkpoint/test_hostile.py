@@ -97,6 +97,14 @@ class TestManifests:
                 convert(path, tmp_path / "in" / "folder", to="hf")
             assert os.listdir(tmp_path) == ["c"]
 
+    def test_no_kind_of_adapter_is_taken_on_trust(self, tmp_path: Path) -> None:
+        # J-10, L-08
+        path = Path(written(tmp_path / "c"))
+        planted = {"layer": {"adapters": {"default": {"peft_type": ["LORA"]}}}}
+        resealed(path, lambda document: document.update({"pretrained": planted}))
+        with pytest.raises(CheckpointError, match="is of the kind"):
+            convert(path, tmp_path / "out", to="hf")
+
     @pytest.mark.parametrize("kind", ["pipe", "link to itself", "directory", "device"])
     def test_what_is_no_file(self, tmp_path: Path, kind: str) -> None:
         # J-10: each of these hung, or was taken for a storage that refuses

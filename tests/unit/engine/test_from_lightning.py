@@ -44,6 +44,12 @@ class TestVerbs:
         with pytest.raises(ConfigurationError, match="fit was given a module and a model"):
             trainer.fit(module, loader(4), model=module)
 
+    def test_a_class_and_data_in_the_modules_place_are_named(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=r"fit was given the class Logs[\s\S]*fit\(Logs\(\.\.\.\)"):
+            fit(tmp_path).fit(Logs, loader(4))  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match=r"given a DataLoader in place of the module[\s\S]*swap them"):
+            fit(tmp_path).fit(loader(4), Logs())  # type: ignore[arg-type]
+
     def test_without_a_module_it_is_the_last_runs_at_its_best(self, tmp_path: Path) -> None:
         class Counting(Logs):
             def on_train_epoch_end(self) -> None:
