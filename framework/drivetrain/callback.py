@@ -49,6 +49,15 @@ class Callback:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
 
+    def take_over(self, state_dict: Mapping[str, Any]) -> None:
+        """Become what this callback was on rank 0, at the end of a run in other processes, which have ended too.
+
+        Args:
+            state_dict: what `state_dict` returned there; it is loaded, unless it is empty.
+        """
+        if state_dict:
+            self.load_state_dict(state_dict)
+
     def save_tensors(self, trainer: RunContext, module: Any) -> Mapping[str, Any]:
         """Return the tensors that a checkpoint keeps of this callback as it keeps weights, by name.
 

@@ -15,7 +15,7 @@ from small_runs import Counting, Regression, data, global_batches, loader, quiet
 from torch import nn
 
 from drivetrain import Fit
-from drivetrain.callbacks import EarlyStopping
+from drivetrain.callbacks import Checkpoint, EarlyStopping
 from drivetrain.errors import ConfigurationError, DistributedError
 
 
@@ -95,13 +95,32 @@ def test_the_caller_gets_everything_back(launcher: str) -> None:  # A-02, A-03
     assert stopping.best_score == pytest.approx(min(best, loss), rel=1e-5)
     assert (trainer.global_step, trainer.current_epoch, trainer.samples_seen) == (16, 2, 128)
     assert (trainer.state, trainer.world_size, trainer.strategy.name) == ("finished", 2, "ddp")
-    with pytest.raises(ConfigurationError, match="not in a run"):
-        _ = module.trainer
+    assert module.trainer is trainer  # L-10
     if launcher == "forkserver":
         (validated,) = trainer.validate(module, loader(18, 4), verbose=False)
         assert validated["val_loss"] == pytest.approx(loss, rel=1e-5)
         assert torch.equal(torch.cat(trainer.predict(module, loader(18, 4))), x)
         assert trainer.global_step == 16
+
+
+def test_the_best_checkpoint_is_known_after_a_run_elsewhere(tmp_path: Path) -> None:
+    # L-10: in the folder that the run chose, so that a test without a module has the best weights
+    kept = Checkpoint(monitor="val_loss", mode="min", save_top_k=1)
+    trainer = _launched(
+        "fork", max_epochs=2, callbacks=[kept], default_root_dir=tmp_path, enable_checkpointing=True, logger="csv"
+    )
+    module = Model()
+    trainer.fit(module, loader(64, 4), loader(18, 4))
+    assert kept.dirpath == f"{trainer.log_dir}/checkpoints"
+    assert kept.best_model_path.startswith(f"{kept.dirpath}/epoch=0-")
+    assert Path(kept.best_model_path).is_dir()
+    assert kept.best_model_score < float(trainer.callback_metrics["val_loss"])
+    (validated,) = trainer.validate(dataloaders=loader(18, 4), verbose=False)
+    assert validated["val_loss"] == pytest.approx(kept.best_model_score, rel=1e-5)
+    assert kept.best_model_path.startswith(f"{kept.dirpath}/epoch=0-")
+    trainer.max_epochs = 1
+    trainer.fit(module, loader(64, 4), loader(18, 4))
+    assert kept.dirpath == f"{trainer.log_dir}/checkpoints"
 
 
 def test_layers_built_in_configure_model_come_back_too() -> None:

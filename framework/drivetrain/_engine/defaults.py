@@ -99,3 +99,9 @@ def checked_callbacks(given: Any, what: str) -> list[Callback]:
 
             check_hooks(callback)
     return callbacks
+
+
+def with_own(given: list[Callback], own: list[Callback]) -> list[Callback]:
+    """Callbacks with those of the module's ``configure_callbacks``, which replace others of their class."""
+    replaced = {type(callback) for callback in own}
+    return [callback for callback in given if type(callback) not in replaced] + own

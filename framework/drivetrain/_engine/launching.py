@@ -245,11 +245,14 @@ def _take_over(outcome: Outcome, place: Place, request: Request) -> None:
     session.folder.be(outcome.folder)
     for one, version in zip(trainer.loggers, outcome.versions, strict=False):
         one.adopt(version)
-    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
-        if state:
-            callback.load_state_dict(state)
     trainer.session = session
     trainer.state = outcome.state
+    for callback, state in zip(trainer.callbacks, outcome.callbacks, strict=True):
+        callback.take_over(state)
+    if not request.trial:
+        for owner in (request.module, request.given.datamodule):
+            if owner is not None:
+                owner.trainer = trainer
 
 
 def _stand_in(trainer: RunReads, place: Place) -> Strategy:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from drivetrain._engine.defaults import with_own
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
 from drivetrain._loops.configured_optimizers import SchedulerConfig
@@ -404,6 +405,10 @@ class RunReads(RunContext):
     def logger(self) -> Logger | None:
         return self.loggers[0] if self.loggers else None
 
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [] if logger is None else [logger]
+
     @property
     def profiler(self) -> Profiler:
         return _pass_through() if self.given_profiler is None else self.given_profiler
@@ -416,11 +421,15 @@ class RunReads(RunContext):
     def checkpoint_callback(self) -> Checkpoint | None:
         return next(iter(self.checkpoint_callbacks), None)
 
+    def _all_callbacks(self) -> list[Callback]:
+        """With those of the module's ``configure_callbacks`` in this run, or the last one."""
+        return self.callbacks if self.session is None else with_own(self.callbacks, self.session.own)
+
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
         from drivetrain.callbacks import Checkpoint  # with all that writes checkpoints
 
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        return [callback for callback in self._all_callbacks() if isinstance(callback, Checkpoint)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
@@ -430,13 +439,13 @@ class RunReads(RunContext):
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         from drivetrain.callbacks import EarlyStopping  # by whoever stops early
 
-        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+        return [callback for callback in self._all_callbacks() if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
         from drivetrain.callbacks import ProgressBar  # by whoever looks on
 
-        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+        return next((callback for callback in self._all_callbacks() if isinstance(callback, ProgressBar)), None)
 
     @property
     def micro_batch_weight(self) -> float:

@@ -20,7 +20,7 @@ from drivetrain._engine.batches import BatchMover, batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiling import CompiledSteps
 from drivetrain._engine.console import heard, say_once
-from drivetrain._engine.defaults import checked_callbacks
+from drivetrain._engine.defaults import checked_callbacks, with_own
 from drivetrain._engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
 from drivetrain._engine.failing import cause_of, in_vain, tell_others
 from drivetrain._engine.handshake import facts_about, settings_alike, shake_hands
@@ -107,7 +107,7 @@ class Session(RunState):
         self.checkpoints = RunCheckpoints(self, ckpt_path, allow)
         self.last_line: str | None = None
         """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
-        self._own: list[Callback] = []  # what configure_callbacks returned
+        self.own: list[Callback] = []  # what configure_callbacks returned
         self._given_callbacks: list[Callback] = []  # trainer.callbacks as they were when they were taken
         self._monitors: Monitors | None = None
         self._teardowns: list[Callable[[str], None]] = []
@@ -394,13 +394,12 @@ class Session(RunState):
 
     def _assemble(self) -> None:
         if not self.trial:
-            self._own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
+            self.own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
         self._take_callbacks()
 
     def _take_callbacks(self) -> None:
         given = self._given_callbacks = checked_callbacks(self.trainer.callbacks, "trainer.callbacks holds")
-        replaced = {type(callback) for callback in self._own}
-        self.callbacks = [callback for callback in given if type(callback) not in replaced] + self._own
+        self.callbacks = with_own(given, self.own)
         self._hooks = self.profiling.hooks(HookTable(self.trainer, self.module, self.callbacks))
         for callback in self.callbacks:
             let_log(callback, self.module)

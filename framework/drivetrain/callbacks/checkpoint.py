@@ -242,6 +242,15 @@ class Checkpoint(Callback):
             self._retention = Retention(self.save_top_k, self.keep_last, self.mode)
             logger.warning("What the earlier run kept in %r cannot be read, and is left there: %s", folder, error)
 
+    def take_over(self, state_dict: Mapping[str, Any]) -> None:
+        """Know what was kept, and where the run chose the folder, too."""
+        if self.dirpath is None or self.dirpath == self._of_run:
+            self.dirpath = self._of_run = state_dict["dirpath"]
+        else:
+            self.dirpath = os.path.expanduser(self.dirpath)
+        self._run = state_dict["run"]
+        self.load_state_dict(state_dict)
+
     # What the engine asks
 
     @property

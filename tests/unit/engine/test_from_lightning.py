@@ -14,7 +14,7 @@ import torch
 from engine_case import Tiny, fit, loader
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule, Fit, TrainModule, rank_zero_only
-from drivetrain.callbacks import Checkpoint, ProgressBar
+from drivetrain.callbacks import Checkpoint, EarlyStopping, ProgressBar
 from drivetrain.loggers import CSVLogger
 
 
@@ -510,3 +510,39 @@ class TestWhatIsRefusedByName:
         with pytest.raises(ConfigurationError, match=rf"no argument '{name}'") as caught:
             Fit(**arguments)
         assert way in caught.value.fix
+
+
+def test_the_logger_may_be_set(tmp_path: Path) -> None:
+    # L-10
+    trainer = Fit(accelerator="cpu", logger=False)
+    logger = CSVLogger(tmp_path)
+    trainer.logger = logger
+    assert trainer.loggers == [logger]
+    trainer.logger = None
+    assert trainer.loggers == []
+
+
+class Brings(Tiny):
+    """Has a `Checkpoint` and an `EarlyStopping` of its own, and gets worse with every epoch."""
+
+    def configure_callbacks(self) -> Any:
+        return [Checkpoint(monitor="worse"), EarlyStopping("worse", patience=9)]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.log("worse", float(self.current_epoch))
+
+
+def test_callbacks_of_the_module_are_found(tmp_path: Path) -> None:
+    # L-10: without them a test without a module had the last weights, though it had best ones
+    trainer = Fit(
+        accelerator="cpu", max_epochs=3, logger=False, default_root_dir=tmp_path, enable_progress_bar=False, seed=0
+    )
+    trainer.fit(Brings(), loader(8), loader(8))
+    assert isinstance(trainer.early_stopping_callback, EarlyStopping)
+    (kept,) = trainer.checkpoint_callbacks
+    assert kept.monitor == "worse"
+    assert "epoch=0-" in kept.best_model_path
+    trainer.validate(dataloaders=loader(8), verbose=False)
+    assert trainer.ckpt_path == kept.best_model_path
+    trainer.callbacks.clear()
+    assert trainer.progress_bar_callback is None
