@@ -114,6 +114,7 @@ def test_the_best_checkpoint_is_known_after_a_run_elsewhere(tmp_path: Path) -> N
     assert kept.dirpath == f"{trainer.log_dir}/checkpoints"
     assert kept.best_model_path.startswith(f"{kept.dirpath}/epoch=0-")
     assert Path(kept.best_model_path).is_dir()
+    assert kept.best_model_score is not None
     assert kept.best_model_score < float(trainer.callback_metrics["val_loss"])
     (validated,) = trainer.validate(dataloaders=loader(18, 4), verbose=False)
     assert validated["val_loss"] == pytest.approx(kept.best_model_score, rel=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,12 +71,11 @@ def closed() -> io.StringIO:
 
 
 @pytest.fixture(autouse=True)
-def each_moment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "_PAUSE", 0.0)
     monkeypatch.setattr(output, "_TOLD", set())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
-    return
 
 
 @pytest.mark.parametrize("make", [FullDisk, Gone, GoneTerminal, closed, AsciiTerminal, OnlyWrites, lambda: None])
