@@ -37,6 +37,8 @@ def write_pretrained(
 ) -> str:
     """Do what `convert` says of ``to="hf"``; return the folder."""
     limit, target = _bytes(max_shard_size), os.fspath(out).rstrip("/")
+    if not target:  # else the files' names would begin at the root of the file system
+        raise CheckpointError(f"out={os.fspath(out)!r} names no folder.", "", "give the folder to write.")
     checkpoint = load(path)
     name, described = _model(checkpoint, prefix, config)
     # A model whose configuration does not tie them would leave what is not stored at its initial values.
@@ -155,7 +157,7 @@ def _check_empty(target: str) -> None:
         raise CheckpointError(
             f"{target!r} has {listed(there)} in it.",
             "from_pretrained would take whichever of two files it looks for first.",
-            "give another folder, or remove them.",
+            "give another folder, or remove them if nobody needs them.",
         )
 
 

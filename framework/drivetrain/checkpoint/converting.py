@@ -95,7 +95,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             f"{str(path)!r} is a folder of an unknown kind.",
             "known are those of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a file "
             "latest, or with files *_model_states.pt).",
-            "check the path; for one of drivetrain's own, see drivetrain.checkpoint.load.",
+            'check the path; to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
         )
     if not path.exists():
         raise CheckpointError(
