@@ -450,7 +450,7 @@ class Fit(RunReads):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "the engine trains an object of it.",
+                "it trains a TrainModule that is built, with its weights.",
                 f"make one: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):

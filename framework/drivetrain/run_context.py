@@ -256,7 +256,10 @@ class RunContext(Protocol):
 
     @property
     def logger(self) -> Logger | None:
-        """The first logger."""
+        """The first logger. Setting it replaces them all."""
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None: ...
 
     def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
         """Send numbers to all loggers, in the order of the calls. On rank 0 only.

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def started(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "benchmarks.cuda", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # Where a script runs the tests in the background, SIGINT is ignored here, and would be in the process as well.
+    settings.setdefault("preexec_fn", partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen(command, cwd=ROOT, env=environment, **{**pipes, **settings})
 
 
