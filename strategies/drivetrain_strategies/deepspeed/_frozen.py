@@ -32,6 +32,8 @@ class FrozenWeights:
         self._rounded = rounded
         if not rounded and stage < 3:
             self._names, self._weights = [], []  # they are what is computed with and saved
+        self.watches = bool(self._weights)
+        """Whether there is anything to compare."""
         self._partitions = self._weights if stage == 3 and not rounded else []
         self.accept()
 

@@ -229,7 +229,8 @@ class DeepSpeedRun:
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
-        self._frozen.check()
+        if self._frozen.watches:
+            self._frozen.check()
         call = partial(step, *args)
         if torch.is_autocast_enabled():  # asks for CUDA's, as DeepSpeed does, whose engine then switches it off
             call = partial(self._under_autocast, call)
