@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from benchmarks.by_engine import Trained
 from drivetrain import Fit
 from drivetrain.checkpoint import load
-from drivetrain.checkpoint._format import checksums, reading
+from drivetrain.checkpoint._format import checksums, tensor_reader
 
 Wait = Callable[[], None]
 
@@ -169,6 +169,6 @@ class Slower(Ours):
 
 def _zlib() -> AbstractContextManager[object]:
     stack = ExitStack()
-    for module in (checksums, reading):
+    for module in (checksums, tensor_reader):
         stack.enter_context(patch.object(module, "crc32", zlib.crc32))
     return stack

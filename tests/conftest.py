@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_INTERPRETERS, os.envir
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from drivetrain.testing._left_behind import Surroundings  # noqa: E402
+from drivetrain.testing._leak_checks import Surroundings  # noqa: E402
 from worlds import DEEPSPEED, close_worlds, preload  # noqa: E402
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ _HEARTBEAT = 30.0  # seconds between two signs of life
 
 
 @dataclass(frozen=True)
-class Ended:
+class EpochEnd:
     """How a command ended.
 
     Attributes:
@@ -39,7 +39,7 @@ class Ended:
         return f"it ended with code {self.code}"
 
 
-def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[str, str], name: str) -> Ended:
+def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[str, str], name: str) -> EpochEnd:
     """Run a command in a session of its own, its output going to a file; print that it lives."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -67,7 +67,7 @@ def run(command: Sequence[str], seconds: float, log: Path, variables: Mapping[st
             _end_session(process.pid)
             process.wait()
     text = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return Ended(code, time.monotonic() - began, "\n".join(text[-25:]))
+    return EpochEnd(code, time.monotonic() - began, "\n".join(text[-25:]))
 
 
 def _end_session(session: int) -> None:

@@ -15,9 +15,9 @@ from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
-from drivetrain._engine.launching import Request, launch
-from drivetrain._engine.reads import RunReads
-from drivetrain._engine.same_run import check_allow
+from drivetrain._engine.launch import Request, launch
+from drivetrain._engine.resume_compatibility import check_allow
+from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._loops.hooks import is_overridden
@@ -46,7 +46,7 @@ logger = logging.getLogger("drivetrain")
 Limit = int | float | None
 
 
-class Fit(RunReads):
+class Fit(RunState):
     """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
 
     What is read of it, in a run and afterwards, and what hooks call, is in `RunContext`.
@@ -232,7 +232,7 @@ class Fit(RunReads):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._by_name import profiler_of  # by who names one
+            from drivetrain.profilers._profiler_names import profiler_of  # by who names one
 
             self.given_profiler = profiler_of(profiler)
         self.state = "idle"
@@ -408,7 +408,7 @@ class Fit(RunReads):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
         if verbose and self.is_global_zero:
-            from drivetrain._runtime.output import write_for_people  # no import of drivetrain needs it
+            from drivetrain._runtime.terminal_output import write_for_people  # no import of drivetrain needs it
 
             for index, result in enumerate(results):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"

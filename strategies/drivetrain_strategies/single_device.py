@@ -14,9 +14,9 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
+from drivetrain_strategies._device_restore import HomeDevice
+from drivetrain_strategies._missing_weights import refuse_weights_left
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
-from drivetrain_strategies._original_device import HomeDevice
-from drivetrain_strategies._weights_left import refuse_weights_left
 
 if TYPE_CHECKING:
     from drivetrain.strategies import MemoryAdvice
@@ -61,7 +61,7 @@ class SingleDeviceStrategy(Strategy):
         return operator.call
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        from drivetrain_strategies._replicas import shard_them  # where memory lacks alone
+        from drivetrain_strategies._replicated import shard_them  # where memory lacks alone
 
         return [shard_them(self.world_size), *super().memory_advice(module)]
 

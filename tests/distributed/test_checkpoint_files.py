@@ -347,7 +347,7 @@ def test_all_ranks_refuse_what_one_finds_damaged(tmp_path: Path) -> None:
 def _in_the_background(folder: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     talk = control()
-    beside = talk.twin()
+    beside = talk.clone()
     contents = sharded("mixed", rank, world_size)
     staged = stage(contents, rank, world_size, snapshot=True, sizes=SMALL)
     for value in contents.weights.values():

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, random_split
 
 from drivetrain import Callback
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine import collective_calls
 from drivetrain._loops import train
 from drivetrain._loops.stopping import AGREE_EVERY, StopRequest

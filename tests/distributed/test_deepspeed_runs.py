@@ -19,6 +19,7 @@ from small_runs import TIGHT, data, each, failing, global_batches, loader, quiet
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from captured_warnings import captured_warnings
 from cpu_kernels import FP16
 from drivetrain import Callback
 from drivetrain.callbacks import LambdaCallback
@@ -28,7 +29,6 @@ from drivetrain_strategies.deepspeed._checks import check_module
 from drivetrain_strategies.deepspeed._library import import_library
 from fuzz.check import check
 from fuzz.program import Net, Program
-from told import told
 from worlds import on_ranks
 
 UNTESTED = {"zero_allow_untested_optimizer": True}
@@ -503,7 +503,7 @@ class Counting(Callback):
 def _infinite(options: dict[str, Any], precision: str) -> Any:
     counting = Counting()
     fit = quiet(strategy=DeepSpeedStrategy(**options), precision=precision, callbacks=counting)
-    with told() as heard:
+    with captured_warnings() as heard:
         fit.fit(Infinite(), loader(32, 4))
     return counting.steps, counting.weights, heard
 
@@ -564,7 +564,7 @@ class Hopeless(DeepRegression):
 
 def _hopeless(options: dict[str, Any]) -> Any:
     fit = quiet(strategy=DeepSpeedStrategy(**options), precision="16-mixed", max_epochs=1)
-    with told() as heard:
+    with captured_warnings() as heard:
         fit.fit(Hopeless(), loader(45 * 8, 4))
     return fit.global_step, heard
 

@@ -14,9 +14,9 @@ from small_runs import FEATURES, data, each, failing, loader, quiet, seeded, wei
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from captured_warnings import captured_warnings
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain_strategies import DeepSpeedStrategy
-from told import told
 from worlds import on_ranks
 
 SPREAD: dict[str, Any] = {"stage3_param_persistence_threshold": 0}
@@ -74,7 +74,7 @@ def _by_hand(net: Any) -> torch.Tensor:
 
 def _experts(options: dict[str, Any], count: int) -> Any:
     module = DeepRegression(seeded(lambda: Mixture(count)))
-    with told() as lines:
+    with captured_warnings() as lines:
         quiet(strategy=DeepSpeedStrategy(**options)).fit(module, DataLoader(_parted(), batch_size=4))
     return weights(module), lines
 

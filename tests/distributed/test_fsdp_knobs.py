@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp._private import _groups_of
-from drivetrain_strategies.fsdp._whole_parameters import WholeParameters
+from drivetrain_strategies.fsdp._internals import _groups_of
+from drivetrain_strategies.fsdp._replicated_parameters import WholeParameters
 from worlds import on_ranks
 
 OPERATIONS = torch.ops.aten

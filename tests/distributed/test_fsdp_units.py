@@ -11,10 +11,10 @@ from fsdp_nets import Block, Deep, DeepRegression, Tied
 from small_runs import TIGHT, failing, global_batches, loader, quiet, seeded, train_by_hand, weights
 from torch import Tensor, nn
 
+from captured_warnings import captured_warnings
 from drivetrain import TrainModule
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.fsdp import strategy
-from told import told
 from worlds import on_ranks
 
 
@@ -91,7 +91,7 @@ def test_a_module_without_parameters() -> None:
 
 def _printed() -> list[str]:
     strategy._SAID.clear()  # these ranks may have made that plan in another test
-    with told(logging.INFO) as texts:
+    with captured_warnings(logging.INFO) as texts:
         for _ in range(2):
             quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
     lines = [line for text in texts for line in text.splitlines()]

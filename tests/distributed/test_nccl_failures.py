@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from small_runs import Regression, failing, loader, quiet
 
-from drivetrain._distributed.groups import abort_nccl, uses_nccl
+from drivetrain._distributed.process_groups import abort_nccl, uses_nccl
 from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.testing import requires_cuda
 from worlds import on_ranks

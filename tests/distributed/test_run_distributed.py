@@ -16,7 +16,7 @@ import torch.distributed as dist
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.testing import run_distributed
-from drivetrain.testing._late import stacks_left_in
+from drivetrain.testing._stack_dump import stacks_left_in
 
 
 def _sum(value: float) -> tuple[int, torch.Tensor, int, bool]:

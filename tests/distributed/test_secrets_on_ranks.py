@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from captured_warnings import captured_warnings
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.loggers import CSVLogger
-from told import told
 from worlds import on_ranks
 
 SECRET = "sk-very-secret"
@@ -36,7 +36,7 @@ class Fetching(TrainModule):
 
 
 def _train(folder: Path, strategy: str) -> tuple[int, str]:
-    with told() as lines:
+    with captured_warnings() as lines:
         Fit(
             strategy=strategy,
             devices=2,

@@ -12,7 +12,7 @@ from benchmarks.by_hand import WRAPS, train_by_hand
 from benchmarks.calls import python_calls_a_step
 from benchmarks.nets import GPT
 from benchmarks.traffic import Traffic, a_step
-from drivetrain_strategies.fsdp._private import forget_meshes
+from drivetrain_strategies.fsdp._internals import forget_meshes
 from worlds import on_ranks
 
 narrow = partial(GPT, width=16, heads=2)

@@ -11,9 +11,9 @@ from phased_training import Phased, Turns, by_hand, dealt, state, train
 from small_runs import failing
 from torch import nn
 
+from captured_warnings import captured_warnings
 from drivetrain.precision import MixedPrecision
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
-from told import told
 from worlds import on_ranks
 
 NEAR: dict[str, Any] = {"atol": 1e-6, "rtol": 1e-5}
@@ -366,7 +366,7 @@ def test_a_named_hook_begins_anew_and_a_state_of_ones_own_is_refused() -> None: 
 
 
 def test_a_trainable_parameter_in_no_optimizer_is_named_once() -> None:  # I-03
-    with told() as lines:
+    with captured_warnings() as lines:
         train(
             Phased({("on_train_epoch_start", 3): "+body", ("on_train_epoch_start", 6): "-neck"}, held="neck head"),
             "single_device",

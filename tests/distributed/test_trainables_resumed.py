@@ -14,10 +14,10 @@ from small_runs import loader, quiet
 from test_trainables import NEAR, assert_near
 from torch import nn
 
+from captured_warnings import captured_warnings
 from drivetrain import Callback
 from drivetrain.checkpoint import load
 from drivetrain_strategies import DDPStrategy, FSDPStrategy
-from told import told
 from worlds import on_ranks
 
 PROGRAMS: dict[str, tuple[Turns, dict[str, Any]]] = {
@@ -164,7 +164,7 @@ def _frozen_again(strategy: str, path: str) -> list[tuple[dict[str, torch.Tensor
     _run(strategy, BEGUN, GIVEN, (6, path), None, 6)
     found = []
     for turn in ("-body", "body"):
-        with told() as lines:
+        with captured_warnings() as lines:
             weights = _run(strategy, {("on_train_start", 6): turn}, GIVEN, None, path)
         found.append((weights, lines))
     return found

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._format import Contents, Facts, save
-from drivetrain.checkpoint._format.local_place import LocalPlace
+from drivetrain.checkpoint._format.local_storage import LocalPlace
 from drivetrain.launchers.function_launcher import PRELOAD
 
 
@@ -32,7 +32,7 @@ def numbered(number: int) -> Contents:
 def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
     """Save number 0, 1, 2, ... onto one path, telling each as it is done, until somebody ends it."""
     if not exchanging:
-        import drivetrain.checkpoint._format.local_place as module
+        import drivetrain.checkpoint._format.local_storage as module
 
         module.exchange = lambda one, other: False  # type: ignore[attr-defined]
     number = 0

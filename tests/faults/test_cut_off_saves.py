@@ -18,10 +18,10 @@ import torch.distributed as dist
 from saving_processes import Saving, begin_and_wait, numbered, save_and_save, save_some
 
 from drivetrain import CheckpointError
-from drivetrain._distributed.control import LocalControl
 from drivetrain._distributed.control_group import GroupControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Contents, room, save
+from drivetrain.checkpoint._format import Contents, disk_space, save
 from drivetrain.testing import requires_linux, run_distributed
 
 LOCAL = LocalControl()
@@ -141,7 +141,7 @@ class TestRefused:
 
     @requires_linux()
     def test_a_disk_that_fills_up(self, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(room, "free_bytes", lambda folder: None)
+        monkeypatch.setattr(disk_space, "free_bytes", lambda folder: None)
         save(str(small_disk / "c"), numbered(1), LOCAL)
         before = shutil.disk_usage(small_disk).used
         with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):

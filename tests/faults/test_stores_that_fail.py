@@ -16,12 +16,12 @@ import torch
 from saving_processes import Saving
 
 from drivetrain import CheckpointError
-from drivetrain._distributed.control import ControlPlane, LocalControl
 from drivetrain._distributed.control_group import GroupControl
+from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Span
 from drivetrain.checkpoint import verify
-from drivetrain.checkpoint._finding import newest
-from drivetrain.checkpoint._format import Contents, Facts, Sizes, object_place, save
+from drivetrain.checkpoint._discovery import newest
+from drivetrain.checkpoint._format import Contents, Facts, Sizes, object_storage, save
 from drivetrain.testing import FaultyStore, requires_linux, run_distributed
 
 FAULTS = int(os.environ.get("FAULTS", "0"))
@@ -173,7 +173,7 @@ def _try(folder: Path, kind: str, number: int, control: ControlPlane) -> Tried:
 
 
 def _try_all(folder: Path, count: int, ranks: int) -> list[Tried]:
-    object_place._PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
+    object_storage._PAUSES = (0.001, 0.002, 0.003)  # type: ignore[assignment]  # one less than ours
     control: ControlPlane = LocalControl()
     if ranks > 1:
         store = torch.distributed.distributed_c10d._get_default_store()

@@ -16,7 +16,7 @@ from drivetrain import Callback, DrivetrainError, Fit, TrainModule
 from drivetrain.callbacks import Checkpoint, EMAWeightAveraging
 from drivetrain.loggers import Logger
 from drivetrain_strategies import DDPStrategy, DeepSpeedStrategy
-from fuzz.feeding import taken, training_loader, validation_loader
+from fuzz.data_loaders import taken, training_loader, validation_loader
 from fuzz.nets import Model, add_group, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, key_of, scheduler_state, value_of
 from fuzz.plants import planted

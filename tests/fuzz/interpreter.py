@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz.dealing import Micro, dealt, epoch_of, evaluated, said, streamed
+from fuzz.data_loaders import numbers
 from fuzz.diary import Diary
-from fuzz.feeding import numbers
 from fuzz.nets import Model, Parts, add_group, make_optimizer, make_scheduler, part_of, seeded_model
 from fuzz.outcome import Outcome, scheduler_state, tensors_of
 from fuzz.program import OWN_PARTS, Program, Turn
+from fuzz.sharded_programs import Micro, dealt, epoch_of, evaluated, said, streamed
 
 DTYPES = {"64-true": torch.float64, "bf16-true": torch.bfloat16}
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

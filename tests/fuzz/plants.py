@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drivetrain._engine.outcome import Outcome
-from drivetrain._loops import joining, manual_step, step, windows
+from drivetrain._engine.remote_result import Outcome
+from drivetrain._loops import manual_step, step, uneven_inputs, windows
 from drivetrain._loops.validation import ValidationPlan
-from drivetrain._metrics.store import MetricStore
-from drivetrain.data._iterable import IterableSource
+from drivetrain._metrics.metric_store import MetricStore
+from drivetrain.data._iterable_source import IterableSource
 from drivetrain.data._loaders import MapSource
 from drivetrain.precision._loss_scaler import LossScaler
 from drivetrain_strategies.ddp.strategy import DDPStrategy
@@ -106,7 +106,7 @@ def joiners_leave_buffers() -> Iterator[None]:
 
     @contextlib.contextmanager
     def leaving_a_trace(module: Any, metrics: Any) -> Iterator[None]:
-        company = None if metrics.joining else joining.Joining(metrics)
+        company = None if metrics.uneven_inputs else uneven_inputs.Joining(metrics)
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
             yield

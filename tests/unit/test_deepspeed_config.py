@@ -18,8 +18,8 @@ from drivetrain.strategies.run_settings import RunSettings
 from drivetrain_strategies import DeepSpeedStrategy
 from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, Asked, read_config, resolve
 from drivetrain_strategies.deepspeed._library import import_library
-from drivetrain_strategies.deepspeed._needed import check_names
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
+from drivetrain_strategies.deepspeed._required_internals import check_names
 
 RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
 

@@ -14,9 +14,9 @@ import torch
 
 from drivetrain._distributed.plain_values import decode, encode
 from drivetrain._distributed.shards import Box, Span
-from drivetrain.checkpoint._format.greeting import Greeting, Outcome
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
 from drivetrain.checkpoint._format.tensor_file import Spec
+from drivetrain.checkpoint._format.write_handshake import Greeting, Outcome
 
 
 class _Named(NamedTuple):
@@ -85,9 +85,9 @@ def test_what_ranks_say_as_they_save_is_plain() -> None:
     regions: list[Mapping[str, Any]] = [{"w": Box((0, 2), (3, 4)), "v": None}, {"m": Span(3, 9), "scalar": Box((), ())}]
     state = [Spec("generator", torch.uint8, (5056,)), Spec("half", torch.bfloat16, ())]
     greeting = Greeting("/runs/x", {"folder": "y"}, ["digest"], regions, state, "sha256")
-    assert Greeting.heard(_sent(greeting.said())) == greeting
+    assert Greeting.decode(_sent(greeting.said())) == greeting
     outcome = Outcome(
         {"model.safetensors": FileRecord(8, "00000000", "ab" * 32)},
         [("weights", Part(None, ("model.safetensors",))), ("rank", Part("rank-0.json", ("a", "b"), "index"))],
     )
-    assert Outcome.heard(_sent(outcome.said())) == outcome
+    assert Outcome.decode(_sent(outcome.said())) == outcome

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from captured_warnings import captured_warnings
 from drivetrain._config.secret_values import LeftOut, arguments_without_secrets, names_a_secret, without_secrets
-from drivetrain._distributed.job import Job
-from told import told
+from drivetrain._distributed.job_identity import Job
 
 SECRET = [
     *("token", "api_token", "API_TOKEN", "apiToken", "HFToken", "hf_token", "token2", "bot_token", "access_token"),
@@ -123,21 +123,21 @@ def test_no_digest_of_a_secret_tells_a_job(tmp_path: Path, monkeypatch: pytest.M
         Job.of_this_process(None, [], ["train.py", "--lr=0.1", *given])
         for given in (["--password=a"], ["--password=b"], ["--password", "a"], ["--password", "b"])
     ]
-    assert jobs[0].told() == jobs[1].told()
-    assert jobs[2].told() == jobs[3].told()
+    assert jobs[0].encode() == jobs[1].encode()
+    assert jobs[2].encode() == jobs[3].encode()
     assert jobs[0].why_another(Job.of_this_process(None, [], ["train.py", "--lr=0.2", "--password=a"]))
 
 
 def test_what_is_left_out_is_said_once() -> None:  # J-11
     left_out = LeftOut()
-    with told() as lines:
+    with captured_warnings() as lines:
         kept, names = left_out.take_out({"api_token": "sk-1", "auth": {"password": "p"}, "lr": 1})
         assert (kept, names) == ({"auth": {}, "lr": 1}, ["api_token", "auth.password"])
         assert left_out.take_out({"api_token": "sk-1", "lr": 1}) == ({"lr": 1}, ["api_token"])
     (line,) = lines
     assert "'api_token', 'auth.password'" in line
     assert "sk-1" not in line
-    with told() as lines:
+    with captured_warnings() as lines:
         left_out.take_out({"other_token": "t", "api_token": "sk-1"})
     assert len(lines) == 1
     assert "'other_token'" in lines[0]

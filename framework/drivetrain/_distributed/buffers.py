@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain._distributed.control import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane
 
 
 def take_forms_of_rank_0(module: nn.Module, control: ControlPlane) -> None:

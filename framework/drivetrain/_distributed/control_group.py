@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.control import Pending, absent_error, spread
+from drivetrain._distributed.control_plane import Pending, absent_error, spread
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.flight_recorder import FlightRecord
 from drivetrain._distributed.plain_values import decode, encode
@@ -62,12 +62,12 @@ class GroupControl:
         self._group = group
         self.timeout = timeout
         self._then = then
-        self.hearsay: Callable[[], Sequence[Failure]] = lambda: ()
+        self.external_failures: Callable[[], Sequence[Failure]] = lambda: ()
         self.store = store
         self.rank = rank
         self.world_size = world_size
         self.flight = FlightRecord(rank)
-        self._twins: list[GroupControl] = []
+        self._clones: list[GroupControl] = []
         self.failed = False
         self._agreements = 0
         self._shared = 0
@@ -75,11 +75,11 @@ class GroupControl:
     def detach(self) -> None:
         """Let go of the group, which is about to be destroyed. The store stays: a failure is settled through it."""
         self._group = None
-        while self._twins:
-            twin = self._twins.pop()
+        while self._clones:
+            clone = self._clones.pop()
             if dist.is_initialized():
-                dist.destroy_process_group(twin._group)
-            twin.detach()
+                dist.destroy_process_group(clone._group)
+            clone.detach()
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         gathered = values.new_empty((self.world_size, *values.shape))
@@ -117,16 +117,16 @@ class GroupControl:
             assert one is not None  # it is for ranks outside of the group
             one.wait()
 
-    def twin(self) -> GroupControl:
+    def clone(self) -> GroupControl:
         self.agree("a second control plane")  # making a group waits for all, and hears of no failure
-        store = PrefixStore(f"twin{len(self._twins)}", self.store)
+        store = PrefixStore(f"twin{len(self._clones)}", self.store)
         group = dist.new_group(backend="gloo", timeout=self.timeout)
-        twin = GroupControl(group, store, self.rank, self.world_size, self.timeout)
+        clone = GroupControl(group, store, self.rank, self.world_size, self.timeout)
         # Its own corner of the store knows neither of failures nor of where ranks are.
-        twin.hearsay, twin.whereabouts = self._reports, self.whereabouts  # type: ignore[method-assign]
-        twin.flight = self.flight
-        self._twins.append(twin)
-        return twin
+        clone.external_failures, clone.whereabouts = self._reports, self.whereabouts  # type: ignore[method-assign]
+        clone.flight = self.flight
+        self._clones.append(clone)
+        return clone
 
     def from_rank_0(self, value: Any) -> Any:
         key = f"shared/{self._shared}"
@@ -245,7 +245,7 @@ class GroupControl:
     def report_failure(self, failure: Failure) -> None:
         self.failed = True
         number = self.store.add("failures", 1)
-        self.store.set(f"failure/{number}", failure.told())
+        self.store.set(f"failure/{number}", failure.encode())
 
     def first_failure(self, wait: timedelta | None = None) -> Failure | None:
         end = time.monotonic() + (wait.total_seconds() if wait is not None else 0.0)
@@ -274,16 +274,16 @@ class GroupControl:
 
     def _reports(self) -> list[Failure]:
         count = self.store.add("failures", 0)
-        told = [Failure.heard(self.store.get(f"failure/{number + 1}")) for number in range(count)]
+        told = [Failure.decode(self.store.get(f"failure/{number + 1}")) for number in range(count)]
         # Who was killed tells nobody; its launcher may know.
-        return told + [one for one in self.hearsay() if one.rank not in {failure.rank for failure in told}]
+        return told + [one for one in self.external_failures() if one.rank not in {failure.rank for failure in told}]
 
     def settle(self, wait: timedelta) -> None:
         """Linger after a failure until all ranks have seen it, since this process may host the store."""
         self.store.set(f"settled/{self.rank}", "")
         end = time.monotonic() + wait.total_seconds()
         while time.monotonic() < end:
-            ended = {failure.rank for failure in self.hearsay() if failure.exit_code is not None}
+            ended = {failure.rank for failure in self.external_failures() if failure.exit_code is not None}
             rest = [f"settled/{rank}" for rank in range(self.world_size) if rank not in ended]
             if not rest or self.store.check(rest):
                 return

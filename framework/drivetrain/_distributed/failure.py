@@ -42,7 +42,7 @@ class Failure:
         message: the exception's text, or what is known in its place.
         traceback: the formatted traceback, with its causes, or "".
         pickled_error: the exception itself, pickled and in base 85, where it can be. It goes through files that only
-            this user can write, never through a store: `told` leaves it out.
+            this user can write, never through a store: `encode` leaves it out.
         time_ns: when, by the machine's clock: the first failure is the cause, others often only follow from it.
     """
 
@@ -107,13 +107,13 @@ class Failure:
         """Return the same failure, with the exit code of its process."""
         return replace(self, exit_code=exit_code, signal_name=signal_name(exit_code))
 
-    def told(self) -> str:
+    def encode(self) -> str:
         """Return the failure as text for a store, into which anybody may write who reaches its port."""
         return json.dumps(asdict(replace(self, pickled_error=None)))
 
     @classmethod
-    def heard(cls, text: str | bytes) -> Self:
-        """Return the failure that `told` gave; a pickle that somebody else has put into it is dropped unread."""
+    def decode(cls, text: str | bytes) -> Self:
+        """Return the failure that `encode` gave; a pickle that somebody else has put into it is dropped unread."""
         return replace(cls(**json.loads(text)), pickled_error=None)
 
     def write(self, path: str) -> None:

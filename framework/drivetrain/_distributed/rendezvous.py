@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from drivetrain._distributed.job import Job
+from drivetrain._distributed.job_identity import Job
 from drivetrain.errors import ConfigurationError
 
 _SIGNED = "drivetrain/job"  # the job whose store it is
@@ -66,7 +66,7 @@ def host_on(listener: socket.socket, address: str, job: Job | None) -> TCPStore:
     except RuntimeError as error:
         raise _cannot_host(address, port, error) from error
     if job is not None:
-        store.set(_SIGNED, job.told())
+        store.set(_SIGNED, job.encode())
     return store
 
 
@@ -91,7 +91,7 @@ def admit(store: TCPStore, job: Job, rank: int, address: str, port: int) -> None
             "whoever hosts it has not said whose it is: a program of another kind, it seems, has the port",
             "set MASTER_PORT to a free port, the same for all processes of this job and for no other job",
         ) from error
-    _compare(job, Job.heard(store.get(_SIGNED)), rank, address, port)
+    _compare(job, Job.decode(store.get(_SIGNED)), rank, address, port)
     if store.add(f"{_SIGNED}/rank{rank}", 1) > 1:
         raise ConfigurationError(
             f"rank {rank} came to {address}:{port}, where a rank {rank} is already",
@@ -108,7 +108,7 @@ def admit_first(store: TCPStore, job: Job, rank: int, address: str, port: int) -
     Raises:
         ConfigurationError: it is another job's.
     """
-    _compare(job, Job.heard(store.compare_set(_SIGNED, "", job.told())), rank, address, port)
+    _compare(job, Job.decode(store.compare_set(_SIGNED, "", job.encode())), rank, address, port)
 
 
 def _compare(mine: Job, theirs: Job, rank: int, address: str, port: int) -> None:

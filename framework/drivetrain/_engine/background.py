@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from drivetrain._distributed.control import ControlPlane
-from drivetrain._loops.saving import SaveRequests
+from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._loops.save_requests import SaveRequests
 from drivetrain.checkpoint._format import Staged, commit
 
 
@@ -33,12 +33,12 @@ class BackgroundSaver:
         """Write what was staged, and call ``then`` once it is whole. Collective, and the thread's work is too."""
         self.finish()
         if self._twin is None:
-            self._twin = self._control.twin()
-        twin = self._twin
+            self._twin = self._control.clone()
+        clone = self._twin
 
         def write() -> None:
             try:
-                commit(path, staged, twin)
+                commit(path, staged, clone)
                 then()
             except BaseException as error:
                 self._failure = error

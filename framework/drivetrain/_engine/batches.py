@@ -10,8 +10,8 @@ import torch
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.windows import MicroBatch
 from drivetrain.data import DataModule
-from drivetrain.data._keeping import own_pinned_memory
-from drivetrain.data._prefetch import Prefetcher
+from drivetrain.data._batch_copies import own_pinned_memory
+from drivetrain.data._prefetcher import Prefetcher
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import Strategy

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.handshake import settle_folder
 from drivetrain._engine.run_folder import CHOSEN, Beginning
-from drivetrain._engine.saved_state import taking
+from drivetrain._engine.saved_state_schema import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
@@ -25,7 +25,7 @@ from drivetrain.errors import CheckpointError, ConfigurationError, listed
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
-    from drivetrain._engine.run_state import RunState
+    from drivetrain._engine.session_state import SessionState
     from drivetrain.checkpoint._format import Checkpoint, Facts
 
 logger = logging.getLogger("drivetrain")
@@ -40,7 +40,7 @@ class RunCheckpoints:
         allow: what may differ from the run that it goes on with.
     """
 
-    def __init__(self, session: RunState, path: str | None, allow: Sequence[str] = ()) -> None:
+    def __init__(self, session: SessionState, path: str | None, allow: Sequence[str] = ()) -> None:
         self._session = session
         self._path = path
         self._allow = allow
@@ -73,7 +73,7 @@ class RunCheckpoints:
         wanted_by = self._what_wants_a_folder()
         settle_folder(session.strategy.control, wanted_by)
         if wanted_by:
-            from drivetrain._engine.run_beginning import begin
+            from drivetrain._engine.run_start import begin
 
             self._beginning = begin(session, session.folder, self._path, _check_form)
 
@@ -88,7 +88,7 @@ class RunCheckpoints:
         """Claim a folder for callbacks that have come in `setup`, where the run has none yet. Collective."""
         session = self._session
         if session.stage == "fit" and session.folder.path is None:
-            from drivetrain._engine.run_beginning import begin
+            from drivetrain._engine.run_start import begin
 
             self._beginning = begin(session, session.folder, self._path, _check_form)
 
@@ -102,8 +102,8 @@ class RunCheckpoints:
         seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
-            from drivetrain._engine.run_beginning import find_beside
-            from drivetrain._engine.run_place import where_runs_are
+            from drivetrain._engine.run_location import where_runs_are
+            from drivetrain._engine.run_start import find_beside
 
             # Chosen by rank 0, for all: another rank may see a file system that lags behind.
             since = [one for one in self._folders() if one not in self._looked_in]
@@ -122,7 +122,7 @@ class RunCheckpoints:
                 session.folder.begins_with(None, None, "", beginning.went_on)
             return order_seed(seed, control)
 
-        from drivetrain._engine.fitting import check_goes_on
+        from drivetrain._engine.checkpoint_compatibility import check_goes_on
         from drivetrain.checkpoint._format import agreed, load
 
         def opened() -> Checkpoint:
@@ -189,7 +189,7 @@ class RunCheckpoints:
         session = self._session
         if session.stage != "fit":
             return
-        from drivetrain._engine.same_run import class_name, data_facts
+        from drivetrain._engine.resume_compatibility import class_name, data_facts
 
         assert session.data is not None
         facts = data_facts(session.data.train, session.data.loaders)
@@ -200,7 +200,7 @@ class RunCheckpoints:
         """Refuse what differs from the run that goes on, as far as this one is made by now."""
         if self.opened is None:
             return
-        from drivetrain._engine.same_run import differences, refuse
+        from drivetrain._engine.resume_compatibility import differences, refuse
 
         now = self._session.made_of
         if self._session.reload is not None and not self.opened.progress.get("batch_idx"):
@@ -262,7 +262,7 @@ class RunCheckpoints:
 
     def before(self, step: int) -> tuple[str, int] | None:
         """Return the newest whole one of this run's that holds no step after ``step``, and its own. Collective."""
-        from drivetrain._engine.saved_state import check_progress
+        from drivetrain._engine.saved_state_schema import check_progress
         from drivetrain.checkpoint._format import load
 
         self.finish()
@@ -497,7 +497,7 @@ class RunCheckpoints:
 
 
 def _check_form(checkpoint: Checkpoint) -> None:
-    from drivetrain._engine.fitting import check_form
+    from drivetrain._engine.checkpoint_compatibility import check_form
 
     check_form(checkpoint)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from drivetrain._distributed.control import ControlPlane, absent_error, spread
+from drivetrain._distributed.control_plane import ControlPlane, absent_error, spread
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.errors import DistributedError

@@ -53,13 +53,13 @@ def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]
     if given is None or given is True:
         if off:
             return []
-        from drivetrain.loggers._default import default_logger
+        from drivetrain.loggers._default_logger import default_logger
 
         return [default_logger(root)]
     loggers = []
     for one in given if isinstance(given, list | tuple) else [given]:
         if isinstance(one, str):
-            from drivetrain.loggers._named import check_logger_name, logger_by_name  # by who names one
+            from drivetrain.loggers._logger_names import check_logger_name, logger_by_name  # by who names one
 
             check_logger_name(one)
             if not off:
@@ -95,7 +95,7 @@ def checked_callbacks(given: Any, what: str) -> list[Callback]:
                 "pass an instance of a drivetrain.Callback subclass.",
             )
         if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
-            from drivetrain._engine.lookalikes import check_hooks  # by callbacks of the user's
+            from drivetrain._engine.misnamed_hooks import check_hooks  # by callbacks of the user's
 
             check_hooks(callback)
     return callbacks

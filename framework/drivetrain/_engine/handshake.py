@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from drivetrain._distributed.control import ControlPlane, spread
+from drivetrain._distributed.control_plane import ControlPlane, spread
 from drivetrain.errors import DistributedError
 from drivetrain.run_context import RunContext
 
 
-def shake_hands(control: ControlPlane, facts: Mapping[str, Any]) -> None:
+def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     """Compare JSON-able facts with rank 0's; where they differ anywhere, say on which ranks and how.
 
     Raises:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import CodeType, FunctionType
 from typing import Any
 
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.session_state import SessionState
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.errors import nearest
@@ -31,7 +31,7 @@ class Monitors:
         run: the run.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: SessionState) -> None:
         self._run = run
         self._known: set[str] = set()
         self._validated = False

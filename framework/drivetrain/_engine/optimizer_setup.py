@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from drivetrain._engine.handshake import facts_about_optimizers, shake_hands
-from drivetrain._engine.run_state import RunState
-from drivetrain._engine.same_run import names_of
+from drivetrain._engine.handshake import check_ranks_agree, facts_about_optimizers
+from drivetrain._engine.resume_compatibility import names_of
+from drivetrain._engine.session_state import SessionState
 from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
 from drivetrain._loops.manual_step import handles_of
 
 logger = logging.getLogger("drivetrain")
 
 
-def set_up_optimizers(run: RunState, regroup: Callable[[Sequence[Optimizer]], None]) -> None:
+def set_up_optimizers(run: SessionState, regroup: Callable[[Sequence[Optimizer]], None]) -> None:
     """Ask the module for its optimizers, and hand them to the strategy.
 
     Args:
@@ -29,7 +29,7 @@ def set_up_optimizers(run: RunState, regroup: Callable[[Sequence[Optimizer]], No
     optimizers, run.schedulers = read_optimizers(configured)
     schedulers = [config.scheduler for config in run.schedulers]
     if strategy.world_size > 1:  # a rate that is a tensor on a device is waited for
-        shake_hands(strategy.control, facts_about_optimizers(optimizers, schedulers))
+        check_ranks_agree(strategy.control, facts_about_optimizers(optimizers, schedulers))
     run.made_of |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
     automatic = module.automatic_optimization
     closure = run.closure = asks_for_closure(configured, optimizers, automatic)

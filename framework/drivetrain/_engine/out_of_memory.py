@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._runtime.sizes import size_in_words
+from drivetrain._runtime.size_format import size_in_words
 
 if TYPE_CHECKING:
-    from drivetrain._engine.run_state import RunState
+    from drivetrain._engine.session_state import SessionState
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 # What torch's allocator of the host's memory says; a device's has an error of its own.
@@ -49,7 +49,7 @@ def failed_for_memory(error: BaseException) -> bool:
     return kind in _KINDS or (kind == "RuntimeError" and _SAID.search(failure.message) is not None)
 
 
-def explain_out_of_memory(error: BaseException, session: RunState) -> None:
+def explain_out_of_memory(error: BaseException, session: SessionState) -> None:
     """Add to an error for want of memory which tensors were the largest, and what to change first.
 
     To be called before anything is let go of. Does nothing for other errors, and never fails itself.
@@ -61,7 +61,7 @@ def explain_out_of_memory(error: BaseException, session: RunState) -> None:
         return
 
 
-def _note(error: BaseException, session: RunState) -> str:
+def _note(error: BaseException, session: SessionState) -> str:
     tensors = _distinct([*_of_the_run(session), *_of_the_frames(error)])
     totals: dict[str, int] = {}
     for one in tensors:
@@ -84,7 +84,7 @@ def _note(error: BaseException, session: RunState) -> str:
 # What was there
 
 
-def _of_the_run(session: RunState) -> Iterator[_Tensor]:
+def _of_the_run(session: SessionState) -> Iterator[_Tensor]:
     names = {}
     for name, parameter in session.module.named_parameters():
         names[id(parameter)] = name
@@ -141,7 +141,7 @@ def _size(nbytes: int) -> str:
 # What would take less
 
 
-def _cheaper(session: RunState, totals: dict[str, int]) -> list[str]:
+def _cheaper(session: SessionState, totals: dict[str, int]) -> list[str]:
     """What to change, first what costs least for the memory that is short."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = session.strategy
@@ -158,7 +158,7 @@ def _on(what: str, advice: Iterable[MemoryAdvice]) -> list[str]:
     return [one.text for one in advice if one.lessens == what]
 
 
-def _smaller_batches(session: RunState, fitting: bool) -> list[str]:
+def _smaller_batches(session: SessionState, fitting: bool) -> list[str]:
     size = None if session.data is None else session.data.batch_size
     if size is not None and size <= 1:
         return []

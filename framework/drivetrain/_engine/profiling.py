@@ -11,14 +11,14 @@ from torch import Tensor
 
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_state import RunState, Unprofiled
+from drivetrain._engine.session_state import SessionState, Unprofiled
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.saving import SaveRequests
+from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.train import TrainLoop
 from drivetrain._loops.windows import MicroBatch
 from drivetrain.checkpoint._folders import child
-from drivetrain.data._source import BatchSource
+from drivetrain.data._batch_source import BatchSource
 from drivetrain.profilers import ProfiledRun, Profiler
 
 logger = logging.getLogger("drivetrain")
@@ -42,7 +42,7 @@ class Profiling(Unprofiled):
     _measuring: set[int] = set()  # noqa: RUF012 - by id, of this process
     """Profilers that are in a run."""
 
-    def __init__(self, run: RunState, profiler: Profiler, before: RunFolder | None) -> None:
+    def __init__(self, run: SessionState, profiler: Profiler, before: RunFolder | None) -> None:
         self._run = run
         self._profiler = profiler
         trainer, strategy = run.trainer, run.strategy

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from drivetrain._engine.batches import BatchMover
-from drivetrain._engine.evaluating import build_validation
-from drivetrain._engine.handshake import shake_hands
-from drivetrain._engine.run_state import RunState
-from drivetrain._engine.same_run import data_facts
+from drivetrain._engine.evaluation_setup import build_validation
+from drivetrain._engine.handshake import check_ranks_agree
+from drivetrain._engine.resume_compatibility import data_facts
 from drivetrain._engine.seeding import seed_rank
+from drivetrain._engine.session_state import SessionState
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.training import epoch_data
+from drivetrain._engine.training_setup import epoch_data
 from drivetrain._loops.train import TrainLoop
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.seed import derive_seed
@@ -41,7 +41,7 @@ class Reloading:
         load: asks for the loaders.
     """
 
-    def __init__(self, run: RunState, every: int, load: Callable[[], StageData]) -> None:
+    def __init__(self, run: SessionState, every: int, load: Callable[[], StageData]) -> None:
         self._run = run
         self._every = every
         self._load = load
@@ -103,7 +103,7 @@ class Reloading:
         run.data.close()
         self._of = self._block(epoch)
         run.data = self._loaded()
-        shake_hands(run.strategy.control, run.data.facts())
+        check_ranks_agree(run.strategy.control, run.data.facts())
         self._feed(run.data)
 
     def _block(self, epoch: int) -> int:

@@ -39,7 +39,7 @@ def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
                     "fit cannot train without it.",
                     f"write {signature}.",
                 )
-    from drivetrain._engine.lookalikes import check_hooks  # by runs
+    from drivetrain._engine.misnamed_hooks import check_hooks  # by runs
 
     check_hooks(module, given, stage)
     if isinstance(given.datamodule, DataModule):

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._distributed.control import LocalControl
-from drivetrain._engine.fitting import check_optimizers_fit, check_weights_fit
-from drivetrain._engine.own_buffers import own_buffers, take_own_buffers
-from drivetrain._engine.run_state import RunState
-from drivetrain._engine.saved_state import check_groups, check_rank_state, taking
+from drivetrain._distributed.control_plane import LocalControl
+from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
+from drivetrain._engine.rank_local_buffers import own_buffers, take_own_buffers
+from drivetrain._engine.saved_state_schema import check_groups, check_rank_state, taking
 from drivetrain._engine.seeding import seed_rank
+from drivetrain._engine.session_state import SessionState
 from drivetrain._loops.validation import renumbered
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
-from drivetrain.checkpoint._base import base_sums, check_base
+from drivetrain.checkpoint._base_weights import base_sums, check_base
 from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, agreed
 from drivetrain.checkpoint._pretrained import pretrained_models
-from drivetrain.checkpoint._ties import tied_names
+from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.errors import listed
 from drivetrain.module._hyper_parameters import argument_of
 from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
@@ -42,7 +42,7 @@ class RunCheckpoint:
         run: the run.
     """
 
-    def __init__(self, run: RunState) -> None:
+    def __init__(self, run: SessionState) -> None:
         self._run = run
         self._module = run.module
         self._strategy = run.strategy

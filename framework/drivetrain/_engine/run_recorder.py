@@ -14,7 +14,7 @@ from typing import Any, Self
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import Facts, StorageError
 from drivetrain.checkpoint._format.manifest import versions
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
 from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_above

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from drivetrain._distributed.control import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._runtime.seed import derive_seed, drawn_from, last_seed, never_seeded, seed_generators
 
 logger = logging.getLogger("drivetrain")

@@ -15,28 +15,28 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.advice import left_on_the_table
 from drivetrain._engine.batches import BatchMover, batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
-from drivetrain._engine.compiling import CompiledSteps
-from drivetrain._engine.console import heard, say_once
+from drivetrain._engine.compiled_steps import CompiledSteps
+from drivetrain._engine.console_logging import log_to_console, say_once
 from drivetrain._engine.defaults import checked_callbacks, with_own
-from drivetrain._engine.evaluating import build_evaluation, build_prediction, build_validation, try_validation
-from drivetrain._engine.failing import cause_of, in_vain, tell_others
-from drivetrain._engine.handshake import facts_about, settings_alike, shake_hands
+from drivetrain._engine.error_reporting import note_inference_tensors, note_where
+from drivetrain._engine.evaluation_setup import build_evaluation, build_prediction, build_validation, try_validation
+from drivetrain._engine.failure_propagation import cause_of, error_to_report, tell_others
+from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
+from drivetrain._engine.handshake import check_ranks_agree, facts_about, settings_alike
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
+from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_state import RunState
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
-from drivetrain._engine.settings import apply_switches
+from drivetrain._engine.session_state import SessionState
 from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
-from drivetrain._engine.telling import note_inference_tensors, note_where
-from drivetrain._engine.topology import Place, check_control_plane, check_devices_apart, check_set_up
-from drivetrain._engine.training import (
+from drivetrain._engine.topology import Topology, check_control_plane, check_devices_apart, check_set_up
+from drivetrain._engine.training_setup import (
     build_training,
     build_training_pass,
     estimated_before_data,
@@ -55,7 +55,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
-from drivetrain.strategies._held_module import hold, release
+from drivetrain.strategies._module_lock import hold, release
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
@@ -70,7 +70,7 @@ _LONGEST_LINE = 200  # of them that are said as the run ends
 _LONGEST_REASON = 2000  # characters of an error that the run's record keeps
 
 
-class Session(RunState):
+class Session(SessionState):
     """One run of one stage: its state, and the course of it.
 
     Args:
@@ -98,7 +98,7 @@ class Session(RunState):
         allow: tuple[str, ...],
         trial: bool,
         strategy: Strategy,
-        place: Place,
+        place: Topology,
         before: RunFolder | None = None,
     ) -> None:
         super().__init__(trainer, stage, module, given, return_predictions, strategy, trial)
@@ -143,7 +143,7 @@ class Session(RunState):
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         from drivetrain.data.splitting import read_from
 
-        with self._signals, state, heard(listen), self._log, read_from(self._place_in_the_data):
+        with self._signals, state, log_to_console(listen), self._log, read_from(self._place_in_the_data):
             try:
                 result = self._run()
             except BaseException as error:
@@ -193,16 +193,16 @@ class Session(RunState):
         with profiling.span("setup_environment"):
             strategy.setup_environment()
         if trainer.loggers:
-            from drivetrain.loggers._quiet import quieten  # by runs that log
+            from drivetrain.loggers._other_ranks import quieten  # by runs that log
 
             quieten(trainer.loggers, strategy.rank > 0)
         check_control_plane(strategy, self.place.placement)
         check_devices_apart(strategy)
         if self.place.world is not None and strategy.world_size > 1:
-            strategy.control.hearsay = self.place.world.failures
+            strategy.control.external_failures = self.place.world.failures
         self.draws.device = strategy.device
         self.metrics.control = self.lengths.control = strategy.control
-        self.metrics.speaks = strategy.speaks_for_data
+        self.metrics.speaks = strategy.is_data_leader
         self.metrics.objects.group = partial(getattr, strategy, "data_group")
         self._attach()
         if self.given.datamodule is not None:
@@ -215,7 +215,7 @@ class Session(RunState):
             self._prepare_data()
         self._set_up()
         if self._keeps_files:
-            from drivetrain._engine.writable import check_folders
+            from drivetrain._engine.write_checks import check_folders
 
             writing = self.callbacks if self.stage == "fit" else []
             check_folders(strategy, writing, [] if self.stage == "predict" else trainer.loggers)  # which log nothing
@@ -305,7 +305,7 @@ class Session(RunState):
         self.checkpoints.load()
         if not self.trial:
             say_once(self.strategy.precision.describe())
-        advice = None if self.trial else left_on_the_table(self.optimizers)
+        advice = None if self.trial else suggest_fused_optimizers(self.optimizers)
         if advice is not None:
             say_once(advice)
         return loop
@@ -427,14 +427,14 @@ class Session(RunState):
             module.configure_model()
         self._attach()  # what it has built, too
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-            from drivetrain._engine.uninitialised import refuse_lazy
+            from drivetrain._engine.lazy_parameters import refuse_lazy
 
             refuse_lazy(module)
         if self.stage == "fit":
             self.checkpoints.restore_trainables()  # a strategy wraps what trains
         strategy.check(module)
         facts = {"stage": self.stage, **settings_alike(self.trainer), **data.facts(), **facts_about(module)}
-        shake_hands(strategy.control, facts)  # before anything is wrapped, which would only hang
+        check_ranks_agree(strategy.control, facts)  # before anything is wrapped, which would only hang
         self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
         run_step = strategy.setup_module(module)
         check_set_up(strategy, module, run_step)
@@ -536,7 +536,7 @@ class Session(RunState):
             reasons, nothing_left = self._ended_by
             lines = [how_it_ended(reasons, self.progress, nothing_left, time.monotonic() - self._began)]
             if self.trainer.settings["enable_progress_bar"].value and not self.trainer.barebones:
-                from drivetrain._engine.ending import left_behind
+                from drivetrain._engine.run_summary import left_behind
 
                 lines += left_behind(self, self.checkpoints.written)
             logger.info("\n".join(lines))
@@ -563,7 +563,7 @@ class Session(RunState):
 
     def _let_go(self, error: BaseException) -> BaseException:
         control = self.strategy.control
-        error = in_vain(control, error)
+        error = error_to_report(control, error)
         note_where(error, self)
         note_inference_tensors(error)
         failure = Failure.of_exception(self.strategy.rank, error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drivetrain._distributed.control import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.stage_loaders import (
     Dealing,
     Given,
@@ -24,7 +24,7 @@ from drivetrain._engine.stage_loaders import (
 from drivetrain._loops.evaluate import NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.generators import kept_generators
-from drivetrain.data._source import BatchSource
+from drivetrain.data._batch_source import BatchSource
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 

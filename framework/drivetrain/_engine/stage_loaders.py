@@ -9,8 +9,8 @@ from typing import Any
 from drivetrain._loops.evaluate import NAMES
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.data import CombinedLoader, DataModule
+from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._loaders import prepare_loader
-from drivetrain.data._source import BatchSource
 from drivetrain.data.combined import is_loader
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule

@@ -15,7 +15,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.nn import Module
 
 from drivetrain._distributed.failure import RankFailedError, first_cause
-from drivetrain._distributed.job import Job
+from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import admit, admit_first, host
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import Environment, Placement, environment_by_name
@@ -27,7 +27,7 @@ _CONNECT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Topology:
     """Where this process stands.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place:
     port: int = 0
 
 
-def find_place(environment: Environment, devices: Devices, num_nodes: int, strategy: Strategy | None) -> Place:
+def find_topology(environment: Environment, devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
     """Find this process's place for a run on ``devices`` of each of ``num_nodes`` nodes.
 
     Args:
@@ -67,22 +67,22 @@ def find_place(environment: Environment, devices: Devices, num_nodes: int, strat
         asked = 1
     alone = single or (devices.chosen and asked == 1)
     if dist.is_available() and dist.is_initialized() and not single:
-        return Place(_in_users_group(environment, asked, devices.chosen))
+        return Topology(_in_users_group(environment, asked, devices.chosen))
     world = current_world()
     if world is not None:
         return _in_world(world, asked, devices.chosen, alone)
     if environment.started_us:
         placement = environment.placement()
         if single:
-            return Place(Placement())
+            return Topology(Placement())
         _check_size(placement, asked, devices.chosen, environment.name)
-        return Place(placement, _store_of(environment, placement))
+        return Topology(placement, _store_of(environment, placement))
     if asked == 1:
-        return Place(Placement(), HashStore())
+        return Topology(Placement(), HashStore())
     first = environment.first_on_node(num_nodes, len(devices.indices))
     if num_nodes == 1:
-        return Place(first, missing=True)
-    return Place(first, missing=True, address=environment.main_address, port=environment.main_port)
+        return Topology(first, missing=True)
+    return Topology(first, missing=True, address=environment.main_address, port=environment.main_port)
 
 
 def environment_of(setting: str | Environment) -> Environment:
@@ -96,7 +96,7 @@ def stands_alone(environment: Environment) -> bool:
     return not (environment.started_us or in_group or current_world() is not None)
 
 
-def place_of_first(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Place:
+def topology_of_first(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
     """Return rank 0's place in a run whose processes are all started elsewhere, on ``devices`` of each node.
 
     Raises:
@@ -107,7 +107,7 @@ def place_of_first(devices: Devices, num_nodes: int, strategy: Strategy | None) 
     placement = Placement(
         world_size=local_world_size * num_nodes, local_world_size=local_world_size, num_nodes=num_nodes
     )
-    return Place(placement, missing=True)
+    return Topology(placement, missing=True)
 
 
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
@@ -150,9 +150,9 @@ def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Place
     return placement
 
 
-def _in_world(world: World, asked: int, chosen: bool, alone: bool) -> Place:
+def _in_world(world: World, asked: int, chosen: bool, alone: bool) -> Topology:
     if alone:
-        return Place(Placement(), HashStore(), world)
+        return Topology(Placement(), HashStore(), world)
     failures = world.failures()
     if failures:  # a process that has ended cannot come back
         raise RankFailedError(first_cause(failures))
@@ -163,7 +163,7 @@ def _in_world(world: World, asked: int, chosen: bool, alone: bool) -> Place:
             "its processes were started by an earlier run, and last until the script ends.",
             f"ask for {size} again, or for 1 (every rank then runs by itself).",
         )
-    return Place(world.placement, world.store("runs"), world)
+    return Topology(world.placement, world.store("runs"), world)
 
 
 def _check_size(placement: Placement, asked: int, chosen: bool, who: str) -> None:

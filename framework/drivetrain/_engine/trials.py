@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from drivetrain._engine.collective_calls import CollectiveCalls
-from drivetrain._engine.console import heard
-from drivetrain._engine.launching import Request, launch
+from drivetrain._engine.console_logging import log_to_console
+from drivetrain._engine.launch import Request, launch
 from drivetrain._engine.out_of_memory import failed_for_memory
-from drivetrain._engine.reads import RunReads
+from drivetrain._engine.run_state import RunState
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.topology import environment_of
 from drivetrain._loops.hooks import is_overridden
@@ -23,9 +23,9 @@ from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain.callback import Callback
-from drivetrain.data._own_generators import own_generators
+from drivetrain.data._loader_generators import own_generators
 from drivetrain.errors import ConfigurationError
-from drivetrain.loggers._silent import SilentLogger
+from drivetrain.loggers._null_logger import SilentLogger
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 
@@ -37,7 +37,7 @@ Prepare = Callable[[Any, Any, Any], Any]
 
 
 def ask_before_launch(
-    trainer: RunReads, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
+    trainer: RunState, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
 ) -> None:
     """Let callbacks try out what they want to know before a run begins."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
@@ -62,7 +62,7 @@ class EngineTrials:
     """
 
     def __init__(
-        self, trainer: RunReads, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
+        self, trainer: RunState, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
     ) -> None:
         self._trainer = trainer
         self._given = given
@@ -103,7 +103,7 @@ class EngineTrials:
 
     def say(self, text: str, *values: Any) -> None:
         first = self._trainer.is_global_zero
-        with heard(first and not self._trainer.barebones):
+        with log_to_console(first and not self._trainer.barebones):
             if first:
                 logger.info(text, *values)
 
@@ -146,7 +146,7 @@ def _apart(datamodule: Any) -> Any:
     return apart
 
 
-def _trial_of(trainer: RunReads, stage: str, callback: Any, steps: int) -> Any:
+def _trial_of(trainer: RunState, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit` that runs ``steps``, and tells nobody of it but ``callback``."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [SilentLogger() for _ in trainer.loggers]
@@ -169,7 +169,7 @@ def _trial_of(trainer: RunReads, stage: str, callback: Any, steps: int) -> Any:
     return trial
 
 
-def _starts_processes(trainer: RunReads) -> bool:
+def _starts_processes(trainer: RunState) -> bool:
     """Whether this process may start others, by forking it too, and is not to use the device before it does."""
     strategy = trainer.chosen_strategy
     if environment_of(trainer.environment).started_us or (strategy is not None and strategy.single_process):

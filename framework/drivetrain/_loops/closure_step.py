@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import is_torchs
-from drivetrain._loops.joining import Muted
 from drivetrain._loops.step import AutomaticStep
+from drivetrain._loops.uneven_inputs import Muted
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
-from drivetrain.data._keeping import own_containers, own_memory
+from drivetrain.data._batch_copies import own_containers, own_memory
 
 
 class ClosureStep(AutomaticStep):

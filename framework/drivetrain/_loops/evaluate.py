@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain._distributed.control import ControlPlane
-from drivetrain._loops.early_exit import EarlyExit
+from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.joining import leaving_no_trace
-from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress import Position
 from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._loops.uneven_inputs import leaving_no_trace
 from drivetrain._metrics import MetricStore
+from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._sharding import Share
-from drivetrain.data._source import BatchSource
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._loops.pacing import Pacing
+    from drivetrain._loops.progress_reports import Pacing
 
 NAMES = {"validate": "validation", "test": "test", "predict": "predict"}
 """What a stage is called in the names of its hooks and its step."""
@@ -54,12 +54,12 @@ def evaluation_pairs(source: BatchSource, strategy: Strategy, name: str, first: 
     """
     pairs = source.epoch(0, first)
     if source.to_compare:
-        from drivetrain._loops.same_data import compared  # for whoever has such data
+        from drivetrain._loops.data_order_checks import compared  # for whoever has such data
 
         pairs = compared(pairs, source, name, strategy)
     if source.static or not strategy.collective_forward or strategy.world_size == 1:
         return pairs
-    from drivetrain._loops.company import until_all_are_through  # for whoever has such data
+    from drivetrain._loops.uneven_evaluation import until_all_are_through  # for whoever has such data
 
     return until_all_are_through(pairs, strategy)
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import evaluates_once, explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.joining import leaving_no_trace
 from drivetrain._loops.progress import Progress
 from drivetrain._loops.step import enters_sync
 from drivetrain._loops.trainables import Trainables
+from drivetrain._loops.uneven_inputs import leaving_no_trace
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError

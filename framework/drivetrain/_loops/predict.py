@@ -10,17 +10,17 @@ import torch
 
 from drivetrain._loops.evaluate import evaluating, evaluation_pairs
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.joining import leaving_no_trace
-from drivetrain._loops.lengths import Lengths
+from drivetrain._loops.loader_lengths import Lengths
 from drivetrain._loops.progress import Position
 from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._loops.uneven_inputs import leaving_no_trace
 from drivetrain._metrics import MetricStore
-from drivetrain.data._source import BatchSource
+from drivetrain.data._batch_source import BatchSource
 from drivetrain.module.train_module import TrainModule
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._loops.pacing import Pacing
+    from drivetrain._loops.progress_reports import Pacing
 
 There = Callable[[Sequence[Any] | None, int, int], bool]
 
@@ -157,7 +157,7 @@ class PredictLoop:
         if self._pacing is not None:
             self._pacing.before += came - first
         self._lengths.note(name, source.length, came, over=limit is None or came < limit)
-        return kept if self._strategy.speaks_for_data else []
+        return kept if self._strategy.is_data_leader else []
 
     @property
     def _together(self) -> bool:

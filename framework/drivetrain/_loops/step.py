@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.joining import leaving_no_trace
 from drivetrain._loops.step_arguments import StepArguments
 from drivetrain._loops.trainables import Trainables
+from drivetrain._loops.uneven_inputs import leaving_no_trace
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore

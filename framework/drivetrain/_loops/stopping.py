@@ -6,7 +6,7 @@ import math
 import time
 from datetime import timedelta
 
-from drivetrain._distributed.control import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.progress import Progress
 
 AGREE_EVERY = 16
@@ -19,7 +19,7 @@ _TIME_IS_UP = 2
 """Beside an ordinary request (1): the run shall go on some other day."""
 
 
-class Appointment:
+class StepAgreement:
     """A point at which all ranks do something, agreed without a collective.
 
     Points are counted alike on all ranks: the ends of windows, and of micro-batches where a run may leave after one.
@@ -116,8 +116,8 @@ class StopRequest:
         self._deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
         self._min_steps = min_steps or 0
         self._min_epochs = min_epochs or 0
-        self._stop = Appointment(control, "stop")
-        self._leave = Appointment(control, "leave")
+        self._stop = StepAgreement(control, "stop")
+        self._leave = StepAgreement(control, "leave")
         self._agreed = False
         self._late = False  # the time was up before anybody asked for anything
         self._point = 0  # how many were passed, the same on every rank

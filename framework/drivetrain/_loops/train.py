@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from drivetrain._distributed.control import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._loops.epoch_checks import EpochWatch
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.joining import Joining
-from drivetrain._loops.lengths import Lengths, Tally
+from drivetrain._loops.loader_lengths import Lengths, Tally
 from drivetrain._loops.progress import Position, Progress
-from drivetrain._loops.saving import SaveRequests
+from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
 from drivetrain._loops.stopping import StopRequest, limit_reached
+from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
-from drivetrain._loops.watch import EpochWatch
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.transfer import map_tensors
-from drivetrain.data._ahead import ReadAhead
+from drivetrain.data._rng_replay import ReadAhead
 
 if TYPE_CHECKING:
-    from drivetrain._loops.pacing import Pacing
+    from drivetrain._loops.progress_reports import Pacing
 
 logger = logging.getLogger("drivetrain")
 
@@ -91,7 +91,7 @@ class Opening(Protocol):
         """Whether the run went back to the opening of an epoch's first window."""
 
 
-class Ended(Enum):
+class EpochEnd(Enum):
     """Why an epoch's loop came to its end."""
 
     DATA = "no data left"
@@ -245,7 +245,7 @@ class TrainLoop:
             before = self._position.enter("training")
             ended = self._train_epoch(opening, over)
             self._position.leave(before)
-            over = ended is not Ended.BACK and self._end_epoch(ended)
+            over = ended is not EpochEnd.BACK and self._end_epoch(ended)
             if self._saves.back is not None and not self._stop.leaving:
                 resumed = self._go_back(self._saves.back)
             elif over:
@@ -278,7 +278,7 @@ class TrainLoop:
         went_back = opening is not None and opening.in_force
         return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
 
-    def _train_epoch(self, opening: Opening | None, over: bool) -> Ended:
+    def _train_epoch(self, opening: Opening | None, over: bool) -> EpochEnd:
         """Train on one epoch's micro-batches.
 
         Args:
@@ -297,10 +297,10 @@ class TrainLoop:
             if ended is not None:
                 return ended
         if over:
-            return Ended.DATA
+            return EpochEnd.DATA
         micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
         if self._made_its_last_step():
-            return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT
+            return EpochEnd.DATA if self._is_last(micro_batches) else EpochEnd.LIMIT
         for micro in micro_batches:
             batch, batch_idx = micro.batch, progress.batch_idx
             position.batch_idx = batch_idx
@@ -319,7 +319,7 @@ class TrainLoop:
                 metrics.batch = None
                 if joining is not None:
                     joining.end()
-                return Ended.DATA
+                return EpochEnd.DATA
             output = step.micro_batch(micro, batch_idx)
             stepped = micro.closes and step.close_window(micro)
             progress.batch_idx = batch_idx + 1
@@ -344,7 +344,7 @@ class TrainLoop:
             if waiting and micro.closes:
                 self._saves.run()
                 if self._saves.back is not None:
-                    return Ended.BACK
+                    return EpochEnd.BACK
             if progress.batch_idx == validation.next_at:
                 self._watch.before_validation()
                 validation.run()
@@ -353,9 +353,9 @@ class TrainLoop:
                 if waiting and micro.closes:
                     self._saves.run()
                     if self._saves.back is not None:
-                        return Ended.BACK
+                        return EpochEnd.BACK
             if stepped and progress.global_step == max_steps:
-                return Ended.DATA if self._is_last(micro_batches) else Ended.LIMIT
+                return EpochEnd.DATA if self._is_last(micro_batches) else EpochEnd.LIMIT
             if not micro.closes:
                 if opening is not None and stop.leaves_here():
                     return self._leave()
@@ -366,18 +366,18 @@ class TrainLoop:
                     return self._leave()
                 if stop.goes_on_later:
                     self._save()
-                return Ended.DATA if self._is_last(micro_batches) else Ended.STOPPED
+                return EpochEnd.DATA if self._is_last(micro_batches) else EpochEnd.STOPPED
             if opening is not None:
                 opening.take()
-        return Ended.DATA
+        return EpochEnd.DATA
 
-    def _after_resumed_validation(self, over: bool) -> Ended | None:
+    def _after_resumed_validation(self, over: bool) -> EpochEnd | None:
         """Do what comes between a validation and the next window; None where the epoch goes on."""
         progress, stop = self._progress, self._stop
         if not stop.leaving:
             self._saves.run()
             if self._saves.back is not None:
-                return Ended.BACK
+                return EpochEnd.BACK
             if self._made_its_last_step() or not stop.after_window(progress.global_step, progress.epoch):
                 return None
         if stop.leaving:
@@ -385,12 +385,12 @@ class TrainLoop:
         if stop.goes_on_later:
             self._save()
         over = over or self._is_last(self._micro_batches(progress.epoch, progress.batch_idx))
-        return Ended.DATA if over else Ended.STOPPED
+        return EpochEnd.DATA if over else EpochEnd.STOPPED
 
     def _made_its_last_step(self) -> bool:
         return 0 <= self._limits.max_steps <= self._progress.global_step
 
-    def _leave(self) -> Ended:
+    def _leave(self) -> EpochEnd:
         """Save the last whole step, and where the run stands within the epoch."""
         if self._progress.within_window and self._opening is not None:
             self._step.drop_window()
@@ -400,7 +400,7 @@ class TrainLoop:
         if self._stop.requested:
             self._asked_to_stop = self._stop.reason or ""
         self._save()
-        return Ended.LEFT
+        return EpochEnd.LEFT
 
     def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
         """Whether the run, which ends here, has come to the end of the epoch's data as well."""
@@ -418,19 +418,19 @@ class TrainLoop:
         self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
         return True
 
-    def _end_epoch(self, ended: Ended) -> bool:
+    def _end_epoch(self, ended: EpochEnd) -> bool:
         """Validate where due, reduce what the epoch logged, tell the hooks; True ends the run."""
-        if ended is Ended.LEFT:
+        if ended is EpochEnd.LEFT:
             return True
         progress, metrics, hooks = self._progress, self._metrics, self._hooks
         if self._steps_before == progress.global_step:
             self._say_idle()
         self._tally.settle(progress.batch_idx)
         self._draws.settle()
-        self._data_is_over = ended is Ended.DATA
-        if ended is not Ended.LIMIT:
+        self._data_is_over = ended is EpochEnd.DATA
+        if ended is not EpochEnd.LIMIT:
             self._watch.before_validation()
-            self._validation.run_at_epoch_end(ended is Ended.STOPPED, self._data_is_over)
+            self._validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
             if self._stop.leaving:
                 self._leave()
                 return True
@@ -448,7 +448,7 @@ class TrainLoop:
         for hook in hooks.late["on_train_epoch_end"]:
             hook()
         self._watch.end(progress.epoch)
-        if ended is Ended.DATA:
+        if ended is EpochEnd.DATA:
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
             self._schedulers.after_epoch(progress.epoch)
@@ -457,7 +457,7 @@ class TrainLoop:
         stop = self._stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
-        over = ended is not Ended.DATA or self._finished()
+        over = ended is not EpochEnd.DATA or self._finished()
         if stop.leaving or (stopping and not over and stop.goes_on_later):
             self._save()
         return stopping or over

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.control import ControlPlane, Pending
-from drivetrain.data._keeping import own_containers
+from drivetrain._distributed.control_plane import ControlPlane, Pending
+from drivetrain.data._batch_copies import own_containers
+from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.data._sharding import Share
-from drivetrain.data._source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 
 Weigh = Callable[[Any], int | float | torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from drivetrain._distributed.control import ControlPlane
+from drivetrain._distributed.control_plane import ControlPlane
 
 
 def agreed_value(control: ControlPlane, name: str, value: torch.Tensor | float | None) -> float | None:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import torch
 
-from drivetrain._distributed.control import ControlPlane, spread
+from drivetrain._distributed.control_plane import ControlPlane, spread
 from drivetrain.errors import DistributedError
 
 _CHUNK = 256  # doubles in the collective that every rank can enter without knowing the others' keys

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from drivetrain._runtime.transfer import samples_in
 from drivetrain.callback import Callback
-from drivetrain.callbacks._attributes import holders_of, set_attribute
-from drivetrain.data._clone import resized
+from drivetrain.callbacks._tuned_attributes import holders_of, set_attribute
+from drivetrain.data._loader_copy import resized
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from drivetrain._runtime.generators import is_generator, kept_generators
 from drivetrain._runtime.module_modes import in_eval_mode
-from drivetrain.module._example_input import as_call, has_forward
+from drivetrain.module._example_inputs import as_call, has_forward
 from drivetrain.module._run_handle import RunHandle
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from drivetrain._runtime.output import is_terminal, write_for_people
+from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 
 _CUT, _WRAP = "\x1b[?7l", "\x1b[?7h"
 """What a terminal does with a line that is longer than it is wide."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._attributes import holders_of, set_attribute
+from drivetrain.callbacks._tuned_attributes import holders_of, set_attribute
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:

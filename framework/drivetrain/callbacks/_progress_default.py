@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from drivetrain._runtime.output import is_terminal
+from drivetrain._runtime.terminal_output import is_terminal
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase
 from drivetrain.callbacks.progress_bar import ProgressBar

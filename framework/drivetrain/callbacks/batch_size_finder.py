@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._attributes import set_attribute
 from drivetrain.callbacks._batch_size_search import check_batch_size_arguments, find_batch_size
-from drivetrain.callbacks._saved_finding import saved_finding
+from drivetrain.callbacks._tuned_attributes import set_attribute
+from drivetrain.callbacks._tuned_value import saved_finding
 from drivetrain.callbacks.learning_rate_finder import refuse_unasked
 from drivetrain.errors import ConfigurationError
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
 from drivetrain.callbacks._checkpoint_names import COUNTERS, DEFAULT, check_template, checkpoint_name, names_in
-from drivetrain.callbacks._monitored import monitored_value
+from drivetrain.callbacks._monitored_value import monitored_value
 from drivetrain.checkpoint._folders import LATEST, child, claim, is_at, point_to, remove, resolved
 from drivetrain.checkpoint._format.checksums import check_digest
 from drivetrain.checkpoint._retention import Kept, Retention

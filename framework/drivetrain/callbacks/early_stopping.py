@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._monitored import monitored_value
+from drivetrain.callbacks._monitored_value import monitored_value
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.callback import Callback
-from drivetrain.callbacks._attributes import set_attribute
 from drivetrain.callbacks._lr_search import LRFind, check_lr_arguments, find_lr, lr_attribute
-from drivetrain.callbacks._saved_finding import saved_finding
+from drivetrain.callbacks._tuned_attributes import set_attribute
+from drivetrain.callbacks._tuned_value import saved_finding
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from drivetrain._runtime.output import is_terminal
-from drivetrain._runtime.plain_class import plain_class
+from drivetrain._runtime.terminal_output import is_terminal
+from drivetrain._runtime.user_class import plain_class
 from drivetrain.callback import Callback
 from drivetrain.callbacks._summary_table import Summary, SummaryRow, as_rich, as_text
 from drivetrain.errors import ConfigurationError

@@ -11,7 +11,7 @@ from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.callbacks._predictions.writing_predictions import WritingPredictions
+    from drivetrain.callbacks._predictions.prediction_run import WritingPredictions
     from drivetrain.run_context import RunContext
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
@@ -151,7 +151,7 @@ class PredictionWriter(BasePredictionWriter):
     def on_predict_start(self, trainer: RunContext, module: Any) -> None:
         """Begin to write, or to go on. Collective."""
         super().on_predict_start(trainer, module)
-        from drivetrain.callbacks._predictions.writing_predictions import WritingPredictions  # by who predicts
+        from drivetrain.callbacks._predictions.prediction_run import WritingPredictions  # by who predicts
 
         self._writing = WritingPredictions(self.path, trainer, module, self.part_bytes)
 
@@ -173,7 +173,7 @@ class PredictionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Take an output, and write it with others where they are enough."""
-        if self._writing is not None and trainer.strategy.speaks_for_data:
+        if self._writing is not None and trainer.strategy.is_data_leader:
             self._writing.take(prediction, batch_indices, samples_in(batch), batch_idx, dataloader_idx)
 
     def on_predict_end(self, trainer: RunContext, module: Any) -> None:

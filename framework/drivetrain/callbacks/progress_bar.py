@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from drivetrain._metrics.packing import Readback
-from drivetrain._runtime.output import is_terminal, write_for_people
+from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 from drivetrain.callback import Callback
 from drivetrain.callbacks._bar_line import Phase, clock, fitted, in_words, speed
-from drivetrain.callbacks._latest import LatestNumbers
+from drivetrain.callbacks._deferred_values import LatestNumbers
 from drivetrain.callbacks._live_lines import LiveLines
 from drivetrain.callbacks._time_left import TimeLeft
 from drivetrain.errors import ConfigurationError

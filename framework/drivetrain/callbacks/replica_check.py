@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain._distributed.checksum import checksums
-from drivetrain._distributed.control import ControlPlane, spread
+from drivetrain._distributed.control_plane import ControlPlane, spread
 from drivetrain.callback import Callback
 from drivetrain.errors import ConfigurationError, DistributedError
 

@@ -10,19 +10,19 @@ if TYPE_CHECKING:
     from drivetrain.checkpoint._format import Checkpoint as Checkpoint
     from drivetrain.checkpoint._format import load as load
     from drivetrain.checkpoint._format import verify as verify
-    from drivetrain.checkpoint.consolidating import consolidate as consolidate
-    from drivetrain.checkpoint.converting import convert as convert
-    from drivetrain.checkpoint.showing import diff as diff
-    from drivetrain.checkpoint.showing import show as show
+    from drivetrain.checkpoint.consolidation import consolidate as consolidate
+    from drivetrain.checkpoint.conversion import convert as convert
+    from drivetrain.checkpoint.inspection import diff as diff
+    from drivetrain.checkpoint.inspection import show as show
 
 _FORMAT = "drivetrain.checkpoint._format"
 _HOME = {
     "Checkpoint": _FORMAT,
-    "consolidate": ".consolidating",
-    "convert": ".converting",
-    "diff": ".showing",
+    "consolidate": ".consolidation",
+    "convert": ".conversion",
+    "diff": ".inspection",
     "load": _FORMAT,
-    "show": ".showing",
+    "show": ".inspection",
     "verify": _FORMAT,
 }
 

@@ -9,10 +9,10 @@ import re
 import time
 from collections.abc import Callable, Container
 
-from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_place
+from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_storage
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.place import filesystem_of, is_ours, is_there
+from drivetrain.checkpoint._format.storage import filesystem_of, is_ours, is_there
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
@@ -144,7 +144,7 @@ def claim(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Cal
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
         with contextlib.suppress(OSError):  # which saving there tells, on all ranks
-            return local_place.claim(root, free)
+            return local_storage.claim(root, free)
     return free(()), lambda: None
 
 
@@ -172,7 +172,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
         return False
     filesystem, root = filesystem_of(child(folder, name))
     if filesystem is None and all(map(is_ours, os.listdir(root))):
-        local_place.discard(root)
+        local_storage.discard(root)
         return True
     # Its manifest first: what is left of it without is none. Only its own files go, one by one.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
@@ -206,4 +206,4 @@ def point_to(folder: str, name: str) -> None:
     if filesystem is not None:
         filesystem.pipe_file(f"{root}/{LATEST}", name.encode())
         return
-    local_place.write_name(os.path.join(root, LATEST), name)
+    local_storage.write_name(os.path.join(root, LATEST), name)

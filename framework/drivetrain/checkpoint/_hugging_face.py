@@ -11,9 +11,9 @@ from typing import Any
 
 from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.place import filesystem_of
-from drivetrain.checkpoint._format.reading import TensorSource
-from drivetrain.checkpoint.consolidating import created, write_tensors
+from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain.checkpoint.consolidation import created, write_tensors
 from drivetrain.errors import CheckpointError, listed, nearest
 
 Sources = Mapping[str, TensorSource]

@@ -20,19 +20,19 @@ from torch.utils.data import (
 )
 
 from drivetrain._runtime.seed import derive_seed
-from drivetrain.data._clone import LoaderClone, gives_new_memory
-from drivetrain.data._feeds import DealtFeed, Feed, StreamFeed, complete, drained, sized
-from drivetrain.data._iterable import IterableSource, count_samples, empty, set_epoch
+from drivetrain.data._batch_source import BatchSource
+from drivetrain.data._custom_samplers import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
+from drivetrain.data._iterable_source import IterableSource, count_samples, empty, set_epoch
+from drivetrain.data._loader_copy import LoaderClone, gives_new_memory
+from drivetrain.data._samplers import DealtFeed, Feed, StreamFeed, complete, drained, sized
 from drivetrain.data._sharding import START, Deal, Origin, Share
-from drivetrain.data._source import BatchSource
-from drivetrain.data._streams import Group, SamplerDraws, groups_of_batches, groups_of_indices, without_joiners
-from drivetrain.data._workers import SeededDataset, WorkerStart
+from drivetrain.data._worker_seeding import SeededDataset, WorkerStart
 from drivetrain.data.combined import CombinedLoader, CombinedSource, is_collection
 from drivetrain.data.order import KeyedPermutation, Order, SequentialOrder
 from drivetrain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from drivetrain.data._first_sight import FirstSight
+    from drivetrain.data._order_fingerprint import FirstSight
 
 logger = logging.getLogger("drivetrain")
 
@@ -196,7 +196,7 @@ class MapSource:
         return chain(self._measured(pairs) if self._items else pairs, complete(shares))
 
     def seen_first(self) -> list[FirstSight]:
-        from drivetrain.data._first_sight import FirstSight, digest_of_indices
+        from drivetrain.data._order_fingerprint import FirstSight, digest_of_indices
 
         self.to_compare = False
         drawn = getattr(self._feed, "first", None)
@@ -213,7 +213,7 @@ class MapSource:
         self._clone.close()
 
     def _as_they_come(self, shares: Iterator[Share], start: int) -> Iterator[tuple[Any, Share]]:
-        from drivetrain.data._own_way import in_its_own_way
+        from drivetrain.data._custom_loaders import in_its_own_way
 
         name = type(self._clone.loader).__name__
         if start:
@@ -269,7 +269,7 @@ class _Plan:
             attributes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
         own_way = False
         if type(loader) is not DataLoader and not items:
-            from drivetrain.data._own_way import has_own_way  # for whoever has such a loader
+            from drivetrain.data._custom_loaders import has_own_way  # for whoever has such a loader
 
             own_way = has_own_way(loader)
         several = self._world_size > 1
@@ -370,7 +370,7 @@ def _samplers(sampler: Any) -> tuple[Any, ...]:
 
 
 def _subset(dataset: Any) -> list[Any] | None:
-    from drivetrain.data._first_sight import subset_of  # for runs on several ranks
+    from drivetrain.data._order_fingerprint import subset_of  # for runs on several ranks
 
     return subset_of(dataset)
 

@@ -18,8 +18,8 @@ from drivetrain.checkpoint._format.checksums import BLOCK
 from drivetrain.checkpoint._format.documents import parsed
 from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.manifest import FileRecord, record_as_json, versions
-from drivetrain.checkpoint._format.reading import damaged
-from drivetrain.checkpoint._format.sealing import is_sealed, sealed
+from drivetrain.checkpoint._format.sealed_json import is_sealed, sealed
+from drivetrain.checkpoint._format.tensor_reader import damaged
 from drivetrain.errors import CheckpointError
 
 FORMAT = 1

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from drivetrain.data._feeds import sized
+from drivetrain.data._batch_source import BatchSource
+from drivetrain.data._samplers import sized
 from drivetrain.data._sharding import START, Origin, Share
-from drivetrain.data._source import BatchSource
 from drivetrain.errors import ConfigurationError, nearest
 
 if TYPE_CHECKING:
-    from drivetrain.data._first_sight import FirstSight
+    from drivetrain.data._order_fingerprint import FirstSight
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from drivetrain.checkpoint._format.documents import decode, loads
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.reading import CheckedFile, TensorSource, damaged, tensors_in
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damaged, tensors_in
 from drivetrain.data._prediction_files import (
     BEGINNING,
     LONGEST,

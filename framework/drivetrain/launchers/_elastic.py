@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, failure_file
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain._runtime.scratch import Scratch
+from drivetrain._runtime.temporary_folders import Scratch
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
@@ -150,13 +150,13 @@ class Processes:
         """Tell the others of a rank that ended and could not tell them itself."""
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                self.store.set(f"{LEFT}/first", failure.told())
+                self.store.set(f"{LEFT}/first", failure.encode())
 
     def _left_in_store(self, rank: int) -> Failure | None:
         key = f"{LEFT}/{rank}"
         with contextlib.suppress(RuntimeError):
             if self.store is not None and self.store.check([key]):
-                return Failure.heard(self.store.get(key))
+                return Failure.decode(self.store.get(key))
         return None
 
     def send(self, number: int) -> None:

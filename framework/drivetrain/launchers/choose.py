@@ -7,8 +7,8 @@ from functools import partial
 
 from drivetrain._config.entry_points import Names
 from drivetrain.errors import ConfigurationError
-from drivetrain.launchers._forking import why_not_fork
-from drivetrain.launchers._rerun import why_not_rerun
+from drivetrain.launchers._fork_safety import why_not_fork
+from drivetrain.launchers._rerun_command import why_not_rerun
 from drivetrain.launchers.function_launcher import FunctionLauncher
 from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.subprocess_launcher import SubprocessLauncher

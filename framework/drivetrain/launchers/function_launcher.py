@@ -15,14 +15,14 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
-from drivetrain._distributed.job import Job
+from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import host, host_on, listen
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers._elastic import Processes, polls
-from drivetrain.launchers._forking import why_not_fork
-from drivetrain.launchers._lifeline import die_with_parent
-from drivetrain.launchers._passing_on import PassingOn
+from drivetrain.launchers._fork_safety import why_not_fork
+from drivetrain.launchers._parent_watchdog import die_with_parent
+from drivetrain.launchers._signal_forwarding import PassingOn
 from drivetrain.launchers._torchrun_variables import UNNAMED, suggested_threads, torchrun_variables
 from drivetrain.launchers.launcher import Launcher, Work
 from drivetrain.launchers.world import World, current_world, job_to_start, set_current_world
@@ -290,7 +290,7 @@ def _dump(fn: Callable[..., Any], args: tuple[Any, ...], method: StartMethod) ->
     try:
         return pickle.dumps(_Call(fn, args))
     except Exception as error:
-        from drivetrain.launchers._runners import runner
+        from drivetrain.launchers._script_runners import runner
 
         fix = "define functions and classes at the top level of a module; leave out open files, locks and lambdas"
         if runner() is not None:

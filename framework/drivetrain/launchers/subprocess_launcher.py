@@ -10,12 +10,12 @@ import threading
 from dataclasses import replace
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
-from drivetrain._distributed.job import Job
+from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import host
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import Processes
-from drivetrain.launchers._rerun import rerun_command
+from drivetrain.launchers._rerun_command import rerun_command
 from drivetrain.launchers._torchrun_variables import thread_variables, torchrun_variables
 from drivetrain.launchers.launcher import Launcher
 from drivetrain.launchers.world import (
@@ -99,7 +99,7 @@ class SubprocessLauncher(Launcher):
                 **thread_variables(placement.local_world_size, os.environ),
                 LAUNCHER_VARIABLE: self.kind,
                 PARENT_VARIABLE: str(os.getpid()),
-                JOB_VARIABLE: job.told(),
+                JOB_VARIABLE: job.encode(),
                 **({} if threading.current_thread() is threading.main_thread() else {THREAD_VARIABLE: "1"}),
             }
             for local_rank in range(1, placement.local_world_size)

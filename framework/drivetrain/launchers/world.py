@@ -12,12 +12,12 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, failure_file, first_cause
-from drivetrain._distributed.job import Job
+from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import admit
 from drivetrain.environments import Placement, PlainEnvironment, TorchrunEnvironment
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._elastic import LEFT, Processes
-from drivetrain.launchers._lifeline import die_with_parent
+from drivetrain.launchers._parent_watchdog import die_with_parent
 
 # In the environment of a process that runs the caller's script again, and nowhere else. The parent's id tells such a
 # process from one that it starts in turn, which inherits the variables.
@@ -133,7 +133,7 @@ class World:
             return self._processes.failures()
         with contextlib.suppress(RuntimeError, ConfigurationError):
             if self.is_hosted_outside and self.store(LEFT).check(["first"]):
-                return [Failure.heard(self.store(LEFT).get("first"))]
+                return [Failure.decode(self.store(LEFT).get("first"))]
         return []
 
     def ended(self) -> dict[int, int]:
@@ -156,7 +156,7 @@ class World:
             except OSError:
                 # The disk is full, or the caller is gone, and its folder with it.
                 with contextlib.suppress(RuntimeError, ConfigurationError):
-                    self.store(LEFT).set(str(failure.rank), failure.told())
+                    self.store(LEFT).set(str(failure.rank), failure.encode())
 
     @property
     def is_ours(self) -> bool:
@@ -214,7 +214,7 @@ def _join() -> World | None:
         environment.placement(),
         environment.main_address,
         environment.main_port,
-        job=None if told is None else Job.heard(told),
+        job=None if told is None else Job.decode(told),
     )
     set_current_world(world)
     die_with_parent(parent, from_thread=THREAD_VARIABLE in os.environ)

@@ -14,10 +14,10 @@ from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, DrivetrainError
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._kept_run_id import KeptRunId
+from drivetrain.loggers._service_run_id import KeptRunId
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 from drivetrain.runs._directory import alone_in
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from drivetrain._config.secret_values import arguments_without_secrets
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError, nearest
 from drivetrain.loggers._directory_logger import DirectoryLogger
-from drivetrain.loggers._kept_run_id import KeptRunId
 from drivetrain.loggers._row_journal import RowJournal
+from drivetrain.loggers._service_run_id import KeptRunId
 from drivetrain.loggers._wandb_store import StoredRows
 from drivetrain.loggers.media import Histogram, Table, pixels_of, pixels_of_figure, text_of
 

@@ -382,8 +382,8 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         called = f"The weights of {os.fspath(path)!r}"
         Misfit(misshaped=Misfit.between(module.state_dict(), weights.sources()).misshaped).settle(called, cls.__name__)
         if base:
-            from drivetrain._distributed.control import LocalControl
-            from drivetrain.checkpoint._base import base_sums, check_base
+            from drivetrain._distributed.control_plane import LocalControl
+            from drivetrain.checkpoint._base_weights import base_sums, check_base
 
             own = {name: value for name, value in module.state_dict().items() if name in base}
             check_base(os.fspath(path), base, base_sums(own, LocalControl(), checkpoint.manifest.facts.precision))
@@ -427,7 +427,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
                 size cannot vary, or ``file_path`` is no file.
             CheckpointError: the file cannot be written.
         """
-        from drivetrain.module._traced import as_onnx  # by who asks for it
+        from drivetrain.module._export import as_onnx  # by who asks for it
 
         return as_onnx(self, file_path, input_sample, kwargs)
 
@@ -444,7 +444,7 @@ class TrainModule(ModuleHooks, RunHandle, KeepsHyperParameters, nn.Module):
         Raises:
             ConfigurationError: ``forward`` or the sample is missing, or the weights are not all here.
         """
-        from drivetrain.module._traced import as_program  # by who asks for it
+        from drivetrain.module._export import as_program  # by who asks for it
 
         return as_program(self, input_sample, kwargs)
 

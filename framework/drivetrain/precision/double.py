@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.precision._true_dtype import SingleDtypePrecision
+from drivetrain.precision._single_dtype import SingleDtypePrecision
 
 
 class DoublePrecision(SingleDtypePrecision):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.precision._true_dtype import SingleDtypePrecision
+from drivetrain.precision._single_dtype import SingleDtypePrecision
 
 _DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.errors import ConfigurationError
-from drivetrain.profilers._next_steps import next_steps
+from drivetrain.profilers._atomic_publish import publish
 from drivetrain.profilers._phase_times import PhaseTimes
-from drivetrain.profilers._published import publish
+from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"

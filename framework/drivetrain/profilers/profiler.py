@@ -114,7 +114,7 @@ class Profiler(ABC):
         Raises:
             OSError: the storage refuses; the run then warns, and goes on.
         """
-        from drivetrain.profilers._published import publish  # by runs that have files
+        from drivetrain.profilers._atomic_publish import publish  # by runs that have files
 
         text = self.summary()
         return [publish(folder, f"{name}.txt", text.encode())] if text else []

@@ -15,9 +15,9 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule, supported_activities
 
 from drivetrain.errors import ConfigurationError, nearest
-from drivetrain.profilers._next_steps import LOOPS, SHORT_US, SmallOperations, next_steps
+from drivetrain.profilers._atomic_publish import publish
 from drivetrain.profilers._phase_times import PhaseTimes
-from drivetrain.profilers._published import publish
+from drivetrain.profilers._recommendations import LOOPS, SHORT_US, SmallOperations, next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 logger = logging.getLogger("drivetrain")

@@ -8,8 +8,8 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from drivetrain.profilers._device_times import DeviceTimes
-from drivetrain.profilers._next_steps import next_steps
 from drivetrain.profilers._phase_times import PhaseTimes
+from drivetrain.profilers._recommendations import next_steps
 from drivetrain.profilers.profiler import ProfiledRun, Profiler
 
 OTHER = "other"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import local_place
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format import local_storage
+from drivetrain.checkpoint._format.storage import filesystem_of
 
 if TYPE_CHECKING:
     import fsspec
@@ -178,7 +178,7 @@ def alone_in(place: str) -> Iterator[None]:
         yield
         return
     os.makedirs(root, exist_ok=True)
-    with local_place.alone_in(Path(root)):
+    with local_storage.alone_in(Path(root)):
         yield
 
 

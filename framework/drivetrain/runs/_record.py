@@ -15,7 +15,7 @@ from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import StorageError
 from drivetrain.checkpoint._format.documents import parsed
 from drivetrain.checkpoint._format.folder import as_os_errors
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.runs._directory import RECORD
 from drivetrain.runs._process import Job, Process
 

@@ -12,12 +12,12 @@ from drivetrain._runtime.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from drivetrain._distributed.collectives import broadcast_together as broadcast_together
-    from drivetrain._distributed.control import ControlPlane as ControlPlane
-    from drivetrain._distributed.control import LocalControl as LocalControl
-    from drivetrain._distributed.control import Pending as Pending
-    from drivetrain._distributed.control import absent_error as absent_error
-    from drivetrain._distributed.control import spread as spread
-    from drivetrain._distributed.groups import set_timeout as set_timeout
+    from drivetrain._distributed.control_plane import ControlPlane as ControlPlane
+    from drivetrain._distributed.control_plane import LocalControl as LocalControl
+    from drivetrain._distributed.control_plane import Pending as Pending
+    from drivetrain._distributed.control_plane import absent_error as absent_error
+    from drivetrain._distributed.control_plane import spread as spread
+    from drivetrain._distributed.process_groups import set_timeout as set_timeout
     from drivetrain._distributed.shards import Box as Box
     from drivetrain._distributed.shards import ParameterShard as ParameterShard
     from drivetrain._distributed.shards import Region as Region
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from drivetrain._distributed.shards import cut as cut
     from drivetrain._runtime.memory_advice import MemoryAdvice as MemoryAdvice
     from drivetrain.checkpoint._weights_fit import Misfit as Misfit
-    from drivetrain.strategies._embeddings import refuse_embedding_max_norm as refuse_embedding_max_norm
-    from drivetrain.strategies._held_module import may_move as may_move
+    from drivetrain.strategies._embedding_checks import refuse_embedding_max_norm as refuse_embedding_max_norm
+    from drivetrain.strategies._module_lock import may_move as may_move
     from drivetrain.strategies._optimizer_state import check_optimizer_fits as check_optimizer_fits
     from drivetrain.strategies._optimizer_state import load_named_optimizer_state as load_named_optimizer_state
     from drivetrain.strategies._optimizer_state import named_optimizer_state as named_optimizer_state
@@ -42,32 +42,32 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Box": "drivetrain._distributed.shards",
-    "ControlPlane": "drivetrain._distributed.control",
+    "ControlPlane": "drivetrain._distributed.control_plane",
     "DEFAULT_STEP_TIMEOUT": ".distributed",
     "DEFAULT_TIMEOUT": ".distributed",
     "DistributedStrategy": ".distributed",
-    "LocalControl": "drivetrain._distributed.control",
+    "LocalControl": "drivetrain._distributed.control_plane",
     "MemoryAdvice": "drivetrain._runtime.memory_advice",
     "Misfit": "drivetrain.checkpoint._weights_fit",
     "ParameterShard": "drivetrain._distributed.shards",
-    "Pending": "drivetrain._distributed.control",
+    "Pending": "drivetrain._distributed.control_plane",
     "Region": "drivetrain._distributed.shards",
     "RunSettings": ".run_settings",
     "Span": "drivetrain._distributed.shards",
     "StepRunner": ".strategy",
     "Strategy": ".strategy",
-    "absent_error": "drivetrain._distributed.control",
+    "absent_error": "drivetrain._distributed.control_plane",
     "broadcast_together": "drivetrain._distributed.collectives",
     "changed_within_window": "._trainable",
     "check_optimizer_fits": "._optimizer_state",
     "cut": "drivetrain._distributed.shards",
     "known_strategies": ".registry",
     "load_named_optimizer_state": "._optimizer_state",
-    "may_move": "._held_module",
+    "may_move": "._module_lock",
     "named_optimizer_state": "._optimizer_state",
-    "refuse_embedding_max_norm": "._embeddings",
-    "set_timeout": "drivetrain._distributed.groups",
-    "spread": "drivetrain._distributed.control",
+    "refuse_embedding_max_norm": "._embedding_checks",
+    "set_timeout": "drivetrain._distributed.process_groups",
+    "spread": "drivetrain._distributed.control_plane",
     "strategy_by_name": ".registry",
 }
 

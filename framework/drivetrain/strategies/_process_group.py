@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.control_group import GroupControl
-from drivetrain._distributed.groups import abort_nccl, drop_groups, set_timeout, uses_nccl
+from drivetrain._distributed.process_groups import abort_nccl, drop_groups, set_timeout, uses_nccl
 from drivetrain._distributed.watchdog import Watchdog
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError

@@ -13,10 +13,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from drivetrain._distributed.buffers import take_forms_of_rank_0
 from drivetrain._distributed.collectives import all_gather, average_together, broadcast, broadcast_together, reduce
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.environments import Placement
 from drivetrain.precision import Precision
-from drivetrain.strategies._embeddings import refuse_embedding_max_norm
+from drivetrain.strategies._embedding_checks import refuse_embedding_max_norm
 from drivetrain.strategies._process_group import ProcessGroup
 from drivetrain.strategies.strategy import Strategy
 

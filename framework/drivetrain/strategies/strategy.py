@@ -11,7 +11,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from drivetrain._distributed.control import ControlPlane, LocalControl
+from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._distributed.shards import ParameterShard, Region
 from drivetrain._runtime.transfer import move_to
 from drivetrain.environments import Placement
@@ -141,7 +141,7 @@ class Strategy(ABC):
         return self.world_size
 
     @property
-    def speaks_for_data(self) -> bool:
+    def is_data_leader(self) -> bool:
         """Whether this rank tells the others what it saw of its share, where several ranks read the same one."""
         return True
 

@@ -20,12 +20,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed.failure import Failure, RankFailedError, first_cause
 from drivetrain._distributed.rendezvous import host
-from drivetrain._runtime.scratch import Scratch
+from drivetrain._runtime.temporary_folders import Scratch
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers._torchrun_variables import torchrun_variables
 from drivetrain.launchers.function_launcher import PRELOAD
-from drivetrain.testing._ranks import ALL_RETURNED, STARTED, Call, Leftovers, serve
+from drivetrain.testing._rank_process import ALL_RETURNED, STARTED, Call, Leftovers, serve
 
 _START_LIMIT = 120.0  # seconds for the ranks to come up; the first time torch has to be imported
 _EXIT_LIMIT = 10.0  # seconds for a rank to tidy up after a call, and for its process to end
@@ -152,7 +152,7 @@ class World:
         if self._workers:
             return
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._ranks", *self._preload])
+        context.set_forkserver_preload([*PRELOAD, "drivetrain.testing._rank_process", *self._preload])
         self._scratch = Scratch()
         for rank in range(self.nprocs):
             ours, theirs = context.Pipe()

@@ -22,15 +22,15 @@ from drivetrain.strategies import (
     broadcast_together,
     refuse_embedding_max_norm,
 )
+from drivetrain_strategies._device_restore import HomeDevice
+from drivetrain_strategies._missing_weights import refuse_weights_left
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
     refuse_meta,
     refuse_other_device,
 )
-from drivetrain_strategies._original_device import HomeDevice
-from drivetrain_strategies._replicas import shard_them
+from drivetrain_strategies._replicated import shard_them
 from drivetrain_strategies._step_module import StepModule, whole_output
-from drivetrain_strategies._weights_left import refuse_weights_left
 from drivetrain_strategies.ddp import _reducer as reducer
 from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_kept_state, register_comm_hook
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap

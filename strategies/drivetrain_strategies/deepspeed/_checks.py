@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
+from drivetrain_strategies._missing_weights import left_by_deepspeed, refuse_weights_left
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
-from drivetrain_strategies._weights_left import left_by_deepspeed, refuse_weights_left
 
 _TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
 

@@ -15,7 +15,7 @@ from typing import Any
 from drivetrain.errors import ConfigurationError
 
 OLDEST = "0.19.8"
-"""The first that has all names of `_needed.py`."""
+"""The first that has all names of `_required_internals.py`."""
 
 _IMPORT_SETS = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """An environment variable that its import leaves behind."""

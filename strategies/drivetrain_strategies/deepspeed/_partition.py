@@ -11,7 +11,7 @@ from torch import nn
 
 from drivetrain.strategies import ControlPlane, Span
 from drivetrain_strategies._materialize import Recording, bare_tensors, replay
-from drivetrain_strategies.deepspeed._private import on_drive
+from drivetrain_strategies.deepspeed._internals import on_drive
 from drivetrain_strategies.deepspeed._state import Place
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from drivetrain.errors import CheckpointError
 from drivetrain.strategies import Misfit, ParameterShard, Region, Span, check_optimizer_fits, cut
-from drivetrain_strategies.deepspeed._private import Fragment, Zero
+from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 
 
 @dataclass(frozen=True, slots=True)

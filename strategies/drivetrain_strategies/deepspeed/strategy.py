@@ -31,11 +31,11 @@ from drivetrain_strategies._activation_checkpointing import (
     checkpointing_advice,
     modules_of,
 )
+from drivetrain_strategies._device_restore import HomeDevice
+from drivetrain_strategies._half_norms import norms_of, with_float32_weights
 from drivetrain_strategies._materialize import Building
+from drivetrain_strategies._missing_weights import GATHER_LIMIT, exceeds
 from drivetrain_strategies._module_checks import refuse_meta
-from drivetrain_strategies._norms import norms_of, with_float32_weights
-from drivetrain_strategies._original_device import HomeDevice
-from drivetrain_strategies._weights_left import GATHER_LIMIT, exceeds
 from drivetrain_strategies.deepspeed._checks import (
     adding_a_group,
     check_leaves,
@@ -44,6 +44,7 @@ from drivetrain_strategies.deepspeed._checks import (
     check_trainable,
     clipping_by_value,
 )
+from drivetrain_strategies.deepspeed._cleanup import World
 from drivetrain_strategies.deepspeed._config import (
     Asked,
     Config,
@@ -53,12 +54,11 @@ from drivetrain_strategies.deepspeed._config import (
     resolve,
     stage_of,
 )
-from drivetrain_strategies.deepspeed._faults import check_by_deepspeed, check_operations, compiling_explained
+from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, Setting
+from drivetrain_strategies.deepspeed._error_messages import check_by_deepspeed, check_operations, compiling_explained
 from drivetrain_strategies.deepspeed._library import Quiet, check_library, import_library
-from drivetrain_strategies.deepspeed._needed import check_names
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
-from drivetrain_strategies.deepspeed._run import DeepSpeedRun, Setting
-from drivetrain_strategies.deepspeed._traces import World
+from drivetrain_strategies.deepspeed._required_internals import check_names
 
 NATIVE = ".deepspeed"
 """What the name of a checkpoint of DeepSpeed's own ends with."""

@@ -12,13 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from drivetrain_strategies._activation_checkpointing import ForwardSwap, modules_of
-from drivetrain_strategies._norms import norms_of, with_float32_weights
+from drivetrain_strategies._half_norms import norms_of, with_float32_weights
 from drivetrain_strategies._step_module import StepModule
+from drivetrain_strategies.fsdp._broadcast_init import start_alike
 from drivetrain_strategies.fsdp._device_mesh import Mesh
-from drivetrain_strategies.fsdp._originals import Original
+from drivetrain_strategies.fsdp._internals import forget_original
+from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._plan import Plan, Unit
-from drivetrain_strategies.fsdp._private import forget_original
-from drivetrain_strategies.fsdp._start import start_alike
 
 
 @dataclass(frozen=True, slots=True)

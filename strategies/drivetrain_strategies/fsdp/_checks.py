@@ -13,7 +13,7 @@ from drivetrain.errors import ConfigurationError, listed, nearest
 from drivetrain.precision import Precision
 from drivetrain.strategies import refuse_embedding_max_norm
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
-from drivetrain_strategies.fsdp._private import NEEDED
+from drivetrain_strategies.fsdp._internals import NEEDED
 
 SHARDINGS = ("full", "grad_op", "hybrid")
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import set_timeout
-from drivetrain_strategies.fsdp._private import let_go
+from drivetrain_strategies.fsdp._internals import let_go
 
 
 @dataclass(frozen=True, slots=True)

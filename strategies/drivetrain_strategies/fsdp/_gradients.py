@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from drivetrain_strategies.fsdp._private import Sharded
-from drivetrain_strategies.fsdp._unused import UnusedParameters
-from drivetrain_strategies.fsdp._whole_parameters import WholeParameters
+from drivetrain_strategies.fsdp._internals import Sharded
+from drivetrain_strategies.fsdp._replicated_parameters import WholeParameters
+from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 
 
 class Gradients:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies.fsdp._originals import Original
+from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._state import like
 
 

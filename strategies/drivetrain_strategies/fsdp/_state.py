@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from drivetrain.strategies import Box, Misfit, ParameterShard, Region
-from drivetrain_strategies.fsdp._private import local_region
+from drivetrain_strategies.fsdp._internals import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -27,13 +27,14 @@ from drivetrain.strategies import (
     named_optimizer_state,
 )
 from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
+from drivetrain_strategies._gather_order import UnitOrder
 from drivetrain_strategies._materialize import Building
+from drivetrain_strategies._missing_weights import GATHER_LIMIT, are_gathered, exceeds
 from drivetrain_strategies._step_module import StepModule, whole_output
-from drivetrain_strategies._unit_order import UnitOrder
-from drivetrain_strategies._weights_left import GATHER_LIMIT, are_gathered, exceeds
-from drivetrain_strategies.fsdp import _lbfgs as lbfgs
-from drivetrain_strategies.fsdp import _whole_step as whole_step
+from drivetrain_strategies.fsdp import _full_parameter_step as whole_step
+from drivetrain_strategies.fsdp import _sharded_lbfgs as lbfgs
 from drivetrain_strategies.fsdp._apply_plan import Sharding, change_forwards, gather_ahead, shard
+from drivetrain_strategies.fsdp._broadcast_init import start_alike
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
@@ -43,28 +44,27 @@ from drivetrain_strategies.fsdp._checks import (
     check_reshard_size,
     check_torch,
 )
+from drivetrain_strategies.fsdp._closure_evaluation import step_with
+from drivetrain_strategies.fsdp._custom_step import OwnStep
 from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, find_layout, require_mesh
 from drivetrain_strategies.fsdp._gradients import Gradients
-from drivetrain_strategies.fsdp._kinds_apart import KindsApart, mixes
-from drivetrain_strategies.fsdp._meta import BareModule
-from drivetrain_strategies.fsdp._optimizers import Adoptions
-from drivetrain_strategies.fsdp._originals import Original, originals_of
-from drivetrain_strategies.fsdp._own_step import OwnStep
-from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
-from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
-from drivetrain_strategies.fsdp._private import (
+from drivetrain_strategies.fsdp._internals import (
     CastsOf,
     Sharded,
     forget_meshes,
     remove_tensor_parallel_hooks,
     undo_sharding,
 )
-from drivetrain_strategies.fsdp._repeated_evaluation import step_with
-from drivetrain_strategies.fsdp._shards_left import gather_back, leave_shards, take_up_shards
-from drivetrain_strategies.fsdp._start import start_alike
+from drivetrain_strategies.fsdp._leave_sharded import gather_back, leave_shards, take_up_shards
+from drivetrain_strategies.fsdp._meta_init import BareModule
+from drivetrain_strategies.fsdp._mixed_optimizers import KindsApart, mixes
+from drivetrain_strategies.fsdp._optimizers import Adoptions
+from drivetrain_strategies.fsdp._original_parameters import Original, originals_of
+from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
+from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
-from drivetrain_strategies.fsdp._trainable_change import adapt, refuse_while_whole
-from drivetrain_strategies.fsdp._unused import UnusedParameters
+from drivetrain_strategies.fsdp._trainable_changes import adapt, refuse_while_whole
+from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 logger = logging.getLogger("drivetrain")
@@ -204,7 +204,7 @@ class FSDPStrategy(DistributedStrategy):
         return self.world_size // self.tensor_parallel
 
     @property
-    def speaks_for_data(self) -> bool:
+    def is_data_leader(self) -> bool:
         return self.rank % self.tensor_parallel == 0
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain._distributed.control import ControlPlane, LocalControl
+from drivetrain._distributed.control_plane import ControlPlane, LocalControl
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain.precision import Precision
 

@@ -14,7 +14,7 @@ from callback_run import Run, Where
 from torch import nn
 
 from drivetrain import Fit, TrainModule
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.callbacks import ModelSummary
 from drivetrain.callbacks._summary_table import in_bytes, in_units
 from drivetrain.callbacks.model_summary import summarize

@@ -11,8 +11,8 @@ import pytest
 import torch
 from callback_modules import Regression, loader, quiet_fit
 
-from drivetrain._runtime import output
-from drivetrain._runtime.output import is_terminal, write_for_people
+from drivetrain._runtime import terminal_output
+from drivetrain._runtime.terminal_output import is_terminal, write_for_people
 from drivetrain.callbacks import progress_bar
 from drivetrain.callbacks._progress_default import default_progress_bar
 from drivetrain.callbacks.progress_bar import ProgressBar
@@ -73,7 +73,7 @@ def closed() -> io.StringIO:
 @pytest.fixture(autouse=True)
 def each_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_bar, "_PAUSE", 0.0)
-    monkeypatch.setattr(output, "_TOLD", set())
+    monkeypatch.setattr(terminal_output, "_TOLD", set())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
 

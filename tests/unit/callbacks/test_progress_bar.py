@@ -12,7 +12,7 @@ import torch
 from callback_run import Run, Where
 from terminal_screen import Screen
 
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.hooks import HOOKS, HookTable
 from drivetrain.callback import Callback
 from drivetrain.callbacks import ProgressBar, RichProgressBar

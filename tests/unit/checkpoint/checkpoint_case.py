@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._format import Contents, Facts, save
 
 STATE = {

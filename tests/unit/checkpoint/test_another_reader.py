@@ -13,7 +13,7 @@ import torch
 from checkpoint_case import STATE, contents, equal
 from safetensors import safe_open
 
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._format import Sizes, save
 
 

@@ -17,11 +17,11 @@ import torch
 from checkpoint_case import contents, equal, flip, resealed
 
 from drivetrain import CheckpointError, ConfigurationError
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
-from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage, verifying
+from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage, verification
 from drivetrain.checkpoint._format.checksums import sums_of
 from drivetrain.checkpoint._format.file_writer import FileWriter
 
@@ -144,7 +144,7 @@ def test_zeros_that_take_no_place_are_worked_through(tmp_path: Path) -> None:
 
 
 def test_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-10
-    monkeypatch.setattr(verifying, "_MOST_ZEROS", 2**28)  # a sixty-fourth, to save the time
+    monkeypatch.setattr(verification, "_MOST_ZEROS", 2**28)  # a sixty-fourth, to save the time
     folder = digested(tmp_path / "c")
     size, header = 2**40, b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (2**40 - 1024, 2**40 - 1024)
     content = (1016).to_bytes(8, "little") + header.ljust(1016)

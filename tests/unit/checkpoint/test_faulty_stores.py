@@ -12,9 +12,9 @@ from checkpoint_case import contents, flip, written
 from safetensors.torch import load as load_bytes
 
 from drivetrain import CheckpointError
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import consolidate, load, verify
-from drivetrain.checkpoint._format import object_place, save
+from drivetrain.checkpoint._format import object_storage, save
 from drivetrain.testing import FaultyStore, StoreFault
 
 URL = "faulty://store/runs/c"
@@ -22,7 +22,7 @@ URL = "faulty://store/runs/c"
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(object_place, "_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(object_storage, "_PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

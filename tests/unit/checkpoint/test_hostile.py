@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drivetrain import CheckpointError
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert, load, show, verify
-from drivetrain.checkpoint._finding import newest
+from drivetrain.checkpoint._discovery import newest
 from drivetrain.checkpoint._format import Contents, save
 from drivetrain.checkpoint._format.checksums import sums_of
 from drivetrain.checkpoint._format.documents import decode, dumps, loads

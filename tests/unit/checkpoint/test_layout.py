@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from drivetrain import CheckpointError
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, Span
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage
-from drivetrain.checkpoint._format.dealing import deal
-from drivetrain.checkpoint._format.swapping import exchange
+from drivetrain.checkpoint._format.atomic_exchange import exchange
 from drivetrain.checkpoint._format.tensor_file import DTYPES, Spec
+from drivetrain.checkpoint._format.write_plan import deal
 
 LOCAL = LocalControl()
 
@@ -175,7 +175,7 @@ class TestReplacing:
             if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
                 pytest.skip("this disk cannot exchange two names")
         else:
-            monkeypatch.setattr("drivetrain.checkpoint._format.local_place.exchange", lambda one, other: False)
+            monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda one, other: False)
         return bool(request.param)
 
     def test_the_new_one_takes_the_place_of_the_old(self, tmp_path: Path, exchanging: bool) -> None:

@@ -13,7 +13,7 @@ import pytest
 from checkpoint_case import written
 
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format.local_place import claim
+from drivetrain.checkpoint._format.local_storage import claim
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from drivetrain import Fit, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.loggers import CSVLogger
 
 

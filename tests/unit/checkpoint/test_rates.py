@@ -17,9 +17,9 @@ import torch
 from checkpoint_case import equal
 
 from drivetrain import Fit, TrainModule
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import load
-from drivetrain.checkpoint._format import Contents, Sizes, checksums, reading, save
+from drivetrain.checkpoint._format import Contents, Sizes, checksums, save, tensor_reader
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.file_writer import FileWriter
 from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES
@@ -80,7 +80,7 @@ def test_a_save_sums_and_writes_each_byte_once(fit: Fit, tmp_path: Path, monkeyp
 
 def test_a_read_reads_and_checks_each_byte_once(fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit.save_checkpoint(tmp_path / "c")
-    checked = _counting(monkeypatch, reading, "crc32", len)
+    checked = _counting(monkeypatch, tensor_reader, "crc32", len)
     read = _counting(monkeypatch, os, "preadv", lambda _, memories, begin: sum(map(len, memories)))
     checkpoint = load(tmp_path / "c")
     sources = [

@@ -12,7 +12,7 @@ import torch
 from checkpoint_case import STATE, contents, equal, token_free, written
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, Fit, TrainModule
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._distributed.shards import Box, ParameterShard, Span
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from drivetrain import CheckpointError, TrainModule
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import consolidate, convert, diff, load, show, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format import Contents, Sizes, save

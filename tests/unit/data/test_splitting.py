@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, Sampler, Subset, TensorDataset
 
 from drivetrain.data import CombinedLoader, split_by_rank
-from drivetrain.data._first_sight import digest_of_batch, digest_of_indices, subset_of
 from drivetrain.data._loaders import prepare_loader
+from drivetrain.data._order_fingerprint import digest_of_batch, digest_of_indices, subset_of
 from drivetrain.data.splitting import read_from
 
 

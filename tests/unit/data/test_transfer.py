@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from drivetrain._runtime.transfer import first_dimension, move_to
-from drivetrain.data._prefetch import Prefetcher
+from drivetrain.data._prefetcher import Prefetcher
 from drivetrain.errors import ConfigurationError
 
 META = torch.device("meta")

@@ -16,7 +16,7 @@ from engine_case import fit
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from drivetrain import TrainModule
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._loops.windows import exchanged_windows
 from drivetrain._runtime.transfer import cast_floating, move_to, samples_in
 from drivetrain.data._sharding import Share

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain import ConfigurationError
-from drivetrain._engine.settings import apply_switches
+from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.topology import refuse_shared_devices
 from drivetrain._runtime import accelerators, process_state
 from drivetrain._runtime.generators import generator_states, set_generators
@@ -74,7 +74,7 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
     with ProcessState():  # DeepSpeed sets variables of its own
         import deepspeed
 
-        from drivetrain_strategies.deepspeed._traces import World
+        from drivetrain_strategies.deepspeed._cleanup import World
 
         os.environ.pop("LOCAL_RANK", None)
         if before is not None:

@@ -17,7 +17,7 @@ from engine_case import Tiny, fit, loader
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import consolidate, convert
 from drivetrain.checkpoint._folders import claim
-from drivetrain.checkpoint._format.local_place import LocalPlace
+from drivetrain.checkpoint._format.local_storage import LocalPlace
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
 from worlds import on_ranks
 

@@ -13,7 +13,7 @@ import torch
 from engine_case import Tiny, fit, loader
 
 from drivetrain import Callback, CheckpointError, ConfigurationError, DataModule
-from drivetrain._engine import writable
+from drivetrain._engine import write_checks
 from drivetrain.callbacks import Checkpoint
 from drivetrain.testing import FaultyStore
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_reached_is_refused(tmp_path: Path, url: str, named: str)
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(writable, "_PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(write_checks, "_PAUSES", (0.01, 0.01))
     return FaultyStore(tmp_path / "store").mount()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drivetrain import TrainModule
-from drivetrain._distributed.control import LocalControl
+from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert
 from drivetrain.checkpoint._format import Contents, Facts, save
 from drivetrain.errors import CheckpointError

@@ -13,12 +13,12 @@ import pytest
 import torch
 from engine_case import fit, regression
 
+from captured_warnings import captured_warnings
 from drivetrain import DataModule, Fit, Logger, TrainModule
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import convert, load
 from drivetrain.errors import CheckpointError, ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger
-from told import told
 
 SECRET = "sk-very-secret"
 
@@ -79,7 +79,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bo
         logger=[CSVLogger(tmp_path / "logs"), TensorBoardLogger(tmp_path / "logs"), theirs],
         callbacks=Checkpoint(tmp_path / "c", every_n_train_steps=2, save_top_k=-1, save_async=save_async),
     )
-    with told() as lines:
+    with captured_warnings() as lines:
         trainer.fit(module, datamodule=Fetched(SECRET, 24))
         trainer.save_checkpoint(tmp_path / "end", weights_only=True)
     kept = {"width": 3, "auth": {"user": "me"}, "pad_token": "<pad>"}
@@ -102,7 +102,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bo
 
 
 def test_who_keeps_nothing_is_not_warned(tmp_path: Path) -> None:
-    with told() as lines:
+    with captured_warnings() as lines:
         fit(tmp_path).fit(fetching(), regression())
     assert not lines
 
@@ -110,7 +110,7 @@ def test_who_keeps_nothing_is_not_warned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_a_logger_of_ours_leaves_them_out_whoever_calls_it(tmp_path: Path, kind: Any) -> None:  # J-11
     logger = kind(tmp_path)
-    with told() as lines:
+    with captured_warnings() as lines:
         logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
         logger.log_hyperparams({"hf_token": SECRET, "lr": 0.1, "tokenizer": "bpe"})
     logger.finalize("success")
@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_the_secrets_of_the_module_that_it_is_given(tmp_path:
 def test_a_converted_checkpoint_holds_none(tmp_path: Path) -> None:  # J-11
     weights = {"layer.weight": torch.ones(1, 3), "layer.bias": torch.ones(1)}
     torch.save({"state_dict": weights, "hyper_parameters": {"api_token": SECRET, "width": 3}}, tmp_path / "theirs.ckpt")
-    with told() as lines:
+    with captured_warnings() as lines:
         convert(tmp_path / "theirs.ckpt", tmp_path / "c")
     assert "'api_token'" in lines[0]
     assert SECRET.encode() not in everything_in(tmp_path / "c")

@@ -18,7 +18,7 @@ from engine_case import QUIET, Regression, Tiny, fit, loader, regression
 from torch import nn
 
 from drivetrain import Callback, ConfigurationError, DataModule, Fit, NonFiniteError, TrainModule
-from drivetrain._engine import launching
+from drivetrain._engine import launch
 from drivetrain.loggers import CSVLogger
 from drivetrain_strategies import SingleDeviceStrategy
 
@@ -81,7 +81,7 @@ class TestBuilding:
 
         strategy = Noted()
         # Only an accelerator can: the refusal of this device is left out.
-        monkeypatch.setattr(launching, "asks_for_sync_batchnorm", lambda trainer, *others: trainer.sync_batchnorm)
+        monkeypatch.setattr(launch, "asks_for_sync_batchnorm", lambda trainer, *others: trainer.sync_batchnorm)
         for asked in (True, False):
             fit(tmp_path, strategy=strategy, sync_batchnorm=asked).fit(Tiny(), loader(4))
         assert synchronised == [True, False]

@@ -13,9 +13,9 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, SGD, Adam
 
+from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError, TrainModule
 from drivetrain.precision import MixedPrecision
-from told import told
 
 
 class Outputs(Callback):
@@ -85,7 +85,7 @@ class TestOutputs:
     )
     def test_what_is_no_loss_is_refused(self, tmp_path: Path, make: Any, said: list[str]) -> None:
         if not said:  # a dict whose loss is None skips, as None does
-            with told() as lines:
+            with captured_warnings() as lines:
                 fit(tmp_path).fit(Returning(make), regression(8))
             assert sum("made no step" in line for line in lines) == 1
             return
@@ -170,7 +170,7 @@ class TestNoneLosses:
             exact = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=64.0))
         runner = fit(tmp_path, accumulate_grad_batches=size, callbacks=outputs, precision=exact)
         if [] in windows:
-            with told() as lines:
+            with captured_warnings() as lines:
                 runner.fit(module, regression(22))
             assert sum("Returning.training_step returned None" in line for line in lines) == 1
         else:

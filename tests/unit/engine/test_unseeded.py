@@ -10,13 +10,13 @@ import pytest
 import torch
 from engine_case import fit, loader
 
+from captured_warnings import captured_warnings
 from drivetrain import TrainModule
 from drivetrain._engine import seeding
 from drivetrain._runtime import seed
 from drivetrain._runtime.process_state import ProcessState
 from drivetrain._runtime.seed import never_seeded, seed_everything
 from drivetrain.callbacks import Checkpoint
-from told import told
 
 
 class Line(TrainModule):
@@ -70,7 +70,7 @@ def test_what_seed_everything_was_given_counts_whatever_came_after(tmp_path: Pat
 
 
 def test_it_is_told_once(tmp_path: Path) -> None:  # I-18
-    with told() as lines:
+    with captured_warnings() as lines:
         fit(tmp_path, seed=7).fit(Line(), loader(4))
         fit(tmp_path, seed=7).fit(Line(), loader(4))
     (line,) = lines
@@ -80,7 +80,7 @@ def test_it_is_told_once(tmp_path: Path) -> None:  # I-18
 
 
 def test_nothing_is_told_where_the_seed_is_in_time_or_there_is_none(tmp_path: Path) -> None:  # I-18
-    with told() as lines:
+    with captured_warnings() as lines:
         fit(tmp_path, seed=None).fit(Line(), loader(4))
         fit(tmp_path, seed=7).fit(Late(), loader(4))
         fit(tmp_path, seed=7).validate(Validated(), loader(4))
@@ -96,7 +96,7 @@ class Validated(Line):
 
 def test_nor_where_what_was_drawn_was_seeded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # I-18
     monkeypatch.setattr(seed, "_state_at_import", torch.get_rng_state())
-    with told() as lines:
+    with captured_warnings() as lines:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             module = Line()
@@ -108,7 +108,7 @@ def test_nor_where_what_was_drawn_was_seeded_apart(tmp_path: Path, monkeypatch: 
 
 def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  # I-18
     path = tmp_path / "checkpoint"
-    with told() as lines:
+    with captured_warnings() as lines:
         trainer = fit(tmp_path, seed=7)
         trainer.fit(Late(), loader(4))
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from drivetrain import Callback
-from drivetrain.data._own_generators import own_generators
+from drivetrain.data._loader_generators import own_generators
 
 
 def draw() -> float:

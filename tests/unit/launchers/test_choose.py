@@ -17,9 +17,9 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import FunctionLauncher, SubprocessLauncher, choose_launcher
-from drivetrain.launchers import _runners as runners
-from drivetrain.launchers._rerun import rerun_command
-from drivetrain.launchers._runners import runner
+from drivetrain.launchers import _script_runners as runners
+from drivetrain.launchers._rerun_command import rerun_command
+from drivetrain.launchers._script_runners import runner
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, file: str | None, spec: str | None = None) -> None:

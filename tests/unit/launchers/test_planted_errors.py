@@ -74,7 +74,7 @@ def test_a_pickle_in_the_store_is_not_opened(way: Any, tmp_path: Path) -> None: 
 def test_a_failure_goes_into_the_store_as_text() -> None:  # J-06
     failure = Failure.of_exception(1, ValueError("text"))
     assert isinstance(failure.load_error(), ValueError)
-    again = Failure.heard(failure.told())
+    again = Failure.decode(failure.encode())
     assert (again.error_type, again.message, again.traceback) == ("ValueError", "text", failure.traceback)
     assert again.load_error() is None
 

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from drivetrain._distributed import rendezvous
-from drivetrain._distributed.job import Job
+from drivetrain._distributed.job_identity import Job
 from drivetrain._distributed.rendezvous import admit, admit_first, host
-from drivetrain._engine.topology import find_place
+from drivetrain._engine.topology import find_topology
 from drivetrain._runtime.accelerators import Devices
 from drivetrain.environments import (
     Environment,
@@ -59,7 +59,7 @@ def _bare(port: int, rank: int = 0, world_size: int = 2, **more: str) -> Torchru
 
 
 def _place(environment: Environment) -> Any:
-    return find_place(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
+    return find_topology(environment, Devices("cpu", (0,), chosen=False), 1, strategy=None)
 
 
 class _Script(SubprocessLauncher):
@@ -174,9 +174,9 @@ def _job(name: str | None = None, rank: int = 0, folder: Path | None = None, com
 def test_ranks_of_one_job_are_of_one_job(hosts: str, comes: str) -> None:  # J-05
     first, other = _job(command=hosts), _job(rank=1, command=comes)
     assert first.why_another(other) == other.why_another(first) == ""
-    again = Job.heard(first.told())
+    again = Job.decode(first.encode())
     assert again == first
-    assert "--" not in first.told()  # what a command line says may be secret
+    assert "--" not in first.encode()  # what a command line says may be secret
 
 
 @pytest.mark.parametrize(

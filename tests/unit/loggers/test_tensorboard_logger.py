@@ -14,7 +14,7 @@ import torch
 
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger, TensorBoardLogger, tensorboard_logger
-from drivetrain.loggers._default import default_logger
+from drivetrain.loggers._default_logger import default_logger
 from drivetrain.testing import requires_package
 
 

@@ -14,11 +14,11 @@ import torch
 from run_case import NAME, Net, data, edit, fit, left_running, record, stopped, trained
 
 from drivetrain import TrainModule
-from drivetrain._engine import checkpoints, run_beginning
+from drivetrain._engine import checkpoints, run_start
 from drivetrain.callbacks import Checkpoint
 from drivetrain.errors import ConfigurationError
 from drivetrain.loggers import CSVLogger
-from drivetrain.runs import _choice, _liveness
+from drivetrain.runs import _liveness, _resume_choice
 from drivetrain.runs._directory import claim_version
 from drivetrain.runs._record import now
 
@@ -133,7 +133,7 @@ def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None
 def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13: it was copied from a store, say, which "auto" could not ask for the run's record
-    monkeypatch.setattr(_choice, "_PATIENCE_ELSEWHERE", 0.0)
+    monkeypatch.setattr(_resume_choice, "_PATIENCE_ELSEWHERE", 0.0)
     monkeypatch.setattr(checkpoints, "_lasting", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
@@ -151,7 +151,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     folder = trainer.log_dir
     left_running(folder, host="elsewhere")
     monkeypatch.setattr(_liveness, "WATCH", 0.6)
-    monkeypatch.setattr(run_beginning, "_LOOK_EVERY", 0.3)
+    monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.3)
     ended = threading.Event()
 
     def beat() -> None:
@@ -227,7 +227,7 @@ def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, mon
     trainer = trained(tmp_path)
     ended = record(trainer.log_dir)
     left_running(trainer.log_dir, host="elsewhere")
-    monkeypatch.setattr(run_beginning, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.01)
     original = _liveness.Watch.look
 
     def look(self: Any, pause: float) -> None:

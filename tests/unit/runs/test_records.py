@@ -15,7 +15,7 @@ from run_case import Net, data, fit, folders, record, stopped, trained
 
 from drivetrain import Callback
 from drivetrain.callbacks import Checkpoint
-from drivetrain.checkpoint import _finding
+from drivetrain.checkpoint import _discovery
 from drivetrain.checkpoint._format import StorageError
 from drivetrain.runs import _record
 from drivetrain.testing import FaultyStore
@@ -226,13 +226,13 @@ def test_times_are_in_order() -> None:
 def test_a_store_that_refuses_is_asked_again_and_never_taken_for_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13
-    monkeypatch.setattr(_finding, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(_discovery, "_FIRST_PAUSE", 0.01)
     store = FaultyStore(tmp_path).mount()
     first = trained(store.url)
     store.fail("get", "*/run.json", times=3)
     again = trained(store.url, "auto", max_epochs=2)
     assert (again.log_dir, again.global_step) == (first.log_dir, 12)
-    monkeypatch.setattr(_finding, "PATIENCE", 0.05)
+    monkeypatch.setattr(_discovery, "PATIENCE", 0.05)
     store.fail("get", "*/run.json", times=None)
     with pytest.raises(StorageError, match=r"run\.json' cannot be read"):
         trained(store.url, "auto", max_epochs=3)

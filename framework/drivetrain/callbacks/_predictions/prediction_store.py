@@ -15,11 +15,11 @@ from typing import Any
 from drivetrain.checkpoint._format.checksums import BlockSums
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.folder import as_os_errors, folder_at
-from drivetrain.checkpoint._format.local_place import sync_folder
+from drivetrain.checkpoint._format.local_storage import sync_folder
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.object_file import make_folder, put
-from drivetrain.checkpoint._format.object_place import put_surely
-from drivetrain.checkpoint._format.place import filesystem_of
+from drivetrain.checkpoint._format.object_storage import put_surely
+from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.data._prediction_files import (
     BEGINNING,
     LOCK,

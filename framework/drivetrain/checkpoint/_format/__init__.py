@@ -1,13 +1,13 @@
 """The checkpoint on disk: what its files hold, how they are written and read. Knows nothing of modules or runs."""
 
-from drivetrain.checkpoint._format.agreement import agreed
-from drivetrain.checkpoint._format.dealing import Sizes
+from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights, load
+from drivetrain.checkpoint._format.checkpoint_writer import commit, save
+from drivetrain.checkpoint._format.collective_errors import agreed
 from drivetrain.checkpoint._format.folder import StorageError
 from drivetrain.checkpoint._format.manifest import Facts, Manifest, check_facts
-from drivetrain.checkpoint._format.reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.staging import Contents, Staged, stage
-from drivetrain.checkpoint._format.verifying import verify
-from drivetrain.checkpoint._format.writing import commit, save
+from drivetrain.checkpoint._format.verification import verify
+from drivetrain.checkpoint._format.write_plan import Sizes
 
 __all__ = [
     "Checkpoint",

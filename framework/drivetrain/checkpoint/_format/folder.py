@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.checkpoint._format.local_file import NoFileError, OpenFiles, read_whole
-from drivetrain.checkpoint._format.local_place import standing_in
-from drivetrain.checkpoint._format.place import filesystem_of, is_there
+from drivetrain.checkpoint._format.local_storage import standing_in
+from drivetrain.checkpoint._format.storage import filesystem_of, is_there
 from drivetrain.errors import CheckpointError
 
 

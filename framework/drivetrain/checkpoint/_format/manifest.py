@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
 from drivetrain.checkpoint._format.documents import decode, encode, parsed
-from drivetrain.checkpoint._format.sealing import is_sealed, sealed
+from drivetrain.checkpoint._format.sealed_json import is_sealed, sealed
 from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 1

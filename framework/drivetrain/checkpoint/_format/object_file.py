@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from drivetrain.checkpoint._format.place import protocols_of
+from drivetrain.checkpoint._format.storage import protocols_of
 
 # There, "making a folder" would make the bucket, and a misspelt name would be one more. What is put is there at once.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"}

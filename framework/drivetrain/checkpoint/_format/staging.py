@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region, Span
-from drivetrain.checkpoint._format.dealing import USUAL, PlannedFile, Sizes, deal
 from drivetrain.checkpoint._format.documents import dumps, encode
 from drivetrain.checkpoint._format.manifest import Facts
-from drivetrain.checkpoint._format.pinned import pinned_copies
+from drivetrain.checkpoint._format.pinned_copies import pinned_copies
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, in_file_order
+from drivetrain.checkpoint._format.write_plan import USUAL, PlannedFile, Sizes, deal
 from drivetrain.errors import CheckpointError
 
 Held = torch.Tensor | ParameterShard

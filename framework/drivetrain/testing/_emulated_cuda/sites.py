@@ -14,7 +14,7 @@ import torch
 _DEPTH = 6
 _TORCH = str(Path(torch.__file__).parent)
 # The standard library, and what calls a test's functions on ranks.
-_LEFT_OUT = (str(Path(os.__file__).parent), str(Path(__file__).parents[1] / "_ranks.py"), "<frozen", "<string>")
+_LEFT_OUT = (str(Path(os.__file__).parent), str(Path(__file__).parents[1] / "_rank_process.py"), "<frozen", "<string>")
 _SITE_PACKAGES = f"{os.sep}site-packages{os.sep}"  # may lie below the standard library, and are no part of it
 _OWN = str(Path(__file__).parent)
 

@@ -1,0 +1,356 @@
+"""How a run begins: with which checkpoint, and in which folder. Rank 0 settles both, and tells the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
+from drivetrain._engine.run_folder import CHOSEN, Beginning, RunFolder
+from drivetrain._engine.run_location import (
+    RunPlace,
+    cannot_write,
+    claim_at_the_first_write,
+    first_with_files,
+    is_in,
+    name_of,
+    place_of_logger,
+    place_of_logs,
+    place_of_run,
+    sharing_with,
+    versions_before,
+)
+from drivetrain._engine.run_recorder import Description, RunRecorder
+from drivetrain._engine.saved_state_schema import taking
+from drivetrain._engine.write_checks import why_not
+from drivetrain.checkpoint._discovery import Asking, best_beside, newest_of, whole_in
+from drivetrain.checkpoint._folders import child, is_plain_name
+from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.errors import CheckpointError, ConfigurationError
+from drivetrain.runs import _liveness
+from drivetrain.runs._directory import (
+    CHECKPOINTS,
+    alone_in,
+    free_version,
+    missing_above,
+)
+from drivetrain.runs._identity import Identity, class_path, encoded
+from drivetrain.runs._liveness import Watch
+from drivetrain.runs._process import Job
+from drivetrain.runs._record import plain, read
+from drivetrain.runs._resume_choice import Choice, Search
+
+if TYPE_CHECKING:
+    from drivetrain._engine.session_state import SessionState
+
+logger = logging.getLogger("drivetrain")
+
+Check = Callable[[Checkpoint], None]
+
+_LOOK_EVERY = 5.0  # seconds between two looks at other runs' heartbeats; the other ranks hear as often that we live
+
+
+def begin(run: SessionState, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
+    """Settle what a run begins with, and claim its folder. Collective.
+
+    Args:
+        run: the run.
+        folder: its folder, which is filled in.
+        ckpt_path: a path or URL, one of `CHOSEN`, or None.
+        check: raises `CheckpointError` of a checkpoint that cannot be gone on from.
+
+    Raises:
+        ConfigurationError: on every rank: the folder cannot be made, or belongs to a run that is under way.
+        StorageError: a storage refuses to say what there is.
+    """
+    control = run.strategy.control
+    place = place_of_run(run) if run.stage == "fit" else None
+    search = None
+    fixed = None if place is None else place.fixed
+    fits = run.stage == "fit"
+    if control.rank == 0 and (ckpt_path in CHOSEN or (fits and ckpt_path is not None) or fixed is not None):
+        search = _search(run, place, ckpt_path)
+    if fits and (ckpt_path is not None or fixed is not None):
+        _watch(control, search, check)
+    told = None
+    if control.rank == 0:
+        told = _settled(run, folder, place, search, ckpt_path, check)
+    beginning = Beginning(*control.from_rank_0(told))
+    if beginning.problem is not None:
+        control.agree("a run's folder that cannot be")  # before any rank goes, all must have come
+        raise ConfigurationError(*beginning.problem)
+    if control.rank > 0:
+        folder.path, folder.id = beginning.folder, beginning.id
+        for one, version in zip(run.trainer.loggers, beginning.versions, strict=False):
+            one.adopt(version)
+    folder.name, folder.is_of_fit = name_of(run), folder.is_of_fit or run.stage == "fit"
+    folder.before = None
+    return beginning
+
+
+def find_beside(run: SessionState, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
+    """Return the newest checkpoint in folders that callbacks have chosen in their setup. Collective."""
+    control = run.strategy.control
+    search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
+    if run.stage == "fit":
+        _watch(control, search, check)  # an evaluation may read what is under way
+    path = None
+    if search is not None and run.stage == "fit":
+        path = _choice(run, search, ckpt_path, check).path
+    elif search is not None:
+        path = _for_evaluation(run, search, ckpt_path, check)
+    found: str | None = control.from_rank_0(path)
+    return found
+
+
+# With what
+
+
+def _search(
+    run: SessionState, place: RunPlace | None, ckpt_path: str | None, folders: Sequence[str] | None = None
+) -> Search:
+    where = place or place_of_logs(run)
+    identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0], run.trainer.searched)
+    search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
+    if place is not None and place.fixed is not None:
+        search.consider_occupant(place.fixed)
+    if folders is not None:
+        search.look_in(folders)
+    elif ckpt_path in CHOSEN:
+        search.look_through([folder for one in run.callbacks for folder in one.writes_to])
+    elif ckpt_path is not None:
+        with suppress(CheckpointError):  # opening it says so, on every rank
+            search.look_at(load(ckpt_path))
+    return search
+
+
+def _watch(control: Any, search: Search | None, check: Check) -> None:
+    """Watch a run that may live on another machine. Collective: the others wait too, and hear that we live."""
+    watch: Watch | None = None
+
+    def is_over() -> bool:
+        nonlocal watch
+        assert search is not None
+        if watch is not None and watch.is_over:
+            search.watched(watch)
+            watch = None
+        if watch is None:
+            undecided = search.undecided(check)
+            if undecided is None:
+                return True
+            watch = Watch(undecided, _liveness.WATCH, search.read_again)
+            logger.warning(
+                "%s may be under way on another machine: its record is watched for %.0f s.",
+                undecided.name,
+                _liveness.WATCH,
+            )
+        return False
+
+    while not control.from_rank_0(is_over() if control.rank == 0 else None):
+        if watch is not None:
+            watch.look(_LOOK_EVERY)
+
+
+def _choice(run: SessionState, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
+    """Return what a fit begins with."""
+    if search is None or ckpt_path is None:
+        return Choice()
+    if ckpt_path not in CHOSEN:
+        with suppress(CheckpointError):
+            return search.at(load(ckpt_path))
+        return Choice(ckpt_path)  # opening it says why it cannot be, on every rank
+    choice = search.newest(check)
+    if ckpt_path != "best" or choice.path is None:
+        return choice
+    return choice._replace(path=_best_beside(choice.path), record=None)
+
+
+def _for_evaluation(run: SessionState, search: Search, ckpt_path: str, check: Check) -> str | None:
+    """Return what an evaluation takes its weights from; the run may be under way."""
+    best = [one.best_model_path for one in run.callbacks if one.best_model_path]
+    if ckpt_path == "best" and best:
+        return best[0]
+    path = search.newest(check, alive_too=True).path
+    return _best_beside(path) if ckpt_path == "best" and path is not None else path
+
+
+def _best_beside(path: str) -> str:
+    """Return the best checkpoint beside the newest one: that knows it by name, for another process wrote them."""
+    newest = load(path)
+    with taking(newest, "the run's state", "callbacks"):
+        states = [one["state"] for one in newest.state()["callbacks"].values()]
+    folder = path.rpartition("/")[0]
+    named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
+    return next((one for one in named if one is not None), path)
+
+
+# Settled by rank 0
+
+
+def _settled(
+    run: SessionState,
+    folder: RunFolder,
+    place: RunPlace | None,
+    search: Search | None,
+    ckpt_path: str | None,
+    check: Check,
+) -> Beginning:
+    if run.stage != "fit":
+        path = ckpt_path
+        if search is not None and ckpt_path in CHOSEN:
+            path = _for_evaluation(run, search, ckpt_path, check)
+            _tell(run, ckpt_path, Choice(path))
+        _share_with_evaluation(run, folder)
+        return Beginning(path, folder.path, folder.id, versions=_versions(run))
+    if place is None:
+        choice = _choice(run, search, ckpt_path, check)
+    else:
+        problem = why_not(place.path)
+        if problem is not None:
+            return Beginning(problem=cannot_write(place, problem))
+        try:
+            choice = _claimed(run, folder, place, search, ckpt_path, check)
+        except ConfigurationError as error:
+            return Beginning(problem=(error.what, error.why, error.fix))
+        except OSError as error:
+            return Beginning(problem=cannot_write(place, error.strerror or str(error)))
+    if ckpt_path in CHOSEN:
+        _tell(run, ckpt_path, choice)
+    versions = _versions(run)
+    return Beginning(choice.path, folder.path, folder.id, choice.record is not None, choice.parent, versions)
+
+
+def _claimed(
+    run: SessionState,
+    folder: RunFolder,
+    place: RunPlace,
+    search: Search | None,
+    ckpt_path: str | None,
+    check: Check,
+) -> Choice:
+    """Choose a checkpoint, and claim the folder of its run, or a fresh one. One run at a time does so in a place."""
+    loggers, described = run.trainer.loggers, _description(run)
+    above = missing_above(place.path)
+    with alone_in(place.path):
+        while True:
+            choice = _choice(run, search, ckpt_path, check)
+            if choice.record is None:
+                fixed = place.fixed or place.evaluated
+                lives = None if search is None else search.was_seen_to_live
+                _take(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
+                break
+            recorder = RunRecorder.go_on(choice.record, described)
+            if recorder is not None:
+                _take(folder, recorder)
+                break
+            assert search is not None
+            search.taken(choice.record)  # somebody was quicker
+    assert folder.path is not None
+    version = folder.path.rstrip("/").rpartition("/")[2]
+    first = first_with_files(loggers)
+    sharing = [] if first is None else sharing_with(first, loggers)
+    for one in sharing:
+        one.adopt(version)
+    others = [one for one in loggers if one not in sharing]
+    had = versions_before(choice.record, loggers)
+
+    def note(at_once: bool = True) -> None:
+        assert folder.recorder is not None
+        folder.recorder.note_loggers(
+            [{"class": class_path(type(one)), "name": one.name, "version": one.version_name} for one in loggers],
+            at_once,
+        )
+
+    for one in others:
+        version_before = had.get(loggers.index(one))
+        if version_before is not None and is_plain_name(version_before):
+            one.adopt(version_before)
+        else:
+            claim_at_the_first_write(one, others, note)
+    note(at_once=False)
+    return choice
+
+
+def _take(folder: RunFolder, recorder: RunRecorder) -> None:
+    folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
+
+
+def _description(run: SessionState) -> Description:
+    trainer, strategy = run.trainer, run.strategy
+    settings = {name: {"value": one.value, "source": one.source} for name, one in trainer.settings.items()}
+    public, of_settings = without_secrets(settings)
+    arguments, of_arguments = arguments_without_secrets(sys.argv)
+    datamodule = run.given.datamodule
+    _, of_data = without_secrets({} if datamodule is None else datamodule.hparams)
+    hyper_parameters, of_module = without_secrets(run.module.hparams)
+    run.left_out.tell([*of_data, *of_module, *of_settings, *of_arguments])
+    return Description(
+        stage=run.stage,
+        module=class_path(type(run.module)),
+        name=name_of(run),
+        hyper_parameters=encoded(hyper_parameters),
+        settings=plain(public),
+        argv=[sys.executable, *arguments],
+        world_size=strategy.world_size,
+        strategy=strategy.name,
+        precision=strategy.precision.describe(),
+        device=str(strategy.device),
+    )
+
+
+def _share_with_evaluation(run: SessionState, folder: RunFolder) -> None:
+    """Let an evaluation log where the run of before did; else where a folder is claimed once something is written."""
+    loggers = run.trainer.loggers
+    first = first_with_files(loggers)
+    before = folder.before
+    if first is None:
+        return
+    if before is not None and before.path is not None and is_in(first, before.path):
+        folder.join(before)
+        return
+    place = place_of_logger(first, loggers)
+    version = place.fixed or place.asked or free_version(place.path)
+    folder.path = child(place.path, version)
+
+    @cache
+    def claim() -> str:
+        with alone_in(place.path):
+            if place.fixed is not None and (there := read(folder.path or "")) is not None and there.is_training:
+                return place.fixed  # an evaluation of what that run has trained: the record is the run's
+            _take(folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version))
+        assert folder.path is not None
+        return folder.path.rstrip("/").rpartition("/")[2]
+
+    sharing = sharing_with(first, loggers)
+    for one in sharing:
+        if one.directory is not None:
+            one.directory.expect(version, claim)
+        else:
+            one.adopt(version)
+    for one in loggers:
+        if one not in sharing:
+            claim_at_the_first_write(one, loggers)
+
+
+def _versions(run: SessionState) -> tuple[str, ...]:
+    """The loggers' versions, where there is somebody to be told."""
+    return tuple(one.version_name for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
+
+
+def _tell(run: SessionState, ckpt_path: str, choice: Choice) -> None:
+    found = choice.path is not None
+    does = "going on from" if run.stage == "fit" else "the weights of"
+    what = f"{does} {choice.path}" if found else "a fresh start"
+    if choice.record is not None and not found:
+        what += f" in {choice.record.folder}, which this job had claimed"
+    hint = ""
+    old_place = child(run.trainer.default_root_dir, CHECKPOINTS)
+    of_no_run = [one for one in whole_in([old_place], Asking()) if not one.manifest.facts.run] if not found else []
+    if (old := newest_of(of_no_run, Asking())) is not None:
+        hint = f" {old_place!r} has checkpoints that belong to no run's folder: name the one, ckpt_path={old.path!r}."
+    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.told(), hint)

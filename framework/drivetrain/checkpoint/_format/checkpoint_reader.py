@@ -1,0 +1,321 @@
+"""A checkpoint as it lies there: opened at once, read where it is asked."""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain.checkpoint._format.documents import LONGEST_DOCUMENT, decode, loads
+from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
+from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
+from drivetrain.checkpoint._format.parallel_io import side_by_side
+from drivetrain.checkpoint._format.read_memory import check_fits
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damaged, tensors_in
+from drivetrain.errors import CheckpointError, listed
+
+
+class Checkpoint:
+    """A checkpoint, of which only the manifest has been read so far. `load` opens one.
+
+    Args:
+        folder: where it is.
+        manifest: what it consists of.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.path = folder.path
+        self.readers = folder.readers
+        self.manifest = manifest
+        self._folder = folder
+        self._files: dict[str, CheckedFile] = {}
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The counters: epoch, steps, samples."""
+        return dict(self.manifest.facts.progress)
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The arguments that the module was built with."""
+        return dict(self.manifest.facts.hyper_parameters)
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether there is nothing here that a run could go on from."""
+        return self.manifest.facts.weights_only
+
+    def weights(self) -> Weights:
+        """Every parameter and buffer by name, tied names too. A value is read when it is asked for."""
+        part = self.manifest.weights
+        sources = self._sources(part)
+        others = {} if part.document is None else self._document(part, sources)
+        if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
+            raise damaged(self.path, f"{part.document} is no dict of names")
+        own = {name: source for name, source in sources.items() if name not in self._set_aside(part)}
+        return Weights({**own, **others}, self.manifest.aliases, self.readers)
+
+    def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
+        """Return an optimizer's state in its named form.
+
+        Args:
+            index: which optimizer.
+            regions: which part of the values that have their parameter's shape is wanted, by parameter name; these
+                come as `ParameterShard`. All others come whole.
+
+        Raises:
+            CheckpointError: there is no such optimizer, or its state is damaged.
+        """
+        count = len(self.manifest.optimizers)
+        if index >= count:
+            raise CheckpointError(
+                f"{self.path!r} holds the state of {count} optimizer(s), and not of number {index}.",
+                "weights alone were saved." if self.weights_only else "the run had no more.",
+                "take another checkpoint, or load the weights alone.",
+            )
+        document = self.optimizer_document(index)
+        # Without regions the weights' file is not even opened.
+        shapes = {name: value.shape for name, value in self.weights().sources().items()} if regions else {}
+        wanted: dict[int, Region] = {}
+        for name, values in document["state"].items():
+            region = None if regions is None else regions.get(name)
+            for value in values.values():
+                if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
+                    wanted[id(value)] = region
+        filled: dict[str, Any] = _filled(document, wanted, self.readers)
+        return filled
+
+    def optimizer_groups(self, index: int = 0) -> list[list[str]]:
+        """Return the names of the parameters in each of an optimizer's groups; no tensor is read."""
+        return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
+
+    def optimizer_document(self, index: int) -> dict[str, Any]:
+        """Return an optimizer's state with a `TensorSource` for each tensor; none is read.
+
+        Raises:
+            CheckpointError: it is not in the form that is written; names what is not.
+        """
+        part = self.manifest.optimizers[index]
+        document: dict[str, Any] = {} if part.document is None else self._decoded(part, self._sources(part))
+        problem = _no_optimizer(document)
+        if problem is not None:
+            raise damaged(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
+        return document
+
+    def callback_tensors(self, key: str) -> Weights:
+        """The tensors of a callback by name, by its key; empty where it has saved none."""
+        part = self.manifest.callbacks.get(key)
+        return Weights({} if part is None else self._sources(part), {}, self.readers)
+
+    def state(self) -> Any:
+        """What rank 0 said of the run; None where it said nothing."""
+        part = self.manifest.state
+        return None if part is None or part.document is None else self._document(part, self._sources(part))
+
+    def rank_state(self, rank: int) -> Any:
+        """What one rank said of itself; None where it said nothing."""
+        if rank >= len(self.manifest.ranks):
+            return None
+        part = self.manifest.ranks[rank]
+        return None if part.document is None else self._document(part, self._sources(part))
+
+    def close(self) -> None:
+        """Let go of the files. Tensors that were read stay valid."""
+        self._files.clear()
+        self._folder.close()
+
+    # Parts and files
+
+    def file(self, name: str) -> CheckedFile:
+        """Return one of the files, which is opened once."""
+        if name not in self._files:
+            self._files[name] = CheckedFile(self._folder, name, self.manifest.files[name], self.manifest.block_size)
+        return self._files[name]
+
+    def document(self, part: Part) -> Any:
+        """Return a part's document with a `TensorSource` for each tensor; none is read."""
+        return self._decoded(part, self._sources(part))
+
+    def tensors(self, part: Part) -> dict[str, TensorSource]:
+        """Return the tensors of a part as they are stored, by name."""
+        return self._sources(part)
+
+    def _sources(self, part: Part) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource] = {}
+        for one in side_by_side(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
+            twice = found.keys() & one.keys()
+            if twice:
+                raise damaged(self.path, f"{listed(sorted(twice))} is in several of {listed(part.tensors)}")
+            found.update(one)
+        return found
+
+    def _loaded(self, part: Part) -> Any:
+        assert part.document is not None
+        file = self.file(part.document)
+        if file.size > LONGEST_DOCUMENT:
+            raise damaged(self.path, f"{file.name} has {file.size} bytes, and no document has {LONGEST_DOCUMENT}")
+        return loads(file.read(0, file.size), part.document)
+
+    def _document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        return _filled(self._decoded(part, sources), {}, self.readers)
+
+    def _decoded(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        return self._decode(part, sources.__getitem__)
+
+    def _decode(self, part: Part, tensor: Callable[[str], Any]) -> Any:
+        document = self._loaded(part)
+        try:
+            return decode(document, tensor)
+        except KeyError as error:
+            raise damaged(self.path, f"{part.document} names the tensor {error}, which is not there") from error
+        except (ValueError, RecursionError) as error:
+            raise damaged(self.path, f"{part.document} cannot be read: {error}") from error
+
+    def _set_aside(self, part: Part) -> set[str]:
+        names: set[str] = set()
+        if part.document is not None:
+            self._decode(part, names.add)
+        return names
+
+
+class Weights(Mapping[str, Any]):
+    """Parameters and buffers by name; each is read, and checked, when it is asked for.
+
+    Args:
+        values: what is stored.
+        aliases: tied names and what they are tied to.
+        readers: how many reads at once pay.
+    """
+
+    def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
+        self._values = dict(values)
+        self._aliases = {
+            tied: first for tied, first in aliases.items() if first in self._values and tied not in self._values
+        }
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._values[self._aliases.get(name, name)]
+        return value.read() if isinstance(value, TensorSource) else value
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._values
+        yield from self._aliases
+
+    def __len__(self) -> int:
+        return len(self._values) + len(self._aliases)
+
+    def sources(self) -> dict[str, TensorSource]:
+        """Return where the tensors are, with shape and dtype, tied names too; nothing is read."""
+        return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
+
+    def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
+        """Read everything, or of some tensors a region each; tied names give one object.
+
+        Args:
+            regions: which part is wanted, by name; these come as `ParameterShard`. All others come whole.
+
+        Raises:
+            CheckpointError: what is there is not what was written.
+        """
+        wanted = {} if regions is None else dict(regions)
+
+        def read(name: str) -> Any:
+            value, region = self._stored(name), wanted.get(name)
+            if not isinstance(value, TensorSource):
+                return value
+            return value.read() if region is None else ParameterShard(value.read(region), value.shape, region)
+
+        sources = ((source, wanted.get(name)) for name, source in self._values.items())
+        _check_memory("the tensors", sources)
+        stored = list(self._values)
+        found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
+        return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
+
+    def _stored(self, name: str) -> Any:
+        return self._values[self._aliases.get(name, name)]
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint at a path or URL. Only its manifest is read.
+
+    Raises:
+        CheckpointError: there is none, it is not whole, or it is of another format.
+        StorageError: one of these, where the storage refuses to say.
+    """
+    folder = folder_at(os.fspath(path))
+    content = read_if_there(folder, MANIFEST, LONGEST_MANIFEST + 1)
+    if content is None:
+        raise CheckpointError(
+            f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing, or no file.",
+            "the manifest is written last, and without it the rest may be anything.",
+            "check the path, or take an earlier checkpoint; for what another library wrote, see "
+            "drivetrain.checkpoint.convert.",
+        )
+    return Checkpoint(folder, unseal(content, folder.path))
+
+
+def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
+    """Replace each `TensorSource` in a decoded document by its values, or by the wanted part of them."""
+    found: dict[int, TensorSource] = {}
+    _collect(value, found)
+
+    _check_memory("what a document refers to", ((source, wanted.get(key)) for key, source in found.items()))
+
+    def read(source: TensorSource) -> torch.Tensor | ParameterShard:
+        region = wanted.get(id(source))
+        values = source.read(region)
+        return values if region is None else ParameterShard(values, source.shape, region)
+
+    values = side_by_side(read, found.values(), readers)
+    return _replaced(value, dict(zip(found, values, strict=True)))
+
+
+def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
+    check_fits(sum(one.nbytes(region) for one, region in sources if isinstance(one, TensorSource)), what)
+
+
+def _no_optimizer(document: Any) -> str | None:
+    """What is wrong with the form of an optimizer's document; None where nothing is."""
+    if not isinstance(document, dict):
+        return f"it is a {type(document).__name__}"
+    state, groups = document.get("state"), document.get("param_groups")
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return "'state' is no dict" if not isinstance(state, dict) else "'param_groups' is no list"
+    for name, values in state.items():
+        if not isinstance(name, str) or not isinstance(values, dict):
+            return f"'state' has no dict for {reprlib.repr(name)}"
+    names: list[str] = []
+    for number, group in enumerate(groups):
+        held = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+            return f"group {number} has no list of names as 'params'"
+        names += held
+    if len(set(names)) != len(names):
+        return "a parameter is in it twice"
+    return None
+
+
+def _collect(value: Any, found: dict[int, TensorSource]) -> None:
+    if isinstance(value, TensorSource):
+        found[id(value)] = value
+    elif isinstance(value, dict):
+        for part in value.values():
+            _collect(part, found)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _collect(part, found)
+
+
+def _replaced(value: Any, read: Mapping[int, Any]) -> Any:
+    if isinstance(value, TensorSource):
+        return read[id(value)]
+    if isinstance(value, dict):
+        return type(value)({key: _replaced(part, read) for key, part in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_replaced(part, read) for part in value)
+    return value

@@ -1,0 +1,253 @@
+"""Tensors that lie in parts on several ranks, written whole: piece by piece, through the owner of their file."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from drivetrain._distributed.control_plane import ControlPlane
+from drivetrain._distributed.shards import ParameterShard, Region
+from drivetrain.checkpoint._format.file_writer import COPIES, FileWriter
+from drivetrain.checkpoint._format.manifest import FileRecord
+from drivetrain.checkpoint._format.pieces import Piece, batches_of, bytes_of, overlap, put, rounds_of, rows_of, take
+from drivetrain.checkpoint._format.staging import Held
+from drivetrain.checkpoint._format.storage import Storage
+from drivetrain.checkpoint._format.tensor_file import header_of
+from drivetrain.checkpoint._format.write_plan import PlannedFile
+
+Regions = Mapping[str, Region | None]
+"""What one rank brings to a checkpoint, by name; only what is sharded stands here."""
+
+_Whole = tuple[torch.Tensor, bool]
+"""A piece, and whether it is memory that is there anyway."""
+
+_ALIGNED = 16  # bytes
+_SMALL = 2**16  # bytes of a piece that is copied at less cost than two threads are asked to write and sum it
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How the tensors of one part come together.
+
+    Args:
+        held: what this rank has.
+        regions: what each rank brings, by rank.
+        control: between the ranks.
+        place: where the files go.
+        piece: bytes that are on their way at once.
+        digest: of each file, besides its checksums.
+    """
+
+    held: Mapping[str, Held]
+    regions: Sequence[Regions]
+    control: ControlPlane
+    place: Storage
+    piece: int
+    digest: str | None = None
+
+    def write(self, files: Sequence[PlannedFile]) -> dict[str, FileRecord]:
+        """Write the files that this rank owns and help with the others. Collective.
+
+        Raises:
+            Exception: whatever went wrong with one of this rank's own files, once all the others are done.
+        """
+        records: dict[str, FileRecord] = {}
+        problem: Exception | None = None
+        for wave in _waves(files):
+            try:
+                records.update(self._write_wave(wave))
+            except _WriteFailedError as error:
+                problem = problem or error.cause
+        if problem is not None:
+            raise problem
+        return records
+
+    def _write_wave(self, wave: Sequence[PlannedFile]) -> dict[str, FileRecord]:
+        """Write files of different owners side by side, one round of each at a time."""
+        sharded = frozenset(self.regions[0])
+        own = next((file for file in wave if file.owner == self.control.rank), None)
+        output = None if own is None else _Output(own, self.place, self.digest)
+        incoming, pieces_of_own = _Buffers(1), _Buffers(COPIES + 1)
+        rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
+        try:
+            while True:
+                now = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
+                if not now:
+                    break
+                received = self._exchange(now, incoming)
+                for owner, pieces in now:
+                    if owner == self.control.rank and output is not None:
+                        output.write(self._assembled(pieces, received, pieces_of_own))
+            return {} if output is None else output.finish()
+        finally:
+            if output is not None:
+                output.close()
+
+    def _exchange(self, now: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
+        """Send this rank's parts of the pieces to their owners; return the bytes that came, by the rank they are of."""
+        control, sends = self.control, {}
+        receives: dict[int, torch.Tensor] = {}
+        for owner, pieces in now:
+            if owner != control.rank:
+                parts = [part.view(torch.uint8) for part in self._parts(pieces)]
+                if parts:
+                    sends[owner] = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+                continue
+            others = [rank for rank in range(control.world_size) if rank != control.rank]
+            nbytes = {rank: count for rank in others if (count := self._nbytes_from(rank, pieces))}
+            receives = dict(zip(nbytes, incoming.cut(list(nbytes.values())), strict=True))
+        if control.world_size > 1:
+            control.exchange(sends, receives)
+        return receives
+
+    def _parts(self, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
+        for piece in pieces:
+            held = self.held.get(piece.spec.name)
+            region = self.regions[self.control.rank].get(piece.spec.name)
+            part = None if region is None else overlap(region, piece)
+            if part is not None and region is not None and isinstance(held, ParameterShard):
+                yield take(held.local, region, part)
+
+    def _nbytes_from(self, rank: int, pieces: Sequence[Piece]) -> int:
+        total = 0
+        for piece in pieces:
+            region = self.regions[rank].get(piece.spec.name)
+            part = None if region is None else overlap(region, piece)
+            total += 0 if part is None else part.numel * piece.spec.dtype.itemsize
+        return total
+
+    def _assembled(
+        self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
+    ) -> Iterator[_Whole]:
+        """Yield each piece whole and flat; small ones that this rank has, several as one."""
+        taken = dict.fromkeys(received, 0)
+        for batch in batches_of(pieces, self._is_small, self.piece):
+            piece = batch[0]
+            if len(batch) > 1:
+                (memory,) = buffers.cut([sum(one.nbytes for one in batch)])
+                yield torch.cat([self._rows(one).view(torch.uint8) for one in batch], out=memory), False
+                continue
+            held = self.held[piece.spec.name]
+            if not isinstance(held, ParameterShard):
+                rows = self._rows(piece)
+                yield rows, rows.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
+                continue
+            (memory,) = buffers.cut([piece.nbytes])
+            whole = memory.view(piece.spec.dtype)
+            for rank, regions in enumerate(self.regions):
+                region = regions.get(piece.spec.name)
+                part = None if region is None else overlap(region, piece)
+                if part is None or region is None:
+                    continue
+                if rank == self.control.rank:
+                    values = take(held.local, region, part)
+                else:
+                    begin = taken[rank]
+                    taken[rank] += part.numel * piece.spec.dtype.itemsize
+                    values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
+                put(whole, piece, part, values)
+            yield whole, False
+
+    def _is_small(self, piece: Piece) -> bool:
+        return piece.nbytes <= _SMALL and not isinstance(self.held[piece.spec.name], ParameterShard)
+
+    def _rows(self, piece: Piece) -> torch.Tensor:
+        held = self.held[piece.spec.name]
+        assert not isinstance(held, ParameterShard)
+        return rows_of(held, piece)
+
+
+class _Buffers:
+    """Memory that is used in turn, since of what comes and goes an allocator keeps several times as much.
+
+    Args:
+        count: after so many calls the memory of the first one is used again.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * count)
+
+    def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return a tensor of each size in bytes, aligned for every type."""
+        places = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        buffer = self._buffers.popleft()
+        if buffer.numel() < places[-1]:
+            del buffer  # before there is another
+            buffer = torch.empty(places[-1], dtype=torch.uint8)
+        self._buffers.append(buffer)
+        return [buffer[begin : begin + size] for begin, size in zip(places, sizes, strict=False)]
+
+
+class _WriteFailedError(Exception):
+    """A file could not be written, while the ranks went on together."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class _Output:
+    """One file of this rank's. A failure is kept until the end, since the others still send."""
+
+    def __init__(self, file: PlannedFile, place: Storage, digest: str | None) -> None:
+        self._name = file.name
+        self._problem: Exception | None = None
+        self._stack = ExitStack()
+        self._writer: FileWriter | None = None
+        try:
+            sink = self._stack.enter_context(place.open(file.name))
+            self._writer = FileWriter(sink, digest)
+            self._writer.write(header_of(file.specs))
+        except Exception as error:
+            self._fail(error)
+
+    def write(self, pieces: Iterator[_Whole]) -> None:
+        for piece, borrowed in pieces:
+            if self._writer is None:
+                return
+            try:
+                self._writer.write(bytes_of(piece), borrowed)
+            except Exception as error:
+                self._fail(error)
+
+    def finish(self) -> dict[str, FileRecord]:
+        try:
+            if self._writer is not None:
+                self._writer.flush()
+                self._stack.close()
+                record = self._writer.record()
+                self._writer.close()
+                self._writer = None
+                return {self._name: record}
+        except Exception as error:
+            self._fail(error)
+        assert self._problem is not None
+        raise _WriteFailedError(self._problem)
+
+    def close(self) -> None:
+        """End the threads, and the file too, which is given up where it was not finished."""
+        if self._writer is not None:
+            self._fail(RuntimeError("the save was broken off"))
+
+    def _fail(self, error: Exception) -> None:
+        self._problem = self._problem or error
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        # The file must learn of the error: it would be made to last else.
+        with suppress(Exception):
+            self._stack.__exit__(type(error), error, error.__traceback__)
+
+
+def _waves(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
+    """Put files into groups that have no owner twice."""
+    of_owner: dict[int, list[PlannedFile]] = {}
+    for file in files:
+        of_owner.setdefault(file.owner, []).append(file)
+    for number in range(max((len(owned) for owned in of_owner.values()), default=0)):
+        yield [owned[number] for owned in of_owner.values() if number < len(owned)]

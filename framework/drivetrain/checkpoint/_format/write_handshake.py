@@ -1,0 +1,95 @@
+"""What ranks tell each other as they write a checkpoint, and its form as plain values on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from drivetrain._distributed.shards import Box, Region, Span
+from drivetrain.checkpoint._format.gathered_writes import Regions
+from drivetrain.checkpoint._format.manifest import FileRecord, Part
+from drivetrain.checkpoint._format.storage import Ticket
+from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a rank brings.
+
+    Attributes:
+        path: where it saves to.
+        ticket: rank 0's, to the place that it began.
+        digests: of each part that ranks share, of what they must have alike.
+        regions: of each of these parts, what the rank speaks for.
+        state: what rank 0's state holds.
+        digest: what rank 0 wants of each file besides its checksums.
+    """
+
+    path: str
+    ticket: Ticket | None = None
+    digests: list[str] = field(default_factory=list)
+    regions: list[Regions] = field(default_factory=list)
+    state: list[Spec] = field(default_factory=list)
+    digest: str | None = None
+
+    def said(self) -> tuple[Any, ...]:
+        """Return it as plain values."""
+        regions = [{name: _said_of_region(region) for name, region in part.items()} for part in self.regions]
+        state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
+        return self.path, self.ticket, self.digests, regions, state, self.digest
+
+    @classmethod
+    def decode(cls, said: tuple[Any, ...]) -> Self:
+        """Return what `said` gave."""
+        path, ticket, digests, regions, state, digest = said
+        return cls(
+            path,
+            ticket,
+            digests,
+            [{name: _heard_of_region(region) for name, region in part.items()} for part in regions],
+            [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
+            digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank has written.
+
+    Attributes:
+        written: its files, by name.
+        parts: of the checkpoint as this rank knows them, by their roles.
+    """
+
+    written: dict[str, FileRecord]
+    parts: Sequence[tuple[str, Part]]
+
+    def said(self) -> tuple[Any, ...]:
+        """Return it as plain values."""
+        written = {name: (record.size, record.crc32, record.sha256) for name, record in self.written.items()}
+        return written, [(role, part.document, part.tensors, part.index) for role, part in self.parts]
+
+    @classmethod
+    def decode(cls, said: tuple[Any, ...]) -> Self:
+        """Return what `said` gave."""
+        written, parts = said
+        return cls(
+            {name: FileRecord(*record) for name, record in written.items()},
+            [(role, Part(*part)) for role, *part in parts],
+        )
+
+
+def _said_of_region(region: Region | None) -> list[Any] | None:
+    if region is None:
+        return None
+    if isinstance(region, Span):
+        return ["span", region.start, region.stop]
+    return ["box", [*region.offsets], [*region.sizes]]
+
+
+def _heard_of_region(said: list[Any] | None) -> Region | None:
+    if said is None:
+        return None
+    kind, first, second = said
+    return Span(first, second) if kind == "span" else Box(tuple(first), tuple(second))

@@ -1,0 +1,105 @@
+"""All weights of a checkpoint in one safetensors file, for those who want to carry one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from drivetrain._distributed.shards import Span
+from drivetrain.checkpoint._format import Checkpoint, load
+from drivetrain.checkpoint._format.eager_file import EagerFile
+from drivetrain.checkpoint._format.file_writer import FileWriter
+from drivetrain.checkpoint._format.folder import as_os_errors
+from drivetrain.checkpoint._format.object_file import replaced
+from drivetrain.checkpoint._format.pieces import bytes_of, pieces_of, row_size
+from drivetrain.checkpoint._format.storage import filesystem_of
+from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_order
+from drivetrain.checkpoint._format.tensor_reader import TensorSource
+from drivetrain.errors import CheckpointError
+
+_PIECE = 16 * 2**20  # bytes in memory at once, unless a row is larger
+
+
+def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
+    """Write the weights of a checkpoint into one file, which `safetensors.torch.load_file` opens.
+
+    Of tied names one is stored, as in the checkpoint; what is no tensor (an ``_extra_state``) is left out.
+
+    Args:
+        path: the checkpoint's path or URL.
+        out: the path or URL of the file, or of a folder, in which it becomes ``model.safetensors``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the file cannot be written.
+    """
+    target = os.fspath(out)
+    if not target.endswith(".safetensors"):
+        target = f"{target.rstrip('/')}/model.safetensors"
+    checkpoint = load(path)
+    with created(target) as sink:
+        write_tensors(_stored(checkpoint), sink)
+    return target
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, TensorSource]:
+    stored = checkpoint.weights().sources()
+    sources = {name: source for name, source in stored.items() if name not in checkpoint.manifest.aliases}
+    assert checkpoint.manifest.weights.tensors or not sources
+    return sources
+
+
+def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
+    """Write tensors of a checkpoint as one safetensors file, under names that may be others than there."""
+    specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
+    writer = FileWriter(sink)
+    try:
+        writer.write(header_of(specs))
+        for spec in specs:
+            row = row_size(spec.shape)
+            for piece in pieces_of(spec, _PIECE):
+                writer.write(bytes_of(sources[spec.name].read(Span(piece.first * row, piece.last * row))))
+        writer.record()
+    finally:
+        writer.close()
+
+
+@contextmanager
+def created(target: str) -> Iterator[Any]:
+    """Give a file that is there once it is whole, and not before.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with _replacing(target) as sink:
+            yield sink
+    except OSError as error:
+        raise CheckpointError(
+            f"{target!r} could not be written: {error}.", "", "check the path, its permissions and the space."
+        ) from error
+
+
+@contextmanager
+def _replacing(target: str) -> Iterator[Any]:
+    filesystem, root = filesystem_of(target)
+    if filesystem is not None:
+        with as_os_errors(), replaced(filesystem, root) as stream:
+            yield stream
+        return
+    path = Path(root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with EagerFile(half) as stream:
+            yield stream
+        os.replace(half, path)
+    finally:
+        with suppress(OSError):
+            half.unlink()

@@ -1,0 +1,63 @@
+"""Optimizers whose update of a parameter needs all of it: they see it whole, one parameter after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, Muon
+
+from drivetrain_strategies.fsdp._custom_step import OwnStep
+from drivetrain_strategies.fsdp._state import like
+
+KINDS = (Muon, Adafactor)
+
+
+class WholeStep(OwnStep):
+    """Steps an optimizer with each sharded parameter, its gradient and its state gathered, and cuts the result again.
+
+    Needs the memory of one parameter more, and gathers every one of them once a step. State shaped like its parameter
+    stays sharded between steps; other state (Adafactor's rows and columns) is the same on every rank.
+
+    Args:
+        optimizer: of one of `KINDS`; its ``step`` is replaced until `undo`.
+    """
+
+    def update(self) -> None:
+        """Step on one parameter after the other. Collective."""
+        optimizer = self._optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        try:
+            for group in groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._step_one(group, parameter, state)
+        finally:
+            optimizer.param_groups, optimizer.state = groups, state
+
+    @torch.no_grad()
+    def _step_one(self, group: dict[str, Any], parameter: nn.Parameter, state: Any) -> None:
+        optimizer = self._optimizer
+        whole = nn.Parameter(_whole(parameter.detach()))
+        whole.grad = _whole(parameter.grad)
+        optimizer.param_groups = [{**group, "params": [whole]}]
+        optimizer.state = defaultdict(dict)
+        if parameter in state:
+            optimizer.state[whole] = {key: _whole(value) for key, value in state[parameter].items()}
+        self._step()
+        after = like(whole.detach(), parameter)
+        if isinstance(parameter, DTensor) and isinstance(after, DTensor):
+            parameter.to_local().copy_(after.to_local())
+        else:
+            parameter.copy_(after)
+        state[parameter] = {
+            key: like(value, parameter) if isinstance(value, torch.Tensor) and value.shape == whole.shape else value
+            for key, value in optimizer.state[whole].items()
+        }
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value

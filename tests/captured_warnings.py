@@ -1,0 +1,27 @@
+"""What the engine says while something runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def captured_warnings(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Collect the lines that the logger "drivetrain" is given at ``level`` or above."""
+    lines: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, logger = Listening(level), logging.getLogger("drivetrain")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, before or level))
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -1,0 +1,118 @@
+"""What a run of several ranks says of itself is said once, on rank 0, whoever of them it began with. Row I-17."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small_runs import Regression, loader, quiet
+
+from captured_warnings import captured_warnings
+from drivetrain import Callback
+from drivetrain_strategies.ddp import _reducer as reducer
+from worlds import on_ranks
+
+
+class Asks(Callback):
+    """Asks for a stop on rank 1 alone, after its second micro-batch or at the epoch's end."""
+
+    def __init__(self, within: bool) -> None:
+        self.within = within
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.within and batch_idx == 1 and dist.get_rank() == 1:
+            trainer.ask_to_stop("Asks: a value of rank 1's")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if not self.within and dist.get_rank() == 1:
+            trainer.should_stop = True
+
+
+class Forgets(Regression):
+    """Manual optimization without a step, and a validation_step without a loader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def _said() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module, options in (
+        ("within", Regression(), {"callbacks": Asks(within=True), "max_epochs": 9}),
+        ("between", Regression(), {"callbacks": Asks(within=False), "max_epochs": 9}),
+        ("forgets", Forgets(), {}),
+    ):
+        with captured_warnings(logging.INFO) as lines:
+            quiet(strategy="ddp", **options).fit(module, loader(200, 2))
+        found[name] = [line for line in lines if not line.startswith("Precision")]
+    return found
+
+
+def test_what_is_said_is_said_once() -> None:
+    # I-17
+    first, second = on_ranks(_said, 2)
+    for name, reason in (
+        ("within", "The run ended: Asks: a value of rank 1's (0 epochs, "),
+        ("between", "The run ended: trainer.should_stop was set in Asks.on_train_epoch_end (1 epoch, "),
+    ):
+        assert sum(line.startswith(reason) for line in first[name]) == 1, first[name]
+    for part in ("called step() of none", "no validation loader", "The run ended: max_epochs=1 is reached"):
+        assert sum(part in line for line in first["forgets"]) == 1, first["forgets"]
+    assert second == {"within": [], "between": [], "forgets": []}
+
+
+class Listens(Callback):
+    """Collects what torch writes to standard error as the manual run is prepared, and as its first backward is."""
+
+    said: tuple[str, str] = "", ""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        ddp = trainer.strategy.ddp_module
+        torch.set_warn_always(True)  # these ranks may have heard it before
+        reducer._taken_as_told = False
+        try:
+            loss = sum(one.sum() for one in module.parameters())
+            self.said = (
+                _written(lambda: reducer.take_as_told(ddp)),
+                _written(lambda: reducer.expect_backward(ddp, loss)),
+            )
+        finally:
+            torch.set_warn_always(False)
+
+
+def _written(call: Callable[[], Any]) -> str:
+    """What ``call`` writes to the descriptor of standard error."""
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            call()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        return file.read().decode()
+
+
+def _advised() -> tuple[str, str]:
+    listens = Listens()
+    quiet(strategy="ddp", callbacks=listens, limit_val_batches=0).fit(Forgets(), loader(8, 2))
+    return listens.said
+
+
+def test_torchs_advice_on_unused_parameters_is_not_for_manual_optimization() -> None:
+    # I-17
+    for told_there, else_it_would in on_ranks(_advised, 2):
+        assert told_there == ""
+        assert "find_unused_parameters=True was specified" in else_it_would

@@ -1,0 +1,79 @@
+"""Which samples each rank gets, as docs/distributed.md says it: written down anew, but for the order of an epoch."""
+
+from __future__ import annotations
+
+import torch
+
+from drivetrain.data import order
+from fuzz.data_loaders import Ragged, batches_of_rank, claimed
+from fuzz.program import OWN_PARTS, Data
+
+Micro = list[list[int]]
+"""A global micro-batch: each rank's samples; none for a rank that joins."""
+
+
+def epoch_of(data: Data, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch's samples."""
+    if data.kind == "sampler":
+        return list(range(data.samples - 1, -1, -1))
+    if data.kind == "map" and data.shuffle:
+        indices: list[int] = order(data.samples, seed, epoch)(torch.arange(data.samples)).tolist()
+        return indices
+    return list(range(data.samples))
+
+
+def dealt(data: Data, indices: list[int], ranks: int) -> list[Micro]:
+    """Deal what is left of an epoch's order: whole global micro-batches in equal slices, the last one evenly."""
+    if data.kind == "batch_sampler":
+        return ragged(data, indices, ranks)
+    size = data.batch * ranks
+    groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+    if data.drop_last and groups and len(groups[-1]) < size:
+        groups.pop()
+    return [evenly(group, ranks) for group in groups]
+
+
+def ragged(data: Data, indices: list[int], ranks: int) -> list[Micro]:
+    """W of the sampler's own batches make a global one; what is left in the end is dealt evenly."""
+    done = data.samples - len(indices)
+    batches = [[one for one in batch if one >= done] for batch in Ragged(data)]
+    batches = [batch for batch in batches if batch]
+    micros = []
+    for start in range(0, len(batches), ranks):
+        group = batches[start : start + ranks]
+        micros.append(group if len(group) == ranks else evenly([one for batch in group for one in batch], ranks))
+    return micros
+
+
+def streamed(data: Data, ranks: int) -> list[Micro]:
+    """Each rank reads its own part to its end, and then joins."""
+    parts = [batches_of_rank(data, ranks, rank) for rank in range(ranks)]
+    longest = max(map(len, parts))
+    return [[part[at] if at < len(part) else [] for part in parts] for at in range(longest)]
+
+
+def evaluated(samples: int, batch: int, ranks: int) -> list[Micro]:
+    """Deal for evaluation: a last group with fewer samples than ranks is dealt with the one before it, as two."""
+    size = batch * ranks
+    groups = [list(range(start, min(samples, start + size))) for start in range(0, samples, size)]
+    if len(groups) > 1 and len(groups[-1]) < ranks <= (len(groups[-2]) + len(groups[-1])) // 2:
+        both = groups[-2] + groups[-1]
+        middle = len(both) - len(both) // 2
+        groups[-2:] = [both[:middle], both[middle:]]
+    return [evenly(group, ranks) for group in groups]
+
+
+def evenly(indices: list[int], ranks: int) -> Micro:
+    """Contiguous slices whose sizes differ by at most one, lower ranks first."""
+    return [part.tolist() for part in torch.tensor_split(torch.tensor(indices, dtype=torch.int64), ranks)]
+
+
+def said(data: Data, ranks: int) -> int | None:
+    """Micro-batches that an epoch has by what the loaders say; None where they say nothing."""
+    if data.claims is None:
+        return None
+    if data.kind in OWN_PARTS:  # the longest ends the epoch
+        return max(claimed(data, ranks, rank) for rank in range(ranks))
+    if data.kind == "batch_sampler":
+        return -(-len(Ragged(data)) // ranks)
+    return len(dealt(data, list(range(data.samples)), ranks))

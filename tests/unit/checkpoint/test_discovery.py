@@ -1,0 +1,214 @@
+"""Which checkpoint is the newest: by lineage, not by clocks alone; and a storage that refuses is not an empty one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from drivetrain._distributed.control_plane import LocalControl
+from drivetrain.checkpoint import _discovery as finding
+from drivetrain.checkpoint._discovery import best_beside, newest
+from drivetrain.checkpoint._folders import children, is_taken, point_to
+from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, StorageError, save
+from drivetrain.errors import CheckpointError
+from drivetrain.testing import FaultyStore
+
+
+def written(folder: Any, name: str, lineage: list[tuple[str, int]], **facts: Any) -> str:
+    path = f"{folder}/{name}"
+    save(path, Contents({"w": torch.zeros(1)}, Facts(lineage=tuple(lineage), **facts)), LocalControl())
+    return path
+
+
+def found(folder: Any, **options: Any) -> str | None:
+    checkpoint = newest([str(folder)], **options)
+    return None if checkpoint is None else checkpoint.path.rpartition("/")[2]
+
+
+@pytest.mark.parametrize("ahead", [0.0, 3600.0])
+def test_a_descendant_is_newer_than_its_ancestors_whatever_the_clocks_say(
+    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-03: one clock an hour ahead, and each restart went on from step 12
+    clock = time.time
+    monkeypatch.setattr("time.time", lambda: clock() + ahead)
+    written(tmp_path, "step=12", [("first", 2)])
+    monkeypatch.setattr("time.time", clock)
+    assert found(tmp_path) == "step=12"
+    written(tmp_path, "step=18", [("first", 3)])
+    assert found(tmp_path) == "step=18"  # of one run
+    written(tmp_path, "step=24", [("first", 3), ("second", 1)])
+    assert found(tmp_path) == "step=24"  # of one that went on from it
+    written(tmp_path, "step=30", [("first", 3), ("second", 1), ("third", 4)])
+    assert found(tmp_path) == "step=30"
+
+
+def test_between_branches_the_time_decides(tmp_path: Path) -> None:
+    # J-03
+    written(tmp_path, "one", [("first", 2), ("second", 9)])
+    written(tmp_path, "other", [("first", 2), ("third", 1)])
+    assert found(tmp_path) == "other"
+    written(tmp_path, "alone", [])  # from before lineages were written
+    assert found(tmp_path) == "alone"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "descends"),
+    [
+        ([("a", 3)], [("a", 2)], True),
+        ([("a", 2)], [("a", 2)], False),
+        ([("a", 2)], [("a", 3)], False),
+        ([("a", 2), ("b", 1)], [("a", 2)], True),
+        ([("a", 2), ("b", 1)], [("a", 3)], False),  # another branch
+        ([("a", 2), ("b", 1), ("c", 1)], [("a", 2)], True),
+        ([("a", 2), ("c", 1)], [("a", 2), ("b", 1)], False),
+        ([("a", 2)], [], False),
+        ([], [("a", 2)], False),
+    ],
+)
+def test_descent(one: Any, other: Any, descends: bool) -> None:
+    assert Facts(lineage=tuple(one)).descends_from(Facts(lineage=tuple(other))) is descends
+
+
+def test_what_is_torn_or_of_another_kind_is_passed_over(tmp_path: Path) -> None:
+    # F-05
+    written(tmp_path, "whole", [("a", 1)])
+    written(tmp_path, "weights", [("a", 2)], weights_only=True)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "planted" / "manifest.json").mkdir(parents=True)
+    (tmp_path / "noise").mkdir()
+    (tmp_path / "noise" / "manifest.json").write_bytes(os.urandom(100))
+    assert found(tmp_path) == "whole"
+    assert found(tmp_path / "nothing") is None
+
+
+class Flaky:
+    """Lets a memory file system refuse the first calls of a kind, and counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, times: float) -> None:
+        self.asked = 0
+        kind = type(fsspec.filesystem("memory"))
+        plain = getattr(kind, method)
+
+        def refuse(filesystem: Any, path: str, *args: Any, **options: Any) -> Any:
+            if "flaky" in path and (method != "cat_file" or path.endswith("manifest.json")):
+                self.asked += 1
+                if self.asked <= times:
+                    raise OSError("503 Slow Down")
+            return plain(filesystem, path, *args, **options)
+
+        monkeypatch.setattr(kind, method, refuse)
+
+
+@pytest.mark.parametrize("method", ["cat_file", "ls", "info"])
+def test_a_storage_that_refuses_is_asked_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-03: one 503, and the run went on from an older one
+    monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
+    folder = f"memory://flaky-{method}"
+    written(folder, "older", [("a", 1)])
+    written(folder, "newer", [("a", 2)])
+    flaky = Flaky(monkeypatch, method, times=2)
+    assert found(folder) == "newer"
+    assert flaky.asked > 2
+
+
+@pytest.mark.parametrize("method", ["cat_file", "ls", "info"])
+def test_a_storage_that_goes_on_refusing_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-03: errors on all, and it started from scratch
+    monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
+    folder = f"memory://flaky-always-{method}"
+    written(folder, "one", [("a", 1)])
+    flaky = Flaky(monkeypatch, method, times=float("inf"))
+    with pytest.raises(StorageError, match="503 Slow Down"):
+        found(folder, patience=0.05)
+    assert flaky.asked >= 3
+
+
+def test_a_listing_that_lags_behind(tmp_path: Path) -> None:
+    # J-03: what was written last is known by its name
+    store = FaultyStore(tmp_path).mount()
+    written(store.url, "older", [("a", 1)])
+    written(store.url, "newer", [("a", 2)])
+    point_to(store.url, "newer")
+    os.utime(store.folder / "older" / "manifest.json", (1, 1))
+    for name in os.listdir(store.folder / "older"):
+        os.utime(store.folder / "older" / name, (1, 1))
+    store.fail("list", error=None, age=60.0, times=None)
+    assert children(store.url) == ["older"]
+    assert found(store.url) == "newer"
+
+
+@pytest.mark.parametrize("content", [b"", b"../elsewhere", b"gone", b"\xff\0", b"x" * 1000])
+def test_what_latest_says_may_be_anything(content: bytes, tmp_path: Path) -> None:
+    # J-10
+    store = FaultyStore(tmp_path / "store").mount()
+    written(store.url, "one", [("a", 1)])
+    (store.folder / "latest").write_bytes(content)
+    assert found(store.url) == "one"
+
+
+def test_whether_a_name_is_taken_is_asked_again_and_never_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # J-01: fsspec's own `exists` takes an error for no, and what was there was written over
+    monkeypatch.setattr("drivetrain.checkpoint._folders._PAUSES", (0.01, 0.01))
+    store = FaultyStore(tmp_path).mount()
+    written(store.url, "one", [("a", 1)])
+    store.fail("size", times=2)
+    assert is_taken(f"{store.url}/one")
+    store.fail("size", times=None)
+    with pytest.raises(StorageError, match="cannot be told"):
+        is_taken(f"{store.url}/one")
+
+
+def test_the_best_lies_beside_the_one_that_names_it(tmp_path: Path) -> None:
+    # J-01
+    (tmp_path / "run").mkdir()
+    best = written(tmp_path / "run", "best", [("a", 1)])
+    outside = written(tmp_path, "outside", [("b", 1)])
+    folder = str(tmp_path / "run")
+    assert best_beside(folder, "best") == best
+    assert best_beside(folder, f"/somewhere/else/{Path(best).name}") == best  # as earlier versions wrote it
+    for said in (outside, "../outside", "..", "", None, 7, "missing"):
+        assert best_beside(folder, said) is None
+
+
+def test_what_no_run_can_go_on_from_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # J-10: one planted folder does not stop "auto"
+    written(tmp_path, "older", [("a", 1)])
+    written(tmp_path, "newer", [("a", 2)])
+
+    def check(checkpoint: Checkpoint) -> None:
+        if checkpoint.path.endswith("newer"):
+            raise CheckpointError("'epoch' in manifest.json is 'x'", "a run cannot go on from that", "take another")
+
+    with caplog.at_level("WARNING", logger="drivetrain"):
+        chosen = newest([str(tmp_path)], check=check)
+    assert chosen is not None
+    assert chosen.path.endswith("older")
+    assert "newer' is passed over. 'epoch' in manifest.json is 'x'" in caplog.text
+
+
+def test_a_storage_that_refuses_a_document_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # J-03: what it has may be whole
+    monkeypatch.setattr(finding, "_FIRST_PAUSE", 0.01)
+    folder = "memory://flaky-document"
+    written(folder, "older", [("a", 1)])
+    written(folder, "newer", [("a", 2)])
+    asked: list[str] = []
+
+    def check(checkpoint: Checkpoint) -> None:
+        asked.append(checkpoint.path)
+        if len(asked) < 3:
+            raise StorageError("503 Slow Down", "the storage refuses", "try again")
+
+    chosen = newest([folder], check=check)
+    assert chosen is not None
+    assert chosen.path.endswith("newer")
+    assert len(asked) == 3

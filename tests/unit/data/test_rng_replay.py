@@ -1,0 +1,117 @@
+"""What was read ahead is read, and drawn, again after a resume: F-02."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain._runtime.generators import generator_states, set_generators
+from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.data._sharding import Share
+
+CPU = torch.device("cpu")
+
+
+def drawing(first: int, length: int) -> Iterator[tuple[Any, Share]]:
+    """A data set that augments: each batch draws from two generators as it is read."""
+    for number in range(first, length):
+        yield (number, torch.rand(()).item(), random.random()), Share(1, 1, False, number)
+
+
+def reading(pairs: Iterator[Any], ahead: int) -> Iterator[Any]:
+    """Read ``ahead`` batches before the one that is trained on."""
+    waiting = list(islice(pairs, ahead))
+    for pair in pairs:
+        waiting.append(pair)
+        yield waiting.pop(0)
+    yield from waiting
+
+
+class Run:
+    """A training loop that draws a mask for each batch, and can be saved after any of them."""
+
+    def __init__(self) -> None:
+        self.ahead = ReadAhead(CPU)
+        self.trained = 0
+        self.seen: list[Any] = []
+
+    def run(self, stop: int, lookahead: int, noted: bool = True) -> None:
+        first = self.trained
+        torch.rand(3)  # what building an iterator draws
+        pairs = self.ahead.follow(drawing(first, 8), first, (lambda: self.trained) if noted else None)
+        for batch, _ in reading(pairs, lookahead):
+            self.seen.append((batch, torch.rand(()).item()))
+            self.trained += 1
+            if self.trained == stop:
+                return
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("stop", range(1, 8))
+def test_draws_go_on_as_if_nothing_had_happened(stop: int, lookahead: int) -> None:
+    # F-02: whatever was fetched ahead
+    torch.manual_seed(3)
+    random.seed(4)
+    whole = Run()
+    whole.run(8, lookahead)
+
+    torch.manual_seed(3)
+    random.seed(4)
+    saved = Run()
+    saved.run(stop, lookahead)
+    state = saved.ahead.state(stop)
+    assert len(state["ahead"]) == min(lookahead, 8 - stop)
+
+    torch.manual_seed(99)
+    random.seed(99)
+    resumed = Run()
+    resumed.trained = stop
+    resumed.ahead.resume(state)
+    resumed.run(8, lookahead)
+    assert saved.seen + resumed.seen == whole.seen
+
+
+def test_a_loop_that_reads_nothing_ahead_takes_no_notes() -> None:
+    torch.manual_seed(3)
+    whole = Run()
+    whole.run(8, 0, noted=False)
+    torch.manual_seed(3)
+    saved = Run()
+    saved.run(5, 0, noted=False)
+    state = saved.ahead.state(5)
+    assert state["ahead"] == []
+    torch.manual_seed(99)
+    resumed = Run()
+    resumed.trained = 5
+    resumed.ahead.resume(state)
+    resumed.run(8, 0, noted=False)
+    assert [mask for _, mask in saved.seen + resumed.seen] == [mask for _, mask in whole.seen]
+
+
+def test_states_are_tensors_and_numbers_and_bring_every_generator_back() -> None:
+    # F-04
+    import numpy
+
+    random.gauss(0, 1)  # leaves half a pair behind
+    numpy.random.standard_normal()
+    states = generator_states(CPU)
+    expected = random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(2)
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            for child in value.values():
+                yield from leaves(child)
+        else:
+            yield value
+
+    torch.rand(1)
+    assert all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in leaves(states))
+    set_generators(states, CPU)
+    assert random.gauss(0, 1) == expected[0]
+    assert numpy.random.standard_normal() == expected[1]
+    assert torch.equal(torch.rand(2), expected[2])

@@ -1,0 +1,437 @@
+"""Dealing, by simulating all ranks in one process: the fine print of Dealing, Lockstep and Evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from drivetrain.data._batch_source import BatchSource
+from drivetrain.data._loaders import prepare_loader
+from drivetrain.data._sharding import Share
+from drivetrain.errors import ConfigurationError
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i; what was read is remembered."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Shuffled(Sampler[int]):
+    """A sampler of a user's own, drawing from the global generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.length).tolist()
+
+
+class Uneven(Sampler[list[int]]):
+    """A batch sampler of a user's own: batches of 1, 2, 3, ... samples."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, size = 0, 1
+        while start < self.length:
+            yield list(range(start, min(start + size, self.length)))
+            start, size = start + size, size + 1
+
+
+Step = list[tuple[list[int], Share]]
+
+
+def sources(loader_of: Any, world_size: int, **options: Any) -> list[BatchSource]:
+    options = {"training": True, "seed": 3} | options
+    return [prepare_loader(loader_of(), rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def steps(ranks: list[BatchSource], epoch: int = 0, start: int = 0) -> list[Step]:
+    """Return for each global micro-batch the indices and share of every rank, asserting that all take as many."""
+    epochs = [[(batch.tolist(), share) for batch, share in source.epoch(epoch, start)] for source in ranks]
+    assert len({len(batches) for batches in epochs}) == 1
+    for source in ranks:
+        assert source.length in (None, len(epochs[0]) + start)
+        assert source.static
+    return [list(step) for step in zip(*epochs, strict=True)]
+
+
+def samples_of(step: Step) -> list[int]:
+    return [index for batch, share in step if not share.joins for index in batch]
+
+
+def check(found: list[Step], position: int = 0) -> list[int]:
+    """Assert what holds of every deal, and return the epoch's samples in order."""
+    for step in found:
+        held = samples_of(step)
+        for batch, share in step:
+            assert share.total == len(held)
+            if share.joins:
+                assert (share.samples, batch, share.start) == (0, held[:1], position)
+            else:
+                # Contiguous slices, in the order of ranks.
+                assert share.samples == len(batch) > 0
+                assert share.start - position == held.index(batch[0])
+                assert batch == held[share.start - position :][: len(batch)]
+        position += len(held)
+    return [index for step in found for index in samples_of(step)]
+
+
+CASES = [
+    (length, world_size, batch_size)
+    for length in (1, 2, 3, 5, 8, 16, 17, 31, 32, 33, 64, 65, 102)
+    for world_size in (1, 2, 3, 4, 7)
+    for batch_size in (1, 2, 3, 8)
+]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_every_sample_exactly_once(shuffle: bool, drop_last: bool, training: bool) -> None:
+    # B-04, B-11
+    for length, world_size, batch_size in CASES:
+
+        def loader(length: int = length, batch_size: int = batch_size) -> DataLoader[int]:
+            return DataLoader(Numbers(length), batch_size, shuffle=shuffle, drop_last=drop_last)
+
+        stride = world_size * batch_size
+        kept = length - length % stride if drop_last else length
+        if kept == 0:
+            with pytest.raises(ConfigurationError, match="no batch"):
+                sources(loader, world_size, training=training)
+            continue
+        found = steps(sources(loader, world_size, training=training), epoch=2)
+        seen = check(found)
+        assert len(found) == -(-kept // stride)
+        assert len(set(seen)) == len(seen) == kept
+        assert set(seen) <= set(range(length))
+        if not shuffle:
+            assert seen == list(range(kept))
+        for step in found:
+            sizes = [share.samples for _, share in step]
+            # Evenly, lower ranks first.
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] - sizes[-1] <= 1
+            assert sizes[0] <= batch_size
+        if training:
+            assert [len(samples_of(step)) for step in found[: length // stride]] == [stride] * (length // stride)
+        elif length >= world_size and batch_size >= 2:
+            assert not any(share.joins for step in found for _, share in step)
+
+
+def test_the_acceptance_case() -> None:
+    # B-04: 102 samples, 4 ranks, batch 8.
+    ranks = sources(lambda: DataLoader(Numbers(102), 8, shuffle=True), 4)
+    found = steps(ranks)
+    assert [[share.samples for _, share in step] for step in found] == [[8] * 4] * 3 + [[2, 2, 1, 1]]
+    # 98 samples leave 2 for 4 ranks: two join in training ...
+    found = steps(sources(lambda: DataLoader(Numbers(98), 8), 4))
+    assert [share.samples for _, share in found[-1]] == [1, 1, 0, 0]
+    assert [batch for batch, _ in found[-1]] == [[96], [97], [96], [96]]
+    assert [share.joins for _, share in found[-1]] == [False, False, True, True]
+    # ... and none in evaluation.
+    found = steps(sources(lambda: DataLoader(Numbers(98), 8), 4, training=False))
+    assert [[share.samples for _, share in step] for step in found[-2:]] == [[5, 4, 4, 4], [5, 4, 4, 4]]
+
+
+def test_global_batches_are_the_same_at_every_world_size() -> None:
+    # B-11
+    for length, stride in itertools.product((24, 50, 102), (12, 24)):
+        orders = []
+        for world_size in (1, 2, 3, 4, 6, 12):
+            loader = lambda n=length, b=stride // world_size: DataLoader(Numbers(n), b, shuffle=True)  # noqa: E731
+            orders.append([samples_of(step) for step in steps(sources(loader, world_size), epoch=4)])
+        assert all(other == orders[0] for other in orders)
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    # B-11
+    loader = lambda: DataLoader(Numbers(64), 8, shuffle=True)  # noqa: E731
+    orders = {(seed, epoch): check(steps(sources(loader, 2, seed=seed), epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len({tuple(order) for order in orders.values()}) == 4
+    torch.manual_seed(5)
+    again = sources(loader, 2, seed=1)
+    check(steps(again, 0))
+    assert check(steps(again, 1)) == orders[1, 1]
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda data: DataLoader(data, 4, shuffle=True),
+        lambda data: DataLoader(data, 4, sampler=Shuffled(len(data))),
+        lambda data: DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * 50, 50)),
+        lambda data: DataLoader(data, 4, sampler=SubsetRandomSampler(range(len(data)))),
+        lambda data: DataLoader(data, batch_sampler=Uneven(len(data))),
+    ],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_starts_anywhere_without_reading_what_it_skips(loader: Any, training: bool) -> None:
+    # F-02, F-03
+    whole = steps(sources(lambda: loader(Numbers(50)), 2, training=training), epoch=1)
+    for start in range(len(whole) + 1):
+        data = [Numbers(50), Numbers(50)]
+        left = iter(data)
+        assert steps(sources(lambda left=left: loader(next(left)), 2, training=training), 1, start) == whole[start:]
+        for rank in (0, 1):
+            assert data[rank].read == [index for step in whole[start:] for index in step[rank][0]]
+
+
+def test_a_billion_samples_start_at_once_anywhere() -> None:
+    # B-11, F-03
+    source = sources(lambda: DataLoader(Numbers(10**9), 8, sampler=SequentialSampler(range(10**9))), 4)[3]
+    shuffled = DataLoader(Numbers(10**9), 8, shuffle=True)
+    tracemalloc.start()
+    for start in (0, 31_249_999):
+        for batches in (source, prepare_loader(shuffled, training=True, world_size=4)):
+            batch, share = next(batches.epoch(0, start))
+            assert len(batch) == 8
+            assert share.start // 32 == start
+    assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    tracemalloc.stop()
+
+
+# Samplers of a user's own
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.slow
+def test_a_custom_sampler_keeps_its_order_and_draws_alike_on_every_rank(training: bool) -> None:
+    # B-04
+    for length, world_size, batch_size in CASES:
+        for drop_last in (False, True):
+
+            def loader(length: int = length, batch_size: int = batch_size, drop: bool = drop_last) -> DataLoader[int]:
+                return DataLoader(Numbers(length), batch_size, sampler=Shuffled(length), drop_last=drop)
+
+            stride = world_size * batch_size
+            kept = length - length % stride if drop_last else length
+            if kept == 0:
+                continue
+            ranks = sources(loader, world_size, training=training)
+            for source in ranks:
+                torch.manual_seed(id(source) % 1000)  # the ranks' own generators differ
+            found = steps(ranks)
+            seen = check(found)
+            assert len(set(seen)) == len(seen) == kept
+            if not training and length >= world_size and batch_size >= 2:
+                assert not any(share.joins for step in found for _, share in step)
+
+
+def test_a_custom_sampler_s_global_batches_are_the_same_at_every_world_size() -> None:
+    # B-11
+    orders = []
+    for world_size in (1, 2, 3, 6):
+        loader = lambda b=12 // world_size: DataLoader(Numbers(50), b, sampler=Shuffled(50))  # noqa: E731
+        orders.append([samples_of(step) for step in steps(sources(loader, world_size), epoch=4)])
+    assert all(other == orders[0] for other in orders)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_weighted_draws_follow_seed_and_epoch_and_leave_the_generators_alone(own: bool) -> None:
+    generator = torch.Generator().manual_seed(0) if own else None
+
+    def loader() -> DataLoader[int]:
+        return DataLoader(Numbers(20), 4, sampler=WeightedRandomSampler(range(1, 21), 30, generator=generator))
+
+    ranks = sources(loader, 2)
+    iterators = [source.epoch(0) for source in ranks]  # torch itself draws a base seed here
+    before = torch.get_rng_state(), generator.get_state() if generator is not None else None
+    epochs = [[(batch.tolist(), share) for batch, share in iterator] for iterator in iterators]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    if generator is not None:
+        assert torch.equal(generator.get_state(), before[1])  # type: ignore[arg-type]
+    drawn = [index for step in zip(*epochs, strict=True) for index in samples_of(list(step))]
+    assert len(drawn) == 30
+    assert check_weighted(ranks, 0) == drawn
+    assert check_weighted(ranks, 1) != drawn
+    assert check_weighted(sources(loader, 1), 0) == drawn
+    assert check_weighted(sources(loader, 1, seed=4), 0) != drawn
+
+
+def check_weighted(ranks: list[BatchSource], epoch: int) -> list[int]:
+    return [index for step in steps(ranks, epoch) for index in samples_of(step)]
+
+
+def test_w_batches_of_a_batch_sampler_make_a_global_one() -> None:
+    found = steps(sources(lambda: DataLoader(Numbers(30), batch_sampler=Uneven(30)), 3))
+    check(found)
+    assert [batch for batch, _ in found[0]] == [[0], [1, 2], [3, 4, 5]]
+    assert [batch for batch, _ in found[1]] == [[6, 7, 8, 9], [10, 11, 12, 13, 14], [15, 16, 17, 18, 19, 20]]
+    # Two are left for three ranks: they are dealt evenly.
+    assert [batch for batch, _ in found[2]] == [[21, 22, 23], [24, 25, 26], [27, 28, 29]]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_batch_sampler_gives_every_sample_once(world_size: int, training: bool) -> None:
+    # B-04
+    for length in range(1, 60):
+        loader = lambda n=length: DataLoader(Numbers(n), batch_sampler=Uneven(n))  # noqa: E731
+        assert check(steps(sources(loader, world_size, training=training))) == list(range(length))
+
+
+def test_plain_batch_samplers_and_distributed_samplers_are_replaced() -> None:
+    expected = check(steps(sources(lambda: DataLoader(Numbers(50), 4, shuffle=True), 2)))
+
+    def in_bulk() -> DataLoader[int]:
+        return DataLoader(Numbers(50), batch_sampler=BatchSampler(RandomSampler(range(50)), 4, False))
+
+    def distributed() -> DataLoader[int]:
+        return DataLoader(Numbers(50), 4, sampler=DistributedSampler(Numbers(50), num_replicas=2, rank=1))
+
+    assert check(steps(sources(in_bulk, 2))) == expected
+    assert check(steps(sources(distributed, 2))) == expected
+
+
+def test_a_sampler_that_yields_one_rank_s_part_is_not_dealt_again() -> None:
+    class Own(DistributedSampler[int]):
+        """A subclass may order its part as it likes."""
+
+    parts = []
+    for rank in (0, 1):
+        loader = DataLoader(Numbers(20), 4, sampler=Own(Numbers(20), num_replicas=2, rank=rank, shuffle=False))
+        source = prepare_loader(loader, training=True, rank=rank, world_size=2)
+        assert (source.length, source.static) == (3, False)
+        pairs = list(source.epoch(0))
+        assert [share.samples for _, share in pairs] == [4, 4, 2]
+        assert all(share.total is None for _, share in pairs)
+        parts.append([index for batch, _ in pairs for index in batch.tolist()])
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+
+
+def test_set_epoch_reaches_the_user_s_sampler() -> None:
+    class Rotating(Shuffled):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([(index + self.epoch) % self.length for index in range(self.length)])
+
+    source = prepare_loader(DataLoader(Numbers(4), 4, sampler=Rotating(4)), training=True)
+    assert [next(source.epoch(epoch))[0].tolist() for epoch in (0, 1, 3)] == [
+        [0, 1, 2, 3],
+        [1, 2, 3, 0],
+        [3, 0, 1, 2],
+    ]
+
+
+def test_use_distributed_sampler_false_leaves_the_loader_alone() -> None:
+    plain = DataLoader(Numbers(20), 3, shuffle=True, generator=torch.Generator().manual_seed(1))
+    expected = [batch.tolist() for batch in plain]
+    plain.generator.manual_seed(1)
+    source = prepare_loader(plain, training=True, replace_sampler=False)
+    pairs = list(source.epoch(0))
+    assert [batch.tolist() for batch, _ in pairs] == expected
+    assert [share.samples for _, share in pairs] == [3] * 6 + [2]
+    assert (source.static, source.length) == (True, 7)
+    several = prepare_loader(plain, training=True, rank=1, world_size=2, replace_sampler=False)
+    assert (several.static, several.length) == (False, 7)
+    assert {share.total for _, share in several.epoch(0)} == {None}
+
+
+def test_an_endless_sampler_has_no_length() -> None:
+    class Endless(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.cycle(range(5))
+
+    ranks = sources(lambda: DataLoader(Numbers(5), 2, sampler=Endless()), 2)
+    assert ranks[0].length is None
+    taken = [list(itertools.islice(source.epoch(0), 70)) for source in ranks]
+    assert check([[(batch.tolist(), share) for batch, share in step] for step in zip(*taken, strict=True)])[:6] == [
+        *range(5),
+        0,
+    ]
+
+
+# Prediction
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_prediction_keeps_the_order_of_the_data_set(world_size: int) -> None:
+    # B-04: no duplicates, all of it, in an order that the shares tell.
+    for length in (3, 4, 17, 65, 102):
+        loader = lambda n=length: DataLoader(Numbers(n), 8, shuffle=True, drop_last=True)  # noqa: E731
+        found = steps(sources(loader, world_size, training=False, predicting=True))
+        outputs = [(share.start, batch) for step in found for batch, share in step if not share.joins]
+        assert [index for _, batch in sorted(outputs) for index in batch] == list(range(length))
+
+
+# Data sets that hold batches
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_data_set_that_holds_batches(world_size: int) -> None:
+    class Batches(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 7
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((index + 1,), index)
+
+    seen = []
+    for rank in range(world_size):
+        loader = DataLoader(Batches(), batch_size=None, shuffle=True)
+        source = prepare_loader(loader, training=True, rank=rank, world_size=world_size)
+        assert source.static == (world_size == 1)
+        pairs = list(source.epoch(0))
+        assert len(pairs) == source.length == -(-7 // world_size)
+        for batch, share in pairs:
+            assert share.samples == (0 if share.joins else len(batch))
+            assert share.total == (len(batch) if world_size == 1 else None)
+            seen += [] if share.joins else [int(batch[0])]
+    assert sorted(seen) == list(range(7))
+
+
+def test_a_data_set_that_is_read_in_bulk() -> None:
+    class Bulk(Numbers):
+        def __getitem__(self, index: Any) -> Any:
+            assert type(index) is list
+            return torch.tensor(index)
+
+    def loader(workers: int = 0) -> DataLoader[int]:
+        sampler: Any = BatchSampler(RandomSampler(range(50)), 4, False)
+        return DataLoader(Bulk(50), batch_size=None, sampler=sampler, num_workers=workers)
+
+    expected = steps(sources(lambda: DataLoader(Numbers(50), 4, shuffle=True), 2))
+    assert steps(sources(loader, 2)) == expected
+    ranks = sources(lambda: loader(1), 2)
+    assert steps(ranks) == expected
+    for source in ranks:
+        source.close()
