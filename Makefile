@@ -39,7 +39,7 @@ CUDA_PYTHON = $(if $(REHEARSE),$(BIN)/python,$(if $(filter command environment,$
 	$$candidate -c 'import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))' \
 	2>/dev/null && echo $$candidate && break; done),$(PYTHON))))
 
-.PHONY: help demo test test-floor test-newest quick faults fuzz lint format types bench cuda cuda-wheels docs reference parity clean distclean
+.PHONY: help demo test test-floor test-newest coverage quick faults fuzz lint format types bench cuda cuda-wheels docs reference parity clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,11 @@ test-floor: $(FLOOR)/.stamp ## The same on the oldest torch that is allowed, a d
 test-newest: $(NEWEST)/.stamp ## The same on the newest torch that there is, a download of 3 GB
 	@$(call install_into,$(NEWEST)) --upgrade torch || echo "The newest torch could not be asked for: going on with the one that is there."
 	@$(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+coverage: $(VENV)/.stamp-dev ## Run the suite and print which part of the code it executes, in all processes, about half as long again
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(ARGS); status=$$?; \
+		$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report && exit $$status
 
 quick: $(VENV)/.stamp-dev ## Run what a change is likely to break, in about a minute (lint and types apart)
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
@@ -98,7 +103,7 @@ docs: $(VENV)/.stamp-docs ## Build the documentation into site/, warnings being 
 	@echo "The documentation is in site/index.html"
 
 clean: ## Remove what builds, tests and runs left behind
-	rm -rf site dist runs cuda-rehearsal drivetrain_logs checkpoints .hypothesis .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .coverage .coverage.* site dist runs cuda-rehearsal drivetrain_logs checkpoints .hypothesis .mypy_cache .ruff_cache .pytest_cache
 	find framework strategies tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## The same, and the virtual environments
