@@ -1,6 +1,6 @@
 """Class imbalance: one image in fifty shows an 8, and a detector that never says so is right on 98%.
 
-The trap: `cross_entropy(weight=...)` with gradient accumulation, or on several devices. It divides by the class
+Common mistake: `cross_entropy(weight=...)` with gradient accumulation, or on several devices. It divides by the class
 weights in its own micro-batch, and the mean of such means is not the weighted mean over the batch:
 micro-batches without an 8 count as much as those with one. `batch_weight` says what each was divided by, and
 the engine weighs them exactly.

@@ -1,6 +1,6 @@
 """Debugging NaN: the loss looks fine, and the model predicts nothing but NaN.
 
-The trap: watching the loss. Two equal inputs, and the slope of the square root at 0, masked too late, make a
+Common mistake: watching the loss. Two equal inputs, and the slope of the square root at 0, masked too late, make a
 gradient NaN in a batch whose loss is finite. From then on all weights are NaN, and the mask takes them for "no
 distance": the loss stays finite to the end. First find the step, with `NonFiniteGuard(check_gradients=True)`,
 which is cheap; then the operation, with `Fit(detect_anomaly=True)`, which is slow.

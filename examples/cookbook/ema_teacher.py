@@ -1,6 +1,6 @@
 """An EMA teacher: 40% of the labels are random, so the student listens to a slow average of itself as well.
 
-The trap: moving the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
+Common mistake: moving the teacher in `training_step` or `on_train_batch_end`. With gradient accumulation these run
 once a micro-batch, and the average is a faster one than was asked for; `optimizer_step` runs once a step. A
 teacher that requires gradients is trained as well, and one with dropout teaches noise: freeze it, in eval mode,
 where it is built.

@@ -1,6 +1,6 @@
 """GAN: two networks with opposite aims, each with an optimizer of its own, that take turns.
 
-The trap: returning both optimizers and one loss. In automatic optimization all optimizers step on the same
+Common mistake: returning both optimizers and one loss. In automatic optimization all optimizers step on the same
 backward: right for Muon beside AdamW, but here both networks would pull the same way. Switch to manual
 optimization, toggle, so that the generator's loss leaves no gradients in the critic, and detach what the critic
 is shown.

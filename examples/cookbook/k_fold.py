@@ -1,6 +1,6 @@
 """k-fold cross-validation: every sample is predicted once, by a module that has never seen it.
 
-The trap: one module, callback or fitted scaler for all folds. The second fold's held-out part is what the first
+Common mistake: one module, callback or fitted scaler for all folds. The second fold's held-out part is what the first
 fold trained on, and the score rises from fold to fold for no good reason. Build all of it within the loop, from
 one seed.
 """

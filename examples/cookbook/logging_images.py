@@ -1,6 +1,6 @@
 """Logging images: what the model makes of a few samples, once an epoch, in TensorBoard.
 
-The trap: writing from every step. An image is copied from the device, which stops it. Keep the samples of one
+Common mistake: writing from every step. An image is copied from the device, which stops it. Keep the samples of one
 validation batch, and write where the epoch ends; and not in the sanity check, which comes before any training.
 Ranks above 0 need no guard: their loggers write nothing.
 """

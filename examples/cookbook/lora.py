@@ -1,6 +1,6 @@
 """LoRA on a Hugging Face model: train an adapter of 1% of the weights, and save it without the rest.
 
-The trap: an adapter fits any model of the same shape. Loaded onto another base than it was trained on (another
+Common mistake: an adapter fits any model of the same shape. Loaded onto another base than it was trained on (another
 revision, a quantised copy) it raises no error and writes nonsense. `Checkpoint(trainable_only=True)` keeps
 checksums of the base, and loading compares them. And `from_pretrained` returns the model in eval mode: without
 `train()`, no dropout.

@@ -1,6 +1,6 @@
 """A sweep with Optuna, in which unpromising trials are pruned.
 
-The traps: raising `TrialPruned` within a run records a failed run, and on several ranks reaches the others as
+Common mistakes: raising `TrialPruned` within a run records a failed run, and on several ranks reaches the others as
 another error. Ask the run to stop, which all ranks do after the same step, and raise afterwards. Do not report
 the sanity check, which sees an untrained model. And seed the sampler: with `Fit(devices=2)` each rank runs this
 script, and would draw a learning rate of its own; seeded, all draw alike, for the reduced metric that they

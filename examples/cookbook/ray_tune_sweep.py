@@ -1,6 +1,6 @@
 """A sweep with Ray Tune: trials in processes of their own, as many at once as there are CPUs.
 
-The traps: a trial has one CPU unless it asks for more, while torch computes on as many threads as the machine
+Common mistakes: a trial has one CPU unless it asks for more, while torch computes on as many threads as the machine
 has; a trial works in a folder of its own, where relative paths lead elsewhere; and workers get the trainable
 pickled, so data goes with `tune.with_parameters`, once, and not in a global. A trial has one device.
 """

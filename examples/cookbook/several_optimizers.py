@@ -1,6 +1,6 @@
 """Several optimizers: Muon for the matrices and AdamW for the rest, on one backward, each with its schedule.
 
-The trap: a rule for each optimizer's parameters. What matches neither never trains (a warning names it), so let
+Common mistake: a rule for each optimizer's parameters. What matches neither never trains (a warning names it), so let
 the second optimizer take all that the first did not. And a schedule steps once an epoch unless it says
 `"interval": "step"`: a cosine over 280 steps would have come down a little by the end of 10 epochs.
 """

@@ -1,6 +1,6 @@
 """Streaming data: an iterable data set, shared out among ranks and workers, that goes on where a run was stopped.
 
-The traps: every rank and every worker has its own copy of an iterable, and reads all of it unless told
+Common mistakes: every rank and every worker has its own copy of an iterable, and reads all of it unless told
 otherwise. And a run that goes on has to read again, and throw away, all that came before: hours, for a large
 corpus. An iterable with `state_dict` and `load_state_dict` is put back to the first piece that was not *trained
 on*; the pieces that were read ahead of that are read again.

@@ -2,7 +2,7 @@
 
     pytest examples/cookbook/test_a_module.py
 
-The trap: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is that of each
+Common mistake: comparing a run on two ranks with one of the same `batch_size`. A loader's batch size is that of each
 rank: two ranks of 8 take the steps of one process with 16. And ranks are processes of their own, which import
 the function they run: it stands at the top level of a file, and takes and returns what can be pickled.
 """

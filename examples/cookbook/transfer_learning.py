@@ -1,6 +1,6 @@
 """Transfer learning: a network that was trained on much data learns a new task from a few samples.
 
-The trap: training all of it from the first step. The head is random, and the gradients it sends back spoil the
+Common mistake: training all of it from the first step. The head is random, and the gradients it sends back spoil the
 features that it is about to use. And where the backbone is frozen, its batch normalisation still follows the
 new data's statistics. `BackboneFinetuning(train_bn=False)` keeps both still, and lets the backbone train later,
 at a tenth of the head's learning rate.

@@ -235,14 +235,14 @@ def test_there_is_a_recipe_a_page() -> None:
 @pytest.mark.parametrize("recipe", _recipes(), ids=lambda path: path.stem)
 def test_a_page_has_problem_recipe_trap_and_what_to_read_next(recipe: Path) -> None:
     page = (PAGES / f"{recipe.stem.replace('_', '-')}.md").read_text()
-    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["Recipe", "The trap", "Read next"]
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["Recipe", "Common mistake", "Read next"]
     assert len(page.partition("\n## ")[0].splitlines()) > 2, "the problem comes first"
     assert f"({recipe.stem.replace('_', '-')}.md)" in (PAGES / "index.md").read_text()
     if recipe.suffix == ".py":
         assert f'--8<-- "examples/cookbook/{recipe.name}"' in page
-        assert "The trap" in recipe.read_text().split('"""')[1]
+        assert "Common mistake" in recipe.read_text().split('"""')[1]
         return
     for cell in json.loads(recipe.read_text())["cells"]:
         text = "".join(cell["source"])
-        assert "The trap" in text if cell["cell_type"] == "markdown" else text in page
+        assert "Common mistake" in text if cell["cell_type"] == "markdown" else text in page
         assert not cell.get("outputs")
