@@ -1,4 +1,4 @@
-"""The rules that keep the repository one house: who imports whom, how large a file is, what an import costs (H-02)."""
+"""Rules for the source tree: import layers, names, file sizes and the cost of an import (H-02)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from drivetrain.precision.resolve import PrecisionName
 ROOT = Path(__file__).parents[2]
 SOURCE_ROOTS = [ROOT / "framework", ROOT / "strategies"]
 
-# A unit (a package of drivetrain's, or a file beside them) imports itself and units on lower floors, nothing else.
-FLOORS: list[set[str]] = [
+# A unit (a package or a top-level module of drivetrain) may import itself and units in lower layers only.
+LAYERS: list[set[str]] = [
     {"errors"},
     {"_config", "_runtime"},
     {"_distributed", "environments", "precision"},
@@ -37,12 +37,12 @@ FLOORS: list[set[str]] = [
     {"fit"},
     {"cli", "migrate", "testing", "tuner"},
 ]
-FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
-UNKNOWN = len(FLOORS)  # a unit without a floor, which a test of its own reports
-DOORS = {"strategies", "launchers", "loggers", "environments", "precision", "profilers", "errors"}  # of api.md
+LAYER_OF = {unit: number for number, floor in enumerate(LAYERS) for unit in floor}
+UNKNOWN = len(LAYERS)  # a unit without a layer, which a separate test reports
+PUBLIC_PACKAGES = {"strategies", "launchers", "loggers", "environments", "precision", "profilers", "errors"}
 
 MAX_LINES = 600
-LONGER = {  # path: the reason why it is one idea all the same
+LONGER = {  # path: the reason why it is a single unit
     "framework/drivetrain/run_context.py": "one interface: all that hooks and users may read and call of a run",
 }
 
@@ -63,7 +63,7 @@ HEAVY = [
 
 @dataclass(frozen=True)
 class Import:
-    """One import of ours, wherever in the file it stands."""
+    """An import of one of our modules, anywhere in a file."""
 
     importer: str
     imported: str
@@ -74,7 +74,7 @@ class Import:
 
 
 def modules() -> dict[str, Path]:
-    """Every module of ours by its dotted name; a package goes by its own name."""
+    """Return every module of both source roots by its dotted name."""
     found = {}
     for root in SOURCE_ROOTS:
         for path in sorted(root.rglob("*.py")):
@@ -87,9 +87,9 @@ MODULES = modules()
 
 
 def imports_of(name: str, source: str) -> list[Import]:
-    """The imports of our own modules in ``source``, the text of module ``name``.
+    """Return the imports of our own modules in ``source``, the text of module ``name``.
 
-    Those in functions count, and those for annotations alone: who must know another's type depends on it.
+    Imports within functions and imports for annotations count as well.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -116,16 +116,16 @@ def unit_of(name: str) -> str:
     return name.split(".")[1]
 
 
-def floor_of(name: str) -> int:
-    return FLOOR_OF.get(unit_of(name), UNKNOWN)
+def layer_of(name: str) -> int:
+    return LAYER_OF.get(unit_of(name), UNKNOWN)
 
 
 def is_ours(name: str) -> bool:
     return name == "drivetrain" or name.startswith("drivetrain.")
 
 
-def breaches(imports: list[Import]) -> list[str]:
-    """The imports of drivetrain's files that climb a floor, or stay on it and leave their own unit."""
+def layer_violations(imports: list[Import]) -> list[str]:
+    """Return the imports of drivetrain's files that reach a higher layer, or another unit in the same layer."""
     found = []
     for each in imports:
         if not is_ours(each.importer) or each.importer == "drivetrain":
@@ -134,14 +134,14 @@ def breaches(imports: list[Import]) -> list[str]:
             found.append(f"{each}: name the module it comes from")
         elif is_ours(each.imported):
             importer, imported = unit_of(each.importer), unit_of(each.imported)
-            if importer != imported and floor_of(each.imported) >= floor_of(each.importer):
-                found.append(f"{each}: floor {floor_of(each.imported)} from floor {floor_of(each.importer)}")
+            if importer != imported and layer_of(each.imported) >= layer_of(each.importer):
+                found.append(f"{each}: layer {layer_of(each.imported)} from layer {layer_of(each.importer)}")
     return found
 
 
-def test_every_unit_stands_on_a_floor() -> None:
+def test_every_unit_has_a_layer() -> None:
     units = {unit_of(name) for name in MODULES if is_ours(name) and name != "drivetrain"}
-    assert not units - FLOOR_OF.keys(), "give these a floor in FLOORS"
+    assert not units - LAYER_OF.keys(), "assign these a layer in LAYERS"
 
 
 def test_every_unit_is_on_the_page_of_the_architecture() -> None:
@@ -151,46 +151,46 @@ def test_every_unit_is_on_the_page_of_the_architecture() -> None:
 
 
 def test_imports_go_down() -> None:
-    assert not breaches(IMPORTS)
+    assert not layer_violations(IMPORTS)
 
 
-def test_a_climbing_import_is_seen() -> None:
+def test_an_import_of_a_higher_layer_is_detected() -> None:
     climbing = imports_of(
         "drivetrain._loops.train", "def late():\n    import drivetrain.fit\n    from drivetrain.callbacks import timer"
     )
-    assert len(breaches(climbing)) == 2
+    assert len(layer_violations(climbing)) == 2
     annotated = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from drivetrain.fit import Fit\n"
-    assert len(breaches(imports_of("drivetrain.callback", annotated))) == 1
+    assert len(layer_violations(imports_of("drivetrain.callback", annotated))) == 1
 
 
 def test_drivetrain_never_imports_the_strategies() -> None:
     assert not [str(each) for each in IMPORTS if is_ours(each.importer) and not is_ours(each.imported)]
 
 
-def beside_the_doors(imports: list[Import]) -> list[str]:
-    """The imports by which our own strategies come in where a third party's could not."""
+def imports_of_private_modules(imports: list[Import]) -> list[str]:
+    """Return the imports by which our strategies use something that is private to drivetrain."""
     return [
-        f"{each}: import it from a package of {sorted(DOORS)}, which exports it"
+        f"{each}: import it from a package of {sorted(PUBLIC_PACKAGES)}, which exports it"
         for each in imports
         if not is_ours(each.importer)
         and is_ours(each.imported)
-        and each.imported not in {f"drivetrain.{door}" for door in DOORS}
+        and each.imported not in {f"drivetrain.{package}" for package in PUBLIC_PACKAGES}
     ]
 
 
-def test_the_strategies_come_in_by_the_doors() -> None:
+def test_our_strategies_import_public_packages_only() -> None:
     # K-01
-    assert not beside_the_doors(IMPORTS)
+    assert not imports_of_private_modules(IMPORTS)
 
 
-def test_an_import_beside_the_doors_is_seen() -> None:
+def test_a_private_import_is_detected() -> None:
     source = """
 from drivetrain.strategies import Strategy
 from drivetrain.strategies.strategy import Strategy
 from drivetrain._distributed import control_plane
 from drivetrain import Fit
 """
-    found = beside_the_doors(imports_of("drivetrain_strategies.one", source))
+    found = imports_of_private_modules(imports_of("drivetrain_strategies.one", source))
     assert [line.split()[2].rstrip(":") for line in found] == [
         "drivetrain.strategies.strategy",
         "drivetrain._distributed.control_plane",
@@ -198,11 +198,11 @@ from drivetrain import Fit
     ]
 
 
-# Names: what users import is plain, everything else begins with an underscore
+# Names: modules that users import have a plain name, all others begin with an underscore
 
 
 def exports_of(package: str) -> set[str]:
-    """The modules from which a package's ``__init__`` exports something, wherever in it the import stands."""
+    """Return the modules from which a package's ``__init__`` exports something."""
     tree = ast.parse(MODULES[package].read_text())
     return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
 
@@ -212,17 +212,17 @@ def is_private(name: str) -> bool:
 
 
 COMMANDS = {"drivetrain.migrate"}
-"""Modules that users run, with ``python -m``, and do not import."""
+"""Modules that users run with ``python -m`` and do not import."""
 
 
-def test_a_plain_name_is_one_that_users_import() -> None:
+def test_a_module_without_underscore_is_exported() -> None:
     unused = []
     for name in MODULES.keys() - COMMANDS:
         package, _, own = name.rpartition(".")
         if is_private(name) or own == "__main__" or MODULES[name].name == "__init__.py":
             continue
         if name not in exports_of(package):
-            unused.append(f"{name}: {package} exports nothing of it, so its name begins with an underscore")
+            unused.append(f"{name}: {package} exports nothing from it, so its name must begin with an underscore")
     assert not unused
 
 
@@ -245,7 +245,7 @@ def test_public_packages_are_those_of_the_contract() -> None:
     assert packages == {"drivetrain", *ours, *theirs}
 
 
-# What means the same in several packages may have the same name there.
+# Modules with the same role in several packages may share a name.
 SAME_NAME: dict[str, str] = {
     "strategy": "the interface, and a strategy in a package of its own",
     "_aliases": "the names under which a package's strategies are registered",
@@ -260,7 +260,7 @@ SAME_NAME: dict[str, str] = {
 
 
 def names_used_twice(names: Iterable[str]) -> dict[str, list[str]]:
-    """By base name, without underscores in front, the modules that share it."""
+    """Return the modules that share a base name, by that name without leading underscores."""
     found: dict[str, list[str]] = {}
     for name in names:
         base = name.rpartition(".")[2]
@@ -269,7 +269,7 @@ def names_used_twice(names: Iterable[str]) -> dict[str, list[str]]:
     return {base: sorted(modules) for base, modules in found.items() if len(modules) > 1}
 
 
-def test_no_base_name_twice() -> None:
+def test_base_names_are_unique() -> None:
     files = [name for name, path in MODULES.items() if path.name != "__init__.py"]
     allowed = {name.lstrip("_") for name in SAME_NAME}
     twice = names_used_twice(files)
@@ -279,11 +279,11 @@ def test_no_base_name_twice() -> None:
     assert not twice
 
 
-def test_a_name_used_twice_is_seen() -> None:
+def test_a_repeated_base_name_is_detected() -> None:
     assert names_used_twice(["a.place", "b._place", "b.other"]) == {"place": ["a.place", "b._place"]}
 
 
-# Circles
+# Import cycles
 
 
 def _packages_entered(each: Import) -> list[str]:
@@ -294,9 +294,9 @@ def _packages_entered(each: Import) -> list[str]:
 
 
 def cycles(imports: list[Import]) -> list[list[str]]:
-    """Groups of modules that import each other, in whatever roundabout way (Tarjan's strongly connected components).
+    """Return groups of modules that import each other, directly or indirectly (Tarjan's strongly connected components).
 
-    Modules that need each other for annotations alone are one as well: none of them can be read without the others.
+    Imports for annotations count: modules that need each other's types cannot be read separately.
     """
     graph: dict[str, list[str]] = {}
     for each in imports:
@@ -332,7 +332,7 @@ def test_no_import_cycles() -> None:
     assert not cycles(IMPORTS)
 
 
-def test_a_cycle_is_seen() -> None:
+def test_a_cycle_is_detected() -> None:
     ring = [Import("drivetrain.a", "drivetrain.b", 1), Import("drivetrain.b", "drivetrain.c", 1)]
     assert cycles(ring) == []
     ring.append(Import("drivetrain.c", "drivetrain.a", 1))
@@ -345,7 +345,7 @@ def test_files_are_small() -> None:
     assert long == LONGER.keys(), f"over {MAX_LINES} lines: split it, or give the reason in LONGER"
 
 
-def test_packages_say_that_they_are_typed() -> None:
+def test_packages_are_marked_as_typed() -> None:
     packages = [path.parent for name, path in MODULES.items() if "." not in name]
     assert len(packages) == 2
     assert all((package / "py.typed").exists() for package in packages)
@@ -382,30 +382,34 @@ def unpickles(source: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name not in PICKLES])
-def test_nothing_is_unpickled_but_where_it_is_known_why(name: str) -> None:
+def test_only_listed_modules_unpickle(name: str) -> None:
     assert not unpickles(MODULES[name].read_text())
 
 
-def test_what_unpickles_is_seen() -> None:
+def test_unpickling_is_detected() -> None:
     assert all(unpickles(MODULES[name].read_text()) == {"pickle"} for name in PICKLES)
     source = "import torch.distributed as dist\ndist.all_gather_object(a, b)\nfrom pickle import loads"
     assert unpickles(source) == {"all_gather_object", "pickle"}
 
 
-# K-02: the engine asks through interfaces
+# K-02: the engine uses interfaces, not concrete classes
 
 ENGINE = {"_engine", "_loops", "fit"}
 NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(PrecisionName)} - {16, 32, 64}
-CLASSES_ASKED_FOR = {
-    "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},  # step back for one of their class
-    # Fit.checkpoint_callback, early_stopping_callback and progress_bar_callback are documented to be such.
+ALLOWED_CLASSES = {
+    "drivetrain._engine.defaults": {
+        "ProgressBar",
+        "ModelSummary",
+        "Checkpoint",
+    },  # the user's own replaces the default one
+    # Fit.checkpoint_callback, early_stopping_callback and progress_bar_callback return instances of these.
     "drivetrain._engine.run_state": {"Checkpoint", "EarlyStopping", "ProgressBar"},
 }
-NAMES_ASKED_FOR = {
-    "drivetrain._engine.run_state": {"ddp", "single_device"},  # what "auto" means
+ALLOWED_NAMES = {
+    "drivetrain._engine.run_state": {"ddp", "single_device"},  # what "auto" resolves to
     "drivetrain.fit": {"32-true"},  # the default
 }
-KINDS = tuple(
+CONCRETE_PACKAGES = tuple(
     f"drivetrain{kind}"
     for kind in (".callbacks", ".loggers", ".launchers", ".environments", ".precision", ".profilers")
 )
@@ -423,13 +427,14 @@ INTERFACES = {
 }
 
 
-def asked_by_name(name: str, source: str) -> set[str]:
-    """Strategies' and precisions' names that ``source`` compares or builds by, and our classes that it tells apart."""
+def concrete_references(name: str, source: str) -> set[str]:
+    """Return names of strategies and precisions in ``source``, and our classes that it tests with isinstance."""
     tree = ast.parse(source)
     ours = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith((*KINDS, "drivetrain_strategies"))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith((*CONCRETE_PACKAGES, "drivetrain_strategies"))
         for alias in node.names
     } - INTERFACES
     found: set[str] = set()
@@ -438,36 +443,41 @@ def asked_by_name(name: str, source: str) -> set[str]:
             found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)} & ours
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in NAMES:
             found.add(node.value)
-    return found - CLASSES_ASKED_FOR.get(name, set()) - NAMES_ASKED_FOR.get(name, set())
+    return found - ALLOWED_CLASSES.get(name, set()) - ALLOWED_NAMES.get(name, set())
 
 
-IN_THE_ENGINE = [name for name in MODULES if is_ours(name) and unit_of(f"{name}.") in ENGINE]
+ENGINE_MODULES = [name for name in MODULES if is_ours(name) and unit_of(f"{name}.") in ENGINE]
 
 
-def test_the_engine_is_looked_at() -> None:
-    assert {unit_of(name) for name in IN_THE_ENGINE} == ENGINE
+def test_the_engine_is_covered() -> None:
+    assert {unit_of(name) for name in ENGINE_MODULES} == ENGINE
 
 
-@pytest.mark.parametrize("name", IN_THE_ENGINE)
-def test_the_engine_knows_nobody_by_name_or_class(name: str) -> None:
-    assert not asked_by_name(name, MODULES[name].read_text()), "ask through the interface"
+@pytest.mark.parametrize("name", ENGINE_MODULES)
+def test_the_engine_refers_to_no_concrete_class_or_name(name: str) -> None:
+    assert not concrete_references(name, MODULES[name].read_text()), "use the interface"
 
 
-def test_who_is_asked_by_name_or_class_is_seen() -> None:
+def test_a_concrete_reference_is_detected() -> None:
     source = """
 from drivetrain.callbacks import EarlyStopping
 from drivetrain.environments import Environment, PlainEnvironment
 if strategy.name in ("fsdp", "zero") or isinstance(one, EarlyStopping | int) or precision.name == "16-mixed": ...
 assert isinstance(one, Environment) and isinstance(one, PlainEnvironment)
 """
-    assert asked_by_name("drivetrain._engine.any", source) == {"fsdp", "EarlyStopping", "16-mixed", "PlainEnvironment"}
+    assert concrete_references("drivetrain._engine.any", source) == {
+        "fsdp",
+        "EarlyStopping",
+        "16-mixed",
+        "PlainEnvironment",
+    }
 
 
 # What an import costs
 
 
 def imported_after(statement: str) -> tuple[list[str], float]:
-    """What ``statement`` brings into a fresh interpreter that has torch already, and the seconds it takes."""
+    """Return the modules that ``statement`` imports after torch in a new interpreter, and the seconds it takes."""
     code = (
         "import json, sys, time, torch\n"
         "before = set(sys.modules)\n"
@@ -487,7 +497,7 @@ def heavy(names: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_import_brings_torch_and_next_to_nothing() -> None:
+def test_import_drivetrain_imports_nothing_heavy() -> None:
     # H-02
     names, seconds = imported_after("import drivetrain")
     assert not heavy(names)
@@ -496,29 +506,29 @@ def test_import_brings_torch_and_next_to_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_public_classes_bring_nothing_heavy() -> None:
-    # H-02, for what a script really writes.
+def test_public_classes_import_nothing_heavy() -> None:
+    # H-02, for the imports of a typical script.
     names, _ = imported_after("from drivetrain import Callback, DataModule, Fit, Strategy, TrainModule")
     assert not heavy(names)
-    # fsspec, elastic and what writes checkpoints wait until somebody needs them.
+    # fsspec, elastic and the checkpoint writer are imported on first use.
     assert [name for name in names if not is_ours(name)] == []
-    assert len(names) <= 155  # a quarter of a millisecond each; eight are packages without code
+    assert len(names) <= 155  # about 0.25 ms each
 
 
 @pytest.mark.parametrize("name", drivetrain.__all__)
-def test_every_public_name_is_there(name: str) -> None:
+def test_public_names_exist(name: str) -> None:
     assert getattr(drivetrain, name) is not None
     assert name in dir(drivetrain)
 
 
 @pytest.mark.slow
-def test_the_checkpoint_tools_are_imported_one_by_one() -> None:
+def test_checkpoint_tools_are_imported_separately() -> None:
     # H-02
     names, _ = imported_after("from drivetrain.checkpoint import load")
     assert "drivetrain.checkpoint._format.checkpoint_reader" in names
     assert not {f"drivetrain.checkpoint.{tool}" for tool in ("consolidation", "conversion", "inspection")} & set(names)
 
 
-def test_an_unknown_name_is_a_plain_attribute_error() -> None:
+def test_an_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Fitt'"):
         drivetrain.Fitt  # noqa: B018
