@@ -16,19 +16,19 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 HEAD = """# Benchmarks
 
-What the engine costs compared with the loop that its user would have written. Each question has a picture or a small
-table here, and a page of its own with every figure, the machine, the versions and the command. `make bench` measures
-them again. `python -m benchmarks.results` writes this page from the long tables, and a test holds it equal to them.
+The overhead of the engine compared with a hand-written loop. Each question has a picture or a small table here, and
+its own page with every figure, the machine, the versions and the command. `make bench` repeats the measurements.
+`python -m benchmarks.results` generates this page from the detailed tables, and a test checks that it is up to date.
 """
 
 METHOD = """## How it is measured
 
-A machine has good and bad moments. Loops are therefore timed in turn, A B A B, and compared round by round. Each is run
-for two numbers of steps and the slope between them counts, so that start-up drops out. Loops of several processes
-[take turns within one run](decisions/0017-loops-of-a-strategy-take-turns.md). All loops of a table train the same
-network on the same data in the same order, and the run is refused unless the weights are equal to the last bit.
-Figures are medians. On a machine that others use, *processor* is the time that the process computed, without waiting.
-Counts are the same in every run: Python functions called, instructions, collectives and bytes.
+The speed of a machine varies over time. Loops are therefore interleaved (A B A B) and compared round by round. Each
+loop runs for two numbers of steps, and the slope between them excludes the start-up time. Loops of several processes
+[alternate within one run](decisions/0017-loops-of-a-strategy-take-turns.md). All loops of a table train the same
+network on the same data in the same order, and a run fails unless the final weights are bit-identical.
+Figures are medians. *Processor* is processor time, which excludes waiting on a shared machine.
+Counts of Python calls, instructions, collectives and bytes are the same in every run.
 """
 
 Row = dict[str, str]
@@ -65,9 +65,9 @@ def _step(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "What does a step cost in one process?",
         "one-process.md",
-        "What a step takes over a loop by hand, in microseconds, on a network of nine weights: nothing but the step; "
+        "The time of a step over that of a hand-written loop, in microseconds, on a network of nine weights: bare; "
         "with one and with five logged values; and with a progress bar, a CSV logger and a checkpoint callback. Counts "
-        "of Python calls do not depend on the machine. Times below a few microseconds are noise.",
+        "of Python calls do not depend on the machine. Differences of a few microseconds are noise.",
         "![Bars: microseconds that each framework adds to a typical step](images/benchmark-step.svg)",
         _table(["us over a loop by hand", *ways, "calls, bare", "calls, typical"], lines),
     )
@@ -81,10 +81,10 @@ def _instructions(folder: Path, pictures: Mapping[str, str]) -> str:
         [row["a rank's step"], row["over"], row["ratio"]] for row in _rows(folder / "instructions.md", "a rank's step")
     ]
     return _section(
-        "What is that in instructions?",
+        "How many instructions does a step take?",
         "instructions.md",
-        "Thousands of instructions over a loop by hand, counted by Valgrind, the same in every run. The second table "
-        "has a rank's step of a small GPT over the same strategy by hand.",
+        "Thousands of instructions over those of a hand-written loop, counted by Valgrind. The second table compares "
+        "a rank's step of a small GPT with the same strategy in a hand-written loop.",
         _table(["a step of `linear`", "over raw", "ratio"], lines),
         _table(["a rank's step", "over by hand", "ratio"], ranks),
     )
@@ -92,9 +92,9 @@ def _instructions(folder: Path, pictures: Mapping[str, str]) -> str:
 
 def _profile(folder: Path, pictures: Mapping[str, str]) -> str:
     return _section(
-        "Where does a step go?",
+        "Where does a step spend its time?",
         "where-a-step-goes.md",
-        "What a step spends where, for the loop by hand, drivetrain and Lightning.",
+        "The parts of a step, for the hand-written loop, drivetrain and Lightning.",
         "![Bars: where a step of the network linear goes](images/step-linear.svg)",
     )
 
@@ -118,8 +118,8 @@ def _strategies(folder: Path, pictures: dict[str, str]) -> str:
     return _section(
         "What does a step cost on two processes?",
         "two-processes.md",
-        "A small GPT under each strategy, over `DistributedDataParallel`, `fully_shard` and `deepspeed.initialize` "
-        "written by hand.",
+        "A small GPT under each strategy, compared with hand-written loops on `DistributedDataParallel`, "
+        "`fully_shard` and `deepspeed.initialize`.",
         "![Bars: a step by hand and by the engine, for each strategy](images/benchmark-strategies.svg)",
         _table(["Strategy", "ratio", "in processor time", "collectives", "KiB sent"], lines),
     )
@@ -132,9 +132,9 @@ def _start(folder: Path, pictures: dict[str, str]) -> str:
     pictures["benchmark-start.svg"] = drawn("Milliseconds until the first step is done", bars, parts)
     lines = [[row["Begun"], *(f"{_first(row[part]):.1f}" for part in parts), row["modules"]] for row in rows]
     return _section(
-        "How long does it take to begin?",
+        "How long does it take to start?",
         "starting.md",
-        "In a process that has imported torch, in milliseconds.",
+        "Milliseconds in a process that has already imported torch.",
         "![Bars: import, construction and first step](images/benchmark-start.svg)",
         _table(["", *parts, "modules imported"], lines),
     )
@@ -148,9 +148,9 @@ def _data(folder: Path, pictures: Mapping[str, str]) -> str:
         if row["Samples"] in ("100,000", "10,000,000", "1,000,000,000")
     ]
     return _section(
-        "How long does a shuffled epoch take to begin?",
+        "How long does a shuffled epoch take to start?",
         "reading-data.md",
-        "The time to the first batch, and what memory grows by. A resume from the middle of an epoch takes as long.",
+        "The time to the first batch and the growth in memory. Resuming in the middle of an epoch takes the same time.",
         _table(["samples", "order", "first batch, ms", "memory, MiB"], lines),
     )
 
@@ -161,10 +161,10 @@ def _scale(folder: Path, pictures: Mapping[str, str]) -> str:
         for row in _rows(folder / "many-ranks.md", "Ranks")
     ]
     return _section(
-        "What does a rank of many pay?",
+        "What is the overhead on many ranks?",
         "many-ranks.md",
-        "What the engine adds to a step and to the start of a run on one rank of many, over DDP by hand, on torch's "
-        "fake process group.",
+        "The overhead per step and at the start of a run on one rank of many, compared with hand-written DDP, on "
+        "torch's fake process group.",
         _table(["ranks", "Python calls a step", "us a step", "ms at the start"], lines),
     )
 
@@ -189,14 +189,16 @@ def _checkpoints(folder: Path, pictures: dict[str, str]) -> str:
         "How fast are checkpoints?",
         "saving-and-loading.md",
         "A GPT of 100 million parameters with AdamW. A save that syncs survives a power cut, and a load that checks "
-        "notices a flipped bit.",
+        "detects a flipped bit.",
         "![Bars: saving and loading, for each library](images/benchmark-checkpoints.svg)",
         _table(["", *parts, "memory of a save, MB", "syncs", "checks"], lines),
     )
 
 
 def _gpu(folder: Path, pictures: Mapping[str, str]) -> str:
-    return _section("And on a GPU?", "gpu.md", "`make cuda` [measures it](cuda.md). The page has its last report.")
+    return _section(
+        "GPU", "gpu.md", "[`make cuda`](cuda.md) measures the overhead on a GPU. The page has its last report."
+    )
 
 
 QUESTIONS: tuple[Callable[[Path, dict[str, str]], str], ...] = (
