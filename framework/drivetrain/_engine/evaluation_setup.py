@@ -9,10 +9,12 @@ from typing import Any
 
 from drivetrain._engine.batches import Move, safely
 from drivetrain._engine.session_state import SessionState
-from drivetrain._loops.evaluate import EvaluateLoop
+from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.predict import PredictLoop, There
+from drivetrain._loops.predict import IsPredicted, PredictLoop
+from drivetrain._loops.progress import Reporting
+from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain.callback import Callback
 from drivetrain.strategies.strategy import StepRunner
 
@@ -41,21 +43,16 @@ def build_evaluation(
     give_out_buffers = run.buffers.give_out if within_training else partial(strategy.sync_buffers, run.module)
     return EvaluateLoop(
         stage,
-        module=run.module,
-        runner=runner,
-        strategy=strategy,
+        WrappedModule(run.module, runner, strategy),
         hooks=run.hooks,
-        metrics=run.metrics,
         position=run.position,
-        sources=[run.profiling.evaluated(one) for one in run.data.sources[stage]],
-        limits=run.data.limits[stage] if limits is None else limits,
-        lengths=run.lengths,
-        move=_safe(run, stage, move),
-        give_out_buffers=give_out_buffers,
-        inference_mode=_inference_mode(run),
-        pacing=run.pacing(),
-        log=None if limits is not None else run.logger_call(),
-        early=early,
+        data=EvaluationData(
+            [run.profiling.evaluated(one) for one in run.data.sources[stage]],
+            run.data.limits[stage] if limits is None else limits,
+            _safe(run, stage, move),
+        ),
+        reporting=Reporting(run.metrics, None if limits is not None else run.logger_call(), run.pacing(), run.lengths),
+        mode=EvaluationMode(give_out_buffers, _inference_mode(run), early),
     ).run
 
 
@@ -95,24 +92,22 @@ def build_prediction(run: SessionState, runner: StepRunner, move: Move | None) -
     """Return what predicts with the run's module."""
     assert run.data is not None
     return PredictLoop(
-        module=run.module,
-        runner=runner,
-        strategy=run.strategy,
+        WrappedModule(run.module, runner, run.strategy),
         hooks=run.hooks,
-        metrics=run.metrics,
         position=run.position,
-        sources=[run.profiling.evaluated(one) for one in run.data.sources["predict"]],
-        limits=run.data.limits["predict"],
-        lengths=run.lengths,
-        move=_safe(run, "predict", move),
+        data=EvaluationData(
+            [run.profiling.evaluated(one) for one in run.data.sources["predict"]],
+            run.data.limits["predict"],
+            _safe(run, "predict", move),
+        ),
+        reporting=Reporting(run.metrics, None, run.pacing(), run.lengths),
         inference_mode=_inference_mode(run),
-        pacing=run.pacing(),
         keeps=run.return_predictions,
         before=partial(_predicted_before, run),
     ).run
 
 
-def _predicted_before(run: SessionState) -> list[There]:
+def _predicted_before(run: SessionState) -> list[IsPredicted]:
     """What the callbacks that keep outputs say is there from before; nothing where one of them has nothing."""
     asked = [one for one in run.callbacks if is_overridden("predicted_before", one, Callback)]
     told = [one.predicted_before(run.trainer, run.module) for one in asked]

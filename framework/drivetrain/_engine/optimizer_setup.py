@@ -11,7 +11,7 @@ from drivetrain._engine.handshake import check_ranks_agree, facts_about_optimize
 from drivetrain._engine.resume_compatibility import names_of
 from drivetrain._engine.session_state import SessionState
 from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
-from drivetrain._loops.manual_step import handles_of
+from drivetrain._loops.manual_step import build_optimizer_handles
 
 logger = logging.getLogger("drivetrain")
 
@@ -50,7 +50,7 @@ def set_up_optimizers(run: SessionState, regroup: Callable[[Sequence[Optimizer]]
     trainables.begin(run.optimizers, run.schedulers)
     if not run.optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
-    run.handles = handles_of(run.optimizers, strategy, run.hooks, automatic, closure)
+    run.handles = build_optimizer_handles(run.optimizers, strategy, run.hooks, automatic, closure)
 
 
 def _tell_idle_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:

@@ -164,7 +164,7 @@ class Profiling(Unprofiled):
         if not isinstance(step, AutomaticStep):
             return step
         step.wrap(self.call)
-        return _ProfiledStep(step, self.call("optimizer", step.close_window))
+        return _ProfiledStep(step, self.call("optimizer", step.clip_and_step))
 
     def knows_folder(self) -> None:
         profiler, facts = self._profiler, self._facts
@@ -215,12 +215,13 @@ class _ProfiledSource:
 
 
 class _ProfiledStep:
-    """An automatic step of which closing a window is a phase."""
+    """An automatic step of which the optimizers' step is a phase."""
 
-    def __init__(self, step: AutomaticStep, close_window: Callable[[MicroBatch], bool]) -> None:
+    def __init__(self, step: AutomaticStep, clip_and_step: Callable[[MicroBatch], bool]) -> None:
         self._step = step
-        self.micro_batch = step.micro_batch
-        self.close_window = close_window
+        self.zero_grad = step.zero_grad
+        self.forward_backward = step.forward_backward
+        self.clip_and_step = clip_and_step
         self.drop_window = step.drop_window
 
     @property

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,23 +18,24 @@ from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, find_loaders
 from drivetrain._engine.window_snapshot import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
-from drivetrain._loops.epoch_checks import EpochWatch
+from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import Tally
-from drivetrain._loops.manual_step import ManualStep, OverriddenSteps
+from drivetrain._loops.loader_lengths import BatchCount
+from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
+from drivetrain._loops.progress import Reporting
 from drivetrain._loops.schedulers import Outlook, Schedulers
-from drivetrain._loops.step import AutomaticStep, TrainStep
-from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import EpochData, TrainLimits, TrainLoop
+from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits, TrainLoop
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import (
+    Batches,
     MicroBatch,
-    Pairs,
-    dealt_windows,
     exchanged_windows,
+    sharded_windows,
     single_windows,
-    weighed_windows,
+    weighted_windows,
 )
 from drivetrain.data._batch_copies import own_memory
 from drivetrain.data._batch_source import NO_BATCH
@@ -78,44 +78,38 @@ def build_training(
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
     data = run.data
     assert data is not None
+    limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
     return run.profiling.train_loop(
-        step=step,
-        data=epoch_data(run, move),
+        step,
+        epoch_data(run, move),
         hooks=run.hooks,
-        metrics=metrics,
-        progress=run.progress,
-        position=run.position,
-        limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
-        stop=run.stop,
-        schedulers=Schedulers(
-            run.schedulers if module.automatic_optimization else [],
-            scheduler_step,
-            metrics.agreed,
-            lambda: list(metrics.callback_metrics()),
-            Outlook(estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read),
-            tells=strategy.rank == 0,
-        ),
-        validation=ValidationPlan(
-            run.validate,
-            trainer.val_check_interval,
-            trainer.check_val_every_n_epoch,
-            data.train_length,
-            run.stop,
-            metrics,
-            tells=strategy.control.rank == 0,
-            changes=run.reload is not None,
-        ),
         control=strategy.control,
-        lengths=run.lengths,
-        log=run.logger_call(),
-        pacing=run.pacing(),
-        saves=run.saves,
-        draws=run.draws,
-        save=save,
-        settle=settle,
-        watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
-        opening=run.opening,
-        reload=run.reload,
+        progress=TrainingProgress(run.progress, run.position, limits, run.stop),
+        reporting=Reporting(metrics, run.logger_call(), run.pacing(), run.lengths),
+        checkpointing=Checkpointing(run.saves, save, run.opening, run.draws),
+        schedule=Schedule(
+            schedulers=Schedulers(
+                run.schedulers if module.automatic_optimization else [],
+                scheduler_step,
+                metrics.agreed,
+                lambda: list(metrics.callback_metrics()),
+                Outlook(estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read),
+                tells=strategy.rank == 0,
+            ),
+            validation=ValidationPlan(
+                run.validate,
+                trainer.val_check_interval,
+                trainer.check_val_every_n_epoch,
+                data.train_length,
+                run.stop,
+                metrics,
+                tells=strategy.control.rank == 0,
+                changes=run.reload is not None,
+            ),
+            reload=run.reload,
+            after_epoch_hooks=settle,
+            checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
+        ),
     )
 
 
@@ -124,14 +118,14 @@ def epoch_data(run: SessionState, move: BatchMover | None) -> EpochData:
     data = run.data
     assert data is not None
     assert data.train is not None
-    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
+    count = BatchCount("training loader", data.train.length, not data.train.static, run.lengths)
     ended = _Ended()
     return EpochData(
-        micro_batches=run.profiling.windows(_micro_batches(run, move, tally, ended)),
+        micro_batches=run.profiling.windows(_micro_batches(run, move, count, ended)),
         exhausted=lambda: ended.seen,
         length=data.train_length,
         certain=data.train_certain or data.train.stateful,
-        tally=tally,
+        count=count,
     )
 
 
@@ -145,13 +139,7 @@ def build_training_pass(run: SessionState, runner: StepRunner, move: BatchMover 
         assert data is not None
         assert data.train is not None
         pass_over_training_data(
-            data.train,
-            data.train_limit,
-            module=run.module,
-            runner=runner,
-            strategy=run.strategy,
-            metrics=run.metrics,
-            move=move,
+            data.train, data.train_limit, WrappedModule(run.module, runner, run.strategy), run.metrics, move
         )
 
     return run_pass
@@ -231,37 +219,27 @@ def _step(run: SessionState, runner: StepRunner) -> TrainStep:
     module, strategy, hooks = run.module, run.strategy, run.hooks
     takes = StepArguments(module.training_step)
     arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
+    wrapped = WrappedModule(module, runner, strategy)
     if not module.automatic_optimization:
         _check_manual(run)
-        run.manual = ManualStep(module, runner, strategy, run.handles, hooks, run.metrics, run.trainables, arguments)
+        run.manual = ManualStep(wrapped, run.handles, hooks, run.metrics, run.trainables, arguments)
         return run.manual
-    kind: Callable[..., TrainStep] = AutomaticStep
-    if run.closure:
-        assert run.data is not None
-        assert run.data.train is not None
-        kind = partial(ClosureStep, lasting=run.data.train.lasting and run.reload is None)
-        if strategy.precision.scales_loss:
-            raise ConfigurationError(
-                f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",
-                "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
-                "use precision='bf16-mixed' or '32-true'.",
-            )
-    steps = None
+    override = None
     if is_overridden("optimizer_step", module, TrainModule):
-        steps = OverriddenSteps(module, run.handles, run.progress)
-    return kind(
-        module,
-        runner,
-        strategy,
-        run.optimizers,
-        hooks,
-        run.metrics,
-        run.trainables,
-        _clipping(run),
-        arguments,
-        steps,
-        _unscales_apart(run),
-    )
+        override = OverriddenOptimizerStep(module, run.handles, run.progress)
+    optimizer_step = OptimizerStep(run.optimizers, _clipping(run), override, _unscales_apart(run))
+    parts = wrapped, hooks, run.metrics, run.trainables, optimizer_step, arguments
+    if not run.closure:
+        return AutomaticStep(*parts)
+    if strategy.precision.scales_loss:
+        raise ConfigurationError(
+            f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",
+            "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
+            "use precision='bf16-mixed' or '32-true'.",
+        )
+    assert run.data is not None
+    assert run.data.train is not None
+    return ClosureStep(*parts, keeps_batches=run.data.train.lasting and run.reload is None)
 
 
 def _check_manual(run: SessionState) -> None:
@@ -314,14 +292,14 @@ class _Ended:
     def __init__(self) -> None:
         self.seen = False
 
-    def follow(self, pairs: Pairs) -> Pairs:
+    def follow(self, pairs: Batches) -> Batches:
         """Return ``pairs``, at whose end it is known."""
         yield from pairs
         self.seen = True
 
 
 def _micro_batches(
-    run: SessionState, move: BatchMover | None, tally: Tally, ended: _Ended
+    run: SessionState, move: BatchMover | None, count: BatchCount, ended: _Ended
 ) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
     data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
@@ -348,12 +326,12 @@ def _micro_batches(
         if source.stateful:  # at its end it may begin anew, and a checkpoint would keep that for the epoch's place
             pairs = ended.follow(pairs)
         if not origin.samples:
-            pairs = tally.follow(pairs, first)
+            pairs = count.follow(pairs, first)
         pairs = run.draws.follow(pairs, first, trained)
         if source.to_compare:
-            from drivetrain._loops.data_order_checks import compared  # for whoever has such data
+            from drivetrain._loops.data_order_checks import compare_ranks
 
-            pairs = compared(pairs, source, "training loader", strategy)
+            pairs = compare_ranks(pairs, source, "training loader", strategy)
         shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
         lasting = source.lasting
         if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):
@@ -373,14 +351,14 @@ def _micro_batches(
                 ranks,
                 strategy.is_data_leader,
                 last=getattr(source, "last", NO_BATCH),
-                ahead=not source.stateful,
+                read_ahead=not source.stateful,
             )
         elif ranks == 1 and size == 1 and weigh is None:
             micro_batches = single_windows(pairs)
         elif weigh is not None:
-            micro_batches = weighed_windows(pairs, size, weigh)
+            micro_batches = weighted_windows(pairs, size, weigh)
         else:
-            micro_batches = dealt_windows(pairs, size, ranks, shares)
+            micro_batches = sharded_windows(pairs, size, ranks, shares)
         return moved(micro_batches, move, ahead=not source.stateful, lasting=lasting)
 
     return begin

@@ -299,14 +299,14 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
     """Whether its ``step`` is one of torch's, all of which evaluate a closure before they do anything else."""
     return type(optimizer).step.__module__.startswith("torch.optim")
 
 
 def evaluates_once(optimizer: Optimizer) -> bool:
     """Whether a closure may as well be evaluated before a step without one."""
-    return is_torchs(optimizer) and not needs_closure(optimizer)
+    return is_torch_optimizer(optimizer) and not needs_closure(optimizer)
 
 
 def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: Strategy) -> None:
