@@ -17,7 +17,7 @@ from drivetrain._engine.run_folder import CHOSEN, Beginning
 from drivetrain._engine.saved_state_schema import taking
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
-from drivetrain._loops.trainables import restore_frozen
+from drivetrain._loops.trainables import freeze_only
 from drivetrain._runtime.generators import kept_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
@@ -219,13 +219,13 @@ class RunCheckpoints:
         if self.opened is not None:
             with self._session.profiling.span("checkpoint"):
                 self._contents().load(self.opened, anew=self._anew)
-            self._session.trainables.resuming(self._frozen() is not None)
+            self._session.trainables.set_resuming(self._frozen() is not None)
 
     def restore_trainables(self) -> None:
         """Let the module train what it trained in the run that goes on, before it is wrapped. Talks to nobody."""
         frozen = self._frozen()
         if frozen is not None:
-            changed = restore_frozen(dict(self._session.module.named_parameters()), frozen)
+            changed = freeze_only(dict(self._session.module.named_parameters()), frozen)
             if changed and self._session.strategy.rank == 0:
                 logger.info(
                     "As in the run that goes on, and other than in the code, is what trains of %s.", listed(changed)
@@ -242,7 +242,7 @@ class RunCheckpoints:
         if frozen is None or self.opened is None:
             return
         session = self._session
-        session.trainables.keep_frozen(frozen, "configure_optimizers")
+        session.trainables.freeze_as_saved(frozen, "configure_optimizers")
         if "optimizer" not in self._anew:
             self._contents().regroup(self.opened, optimizers)
 
@@ -250,8 +250,8 @@ class RunCheckpoints:
         """Undo what hooks that begin a resumed run froze or unfroze."""
         frozen = self._frozen()
         if frozen is not None:
-            self._session.trainables.keep_frozen(frozen, "on_fit_start or on_train_start")
-            self._session.trainables.resuming(False)
+            self._session.trainables.freeze_as_saved(frozen, "on_fit_start or on_train_start")
+            self._session.trainables.set_resuming(False)
         if self.opened is not None:
             self.opened.close()  # nothing more is read: it may be removed, and its space be free
 
@@ -459,7 +459,7 @@ class RunCheckpoints:
             return
         if session.opening is not None:
             session.opening.go_back()
-        session.progress.back_to_the_window()
+        session.progress.reset_to_window_start()
         self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
 
     def save_before_leaving(self) -> None:

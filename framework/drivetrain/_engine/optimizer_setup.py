@@ -10,7 +10,12 @@ from torch.optim import Optimizer
 from drivetrain._engine.handshake import check_ranks_agree, facts_about_optimizers
 from drivetrain._engine.resume_compatibility import names_of
 from drivetrain._engine.session_state import SessionState
-from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
+from drivetrain._loops.configured_optimizers import (
+    SchedulerConfig,
+    check_optimizers,
+    needs_engine_closure,
+    parse_optimizers,
+)
 from drivetrain._loops.manual_step import build_optimizer_handles
 
 logger = logging.getLogger("drivetrain")
@@ -26,24 +31,24 @@ def set_up_optimizers(run: SessionState, regroup: Callable[[Sequence[Optimizer]]
     module, strategy, trainables = run.module, run.strategy, run.trainables
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
-    optimizers, run.schedulers = read_optimizers(configured)
+    optimizers, run.schedulers = parse_optimizers(configured)
     schedulers = [config.scheduler for config in run.schedulers]
     if strategy.world_size > 1:  # a rate that is a tensor on a device is waited for
         check_ranks_agree(strategy.control, facts_about_optimizers(optimizers, schedulers))
     run.made_of |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
     automatic = module.automatic_optimization
-    closure = run.closure = asks_for_closure(configured, optimizers, automatic)
+    closure = run.closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)
     regroup(optimizers)
     check_optimizers(module, optimizers, run.schedulers, automatic, closure)
     if strategy.rank == 0:
         _tell_idle_keys(run.schedulers, automatic)
-    trainables.tell_unheld(optimizers)
+    trainables.warn_of_unoptimized(optimizers)
     before = trainables.present()
     run.optimizers = strategy.setup_optimizers(optimizers)
     if strategy.world_size > 1:
         strategy.broadcast_module(module)
-    trainables.set_aside(before)
+    trainables.accept_strategy_changes(before)
     run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
     if run.trial:  # whoever tries something out sets the learning rate, or does not look at it
         run.schedulers = []

@@ -18,7 +18,7 @@ from drivetrain._engine.rank_local_buffers import own_buffers, take_own_buffers
 from drivetrain._engine.saved_state_schema import check_groups, check_rank_state, taking
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._engine.session_state import SessionState
-from drivetrain._loops.validation import renumbered
+from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._base_weights import base_sums, check_base
@@ -265,7 +265,7 @@ class RunCheckpoint:
         self._check_base(checkpoint)
         weights, states, state, ranks, tensors = self._agreed(checkpoint, read)
         if back and state.get("frozen") is not None:
-            run.trainables.keep_frozen(state["frozen"], None)
+            run.trainables.freeze_as_saved(state["frozen"], None)
             self.regroup(checkpoint, run.optimizers)
             run.trainables.touched = True
         run.trained |= set(state.get("trained") or ())
@@ -307,7 +307,7 @@ class RunCheckpoint:
         if state["loop"] and run.loop is not None:
             validation = state["loop"]["validation"]
             if validation is not None and not alike:
-                validation = renumbered(validation, before, progress.batch_idx)
+                validation = renumber_validation(validation, before, progress.batch_idx)
             run.loop.load_state_dict({**state["loop"], "validation": validation})
         if alike:
             (own,) = ranks

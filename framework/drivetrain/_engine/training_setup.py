@@ -23,7 +23,7 @@ from drivetrain._loops.hooks import is_overridden
 from drivetrain._loops.loader_lengths import BatchCount
 from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
 from drivetrain._loops.progress import Reporting
-from drivetrain._loops.schedulers import Outlook, Schedulers
+from drivetrain._loops.schedulers import Schedulers, StepEstimate
 from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
@@ -93,8 +93,10 @@ def build_training(
                 scheduler_step,
                 metrics.agreed,
                 lambda: list(metrics.callback_metrics()),
-                Outlook(estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read),
-                tells=strategy.rank == 0,
+                StepEstimate(
+                    estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read
+                ),
+                warns=strategy.rank == 0,
             ),
             validation=ValidationPlan(
                 run.validate,
@@ -103,8 +105,8 @@ def build_training(
                 data.train_length,
                 run.stop,
                 metrics,
-                tells=strategy.control.rank == 0,
-                changes=run.reload is not None,
+                warns=strategy.control.rank == 0,
+                reloads=run.reload is not None,
             ),
             reload=run.reload,
             after_epoch_hooks=settle,

@@ -42,7 +42,7 @@ class EarlyExit:
 
     def at_once(self) -> bool:
         """Return whether the ranks exit before the validation begins. Collective."""
-        self._stop.agree_anew("the beginning of a validation run")
+        self._stop.agree_after_pause("the beginning of a validation run")
         return self._stop.leaves_together()
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class EarlyExit:
         """
         if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
-        self._stop.come_together("the end of a validation loader", alike=alike)
+        self._stop.agree_when_all_arrive("the end of a validation loader", alike=alike)
         if not self._stop.leaves_together():
             return False
         self._must_finish = self._weights_changed("leaving a validation run")

@@ -244,10 +244,10 @@ class ManualStep:
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         trainables = self._trainables
-        if trainables.watches:
+        if trainables.checks_each_window:
             if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
                 trainables.settle()
-            trainables.open = True
+            trainables.window_open = True
         # The strategy averages over all ranks; a rank without data must not count in the mean.
         self._scale = self._strategy.data_world_size / micro_batch.ranks
         for handle in self._handles:
@@ -268,10 +268,10 @@ class ManualStep:
             raise
         if self._toggled is not None:
             self._refuse_open_toggle(self._toggled[0])
-        if trainables.watches:
+        if trainables.checks_each_window:
             if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
                 trainables.refuse_within(toggles=True)
-            trainables.open = False
+            trainables.window_open = False
         return {} if output is None else output
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -279,7 +279,9 @@ class ManualStep:
         for hook in self._before_backward:
             hook(loss)
         trainables = self._trainables
-        if trainables.open and (trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags):
+        if trainables.window_open and (
+            trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags
+        ):
             trainables.refuse_within(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._contexts is None and not self._syncs_in_context:

@@ -37,7 +37,7 @@ class Progress:
     cut_short: bool = False
     """Whether training ended before its last epoch's data did: a resumed run continues that epoch."""
 
-    def back_to_the_window(self) -> None:
+    def reset_to_window_start(self) -> None:
         """Reset the counters to the start of the open window, from which weights and optimizers are unchanged."""
         if self.within_window:
             batch_idx, samples = self.window

@@ -106,7 +106,7 @@ class AutomaticStep:
         self._training_step = bind_step(wrapped.runner, wrapped.module.training_step, arguments)
         self._metrics = metrics
         self._trainables = trainables
-        self._tracks_trainables = trainables.watches
+        self._tracks_trainables = trainables.checks_each_window
         self._clip = step.clip
         self._override = step.override
         self._unscales_first = step.unscale_first
@@ -152,7 +152,7 @@ class AutomaticStep:
             trainables = self._trainables
             if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
                 trainables.settle()
-            trainables.open = True
+            trainables.window_open = True
 
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
         """Run one micro-batch forward and backward, its loss scaled to its share of the window.
@@ -230,10 +230,10 @@ class AutomaticStep:
         trainables = self._trainables
         if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
             trainables.refuse_within()
-        trainables.open = False
+        trainables.window_open = False
 
     def drop_window(self) -> None:
-        self._trainables.open = False
+        self._trainables.window_open = False
         self._skipped = 0.0
         self.strategy.forget_gradients()
         for optimizer in self.optimizers:

@@ -390,7 +390,7 @@ class TrainLoop:
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
         over = ended is not EpochEnd.DATA or self._is_finished()
-        if stop.leaving or (stopping and not over and stop.goes_on_later):
+        if stop.leaving or (stopping and not over and stop.saves_to_resume):
             self._checkpointing.save()
         return stopping or over
 
@@ -461,7 +461,7 @@ class TrainLoop:
                 return None
         if stop.leaving:
             return self._leave()
-        if stop.goes_on_later:
+        if stop.saves_to_resume:
             self._checkpointing.save()
         if over:
             return EpochEnd.DATA
@@ -471,7 +471,7 @@ class TrainLoop:
         """End the epoch after a window because a stop or a preemption was requested."""
         if self._stop.leaving:
             return self._leave()
-        if self._stop.goes_on_later:
+        if self._stop.saves_to_resume:
             self._checkpointing.save()
         return self._end_at(EpochEnd.STOPPED, micro_batches)
 
@@ -502,7 +502,7 @@ class TrainLoop:
         self._requests.back = None
         load()
         self._flushed_at = self._progress.micro_batches
-        self._stop.agree_anew("going back to an earlier checkpoint")
+        self._stop.agree_after_pause("going back to an earlier checkpoint")
         resumed, self._resumed = self._resumed, None
         return resumed
 
@@ -534,7 +534,7 @@ class TrainLoop:
         if self._reporting.log is not None:
             self._reporting.log(self._metrics.flush_steps())
         if self._reporting.pacing is not None:
-            self._reporting.pacing.tell(self._progress.batch_idx)
+            self._reporting.pacing.report(self._progress.batch_idx)
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
         assert self._reporting.log is not None
