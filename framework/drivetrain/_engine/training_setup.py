@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from drivetrain._config.arguments import duration
 from drivetrain._engine.batches import BatchMover, moved
-from drivetrain._engine.session_state import SessionState
+from drivetrain._engine.run_callbacks import RunCallbacks
+from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stopping, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, find_loaders
 from drivetrain._engine.window_snapshot import WindowOpening
@@ -27,7 +28,7 @@ from drivetrain._loops.schedulers import Outlook, Schedulers
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.step_arguments import StepArguments
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import EpochData, TrainLimits, TrainLoop
+from drivetrain._loops.train import EpochData, TrainLimits
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import (
     MicroBatch,
@@ -42,32 +43,35 @@ from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
+from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
 
 
 def build_training(
-    run: SessionState,
+    parts: TrainingInputs,
     runner: StepRunner,
     move: BatchMover | None,
     *,
     settle: Callable[[], None],
     save: Callable[[], None],
     after_first_batch: Callable[[], None],
-) -> TrainLoop:
-    """Return the loop that trains the run's module.
+) -> Training:
+    """Build the loop that trains the run's module.
 
     Args:
-        run: gets what runs it, with manual optimization.
+        parts: what the loop is built from.
         runner: the strategy's callable that every step runs through.
         move: brings a batch to the device.
         settle: called as an epoch begins.
         save: writes what a later run goes on from, where this one is asked to leave. Collective.
         after_first_batch: called once, after the first micro-batch, on one rank.
     """
+    run, data, optimization, stopping = parts.core, parts.data, parts.optimization, parts.stopping
     trainer, metrics, strategy = run.trainer, run.metrics, run.strategy
-    step = run.profiling.step(_step(run, runner))
+    inner = _step(parts, runner)
+    step = run.profiling.step(inner)
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
@@ -76,124 +80,132 @@ def build_training(
         strategy.precision.at_floor = _SaysOnce()
     module = run.module
     scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
-    data = run.data
-    assert data is not None
-    return run.profiling.train_loop(
+    loop = run.profiling.train_loop(
         step=step,
-        data=epoch_data(run, move),
+        data=epoch_data(run, data, move),
         hooks=run.hooks,
         metrics=metrics,
         progress=run.progress,
         position=run.position,
         limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
-        stop=run.stop,
+        stop=stopping.stop,
         schedulers=Schedulers(
-            run.schedulers if module.automatic_optimization else [],
+            optimization.schedulers if module.automatic_optimization else [],
             scheduler_step,
             metrics.agreed,
             lambda: list(metrics.callback_metrics()),
-            Outlook(estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read),
+            Outlook(
+                estimated_steps(trainer, run.callbacks, data),
+                None if data.reload else data.train_length,
+                data.estimate_was_read,
+            ),
             tells=strategy.rank == 0,
         ),
         validation=ValidationPlan(
-            run.validate,
+            parts.validate,
             trainer.val_check_interval,
             trainer.check_val_every_n_epoch,
             data.train_length,
-            run.stop,
+            stopping.stop,
             metrics,
             tells=strategy.control.rank == 0,
-            changes=run.reload is not None,
+            changes=data.reload is not None,
         ),
         control=strategy.control,
-        lengths=run.lengths,
+        lengths=data.lengths,
         log=run.logger_call(),
         pacing=run.pacing(),
-        saves=run.saves,
-        draws=run.draws,
+        saves=parts.saves,
+        draws=data.rng_replay,
         save=save,
         settle=settle,
         watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
-        opening=run.opening,
-        reload=run.reload,
+        opening=stopping.snapshot,
+        reload=data.reload,
     )
+    manual = inner if isinstance(inner, ManualStep) else None
+    return Training(loop, manual, build_training_pass(run, data, runner, move))
 
 
-def epoch_data(run: SessionState, move: BatchMover | None) -> EpochData:
+def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
     """Return what an epoch is trained on, as the run's data are now."""
-    data = run.data
-    assert data is not None
-    assert data.train is not None
-    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
+    source = data.train
+    tally = Tally("training loader", source.length, not source.static, data.lengths)
     ended = _Ended()
     return EpochData(
-        micro_batches=run.profiling.windows(_micro_batches(run, move, tally, ended)),
+        micro_batches=core.profiling.windows(_micro_batches(core, data, move, tally, ended)),
         exhausted=lambda: ended.seen,
         length=data.train_length,
-        certain=data.train_certain or data.train.stateful,
+        certain=data.loaded.train_certain or source.stateful,
         tally=tally,
     )
 
 
-def build_training_pass(run: SessionState, runner: StepRunner, move: BatchMover | None) -> Callable[[], None]:
+def build_training_pass(
+    core: RunCore, data: RunData, runner: StepRunner, move: BatchMover | None
+) -> Callable[[], None]:
     """Return what runs the module's training step over an epoch's data and trains nothing."""
 
     def run_pass() -> None:
         from drivetrain._loops.statistics_pass import pass_over_training_data  # by whoever asks for it
 
-        data = run.data
-        assert data is not None
-        assert data.train is not None
         pass_over_training_data(
             data.train,
-            data.train_limit,
-            module=run.module,
+            data.loaded.train_limit,
+            module=core.module,
             runner=runner,
-            strategy=run.strategy,
-            metrics=run.metrics,
+            strategy=core.strategy,
+            metrics=core.metrics,
             move=move,
         )
 
     return run_pass
 
 
-def set_up_stopping(run: SessionState) -> None:
+def build_stopping(core: RunCore, data: RunData) -> Stopping:
     """Settle who may end the run early, and where: within a window that has several micro-batches, too."""
-    trainer = run.trainer
+    trainer = core.trainer
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
-    run.stop = StopRequest(run.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
-    source = None if run.data is None else run.data.train
-    if source is not None and run.leaves_on_signals and run.module.automatic_optimization:
-        run.opening = WindowOpening(
-            run.module, source, run.draws, run.metrics, run.progress, lambda: trainer.accumulate_grad_batches
+    stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    snapshot = None
+    if core.saves_on_signals and core.module.automatic_optimization:
+        snapshot = WindowOpening(
+            core.module,
+            data.train,
+            data.rng_replay,
+            core.metrics,
+            core.progress,
+            lambda: trainer.accumulate_grad_batches,
         )
+    return Stopping(stop, snapshot)
 
 
-def estimated_steps(run: SessionState, data: StageData | None) -> int | float:
+def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
     """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
-    trainer = run.trainer
-    length = run.first_length
-    if length is None and data is not None:
-        length = data.train_length
+    length = data.train_length if data.first_length is None else data.first_length
+    return _steps_of(trainer, callbacks, length)
+
+
+def estimated_before_data(core: RunCore, data: RunData) -> int | float:
+    """Return the same in ``setup``: the training loader is asked for, which the run then reads. Collective."""
+    strategy, given = core.strategy, data.given
+    data.given = replace(given, asked_for=find_loaders("train", given.train, given.datamodule, core.module))
+    dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
+    loaded = StageData(core.trainer, "train", core.module, data.given, dealing, strategy.control)
+    loaded.close()
+    return _steps_of(core.trainer, core.callbacks, loaded.train_length)
+
+
+def _steps_of(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((one for one in run.callbacks if one.window_of(0) is not None), None)
+    schedule = next((one for one in callbacks if one.window_of(0) is not None), None)
     if schedule is None:
         steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
     else:
         windows = (schedule.window_of(epoch) or 1 for epoch in range(trainer.max_epochs))
         steps = sum(math.ceil(length / window) for window in windows)
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
-
-
-def estimated_before_data(run: SessionState) -> int | float:
-    """Return the same in ``setup``: the training loader is asked for, which the run then reads. Collective."""
-    strategy, given = run.strategy, run.given
-    run.given = replace(given, asked_for=find_loaders("train", given.train, given.datamodule, run.module))
-    dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, run.trainer.use_distributed_sampler)
-    data = StageData(run.trainer, "train", run.module, run.given, dealing, strategy.control)
-    data.close()
-    return estimated_steps(run, data)
 
 
 class _SaysOnce:
@@ -227,44 +239,44 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
     return run
 
 
-def _step(run: SessionState, runner: StepRunner) -> TrainStep:
+def _step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
+    run, data, optimization = parts.core, parts.data, parts.optimization
     module, strategy, hooks = run.module, run.strategy, run.hooks
     takes = StepArguments(module.training_step)
     arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
     if not module.automatic_optimization:
         _check_manual(run)
-        run.manual = ManualStep(module, runner, strategy, run.handles, hooks, run.metrics, run.trainables, arguments)
-        return run.manual
+        return ManualStep(
+            module, runner, strategy, optimization.handles, hooks, run.metrics, parts.trainables, arguments
+        )
     kind: Callable[..., TrainStep] = AutomaticStep
-    if run.closure:
-        assert run.data is not None
-        assert run.data.train is not None
-        kind = partial(ClosureStep, lasting=run.data.train.lasting and run.reload is None)
+    if optimization.closure:
+        kind = partial(ClosureStep, lasting=data.train.lasting and data.reload is None)
         if strategy.precision.scales_loss:
             raise ConfigurationError(
-                f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",
+                f"precision={strategy.precision.name!r} with {type(optimization.optimizers[0]).__name__}.",
                 "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
                 "use precision='bf16-mixed' or '32-true'.",
             )
     steps = None
     if is_overridden("optimizer_step", module, TrainModule):
-        steps = OverriddenSteps(module, run.handles, run.progress)
+        steps = OverriddenSteps(module, optimization.handles, run.progress)
     return kind(
         module,
         runner,
         strategy,
-        run.optimizers,
+        optimization.optimizers,
         hooks,
         run.metrics,
-        run.trainables,
-        _clipping(run),
+        parts.trainables,
+        _clipping(run, optimization.gradient_norm),
         arguments,
         steps,
         _unscales_apart(run),
     )
 
 
-def _check_manual(run: SessionState) -> None:
+def _check_manual(run: RunCore) -> None:
     trainer = run.trainer
     for name, value, idle in (
         ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
@@ -278,7 +290,7 @@ def _check_manual(run: SessionState) -> None:
             )
 
 
-def _clipping(run: SessionState) -> Callable[[Sequence[Optimizer]], Any] | None:
+def _clipping(run: RunCore, norm: GradientNorm) -> Callable[[Sequence[Optimizer]], Any] | None:
     trainer, module, strategy = run.trainer, run.module, run.strategy
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if is_overridden("configure_gradient_clipping", module, TrainModule):
@@ -292,12 +304,12 @@ def _clipping(run: SessionState) -> Callable[[Sequence[Optimizer]], Any] | None:
         return None
 
     def clip(optimizers: Sequence[Optimizer]) -> None:
-        run.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+        norm.value = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
 
 
-def _unscales_apart(run: SessionState) -> bool:
+def _unscales_apart(run: RunCore) -> bool:
     """Whether scaled gradients are unscaled in a pass of their own: where nothing clips, or somebody looks before."""
     trainer, module, strategy = run.trainer, run.module, run.strategy
     looked_at = bool(run.hooks.on_before_optimizer_step) or is_overridden(
@@ -321,24 +333,22 @@ class _Ended:
 
 
 def _micro_batches(
-    run: SessionState, move: BatchMover | None, tally: Tally, ended: _Ended
+    core: RunCore, data: RunData, move: BatchMover | None, tally: Tally, ended: _Ended
 ) -> Callable[[int, int], Iterator[MicroBatch]]:
     """Return what begins an epoch: ``micro_batches(epoch, first)``."""
-    data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
-    assert data is not None
-    assert data.train is not None
-    source = run.profiling.source(data.train)
+    strategy, trainer, module, train_limit = core.strategy, core.trainer, core.module, data.loaded.train_limit
+    source = core.profiling.source(data.train)
     weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
     if not module.automatic_optimization:
         weigh = None
     ranks = strategy.data_world_size
     exchanged = ranks > 1 and (weigh is not None or not source.static)
     read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
-    trained = (lambda: run.progress.batch_idx) if read_ahead else None
+    trained = (lambda: core.progress.batch_idx) if read_ahead else None
 
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
-        limit, size = data.train_limit, trainer.accumulate_grad_batches
-        origin = run.cursor.origin(epoch)
+        limit, size = train_limit, trainer.accumulate_grad_batches
+        origin = data.cursor.origin(epoch)
         # What is left of an epoch that began under another dealing ends with its data.
         room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
         # The epoch's order stays the first one's where the run overfits a few batches.
@@ -349,7 +359,7 @@ def _micro_batches(
             pairs = ended.follow(pairs)
         if not origin.samples:
             pairs = tally.follow(pairs, first)
-        pairs = run.draws.follow(pairs, first, trained)
+        pairs = data.rng_replay.follow(pairs, first, trained)
         if source.to_compare:
             from drivetrain._loops.data_order_checks import compared  # for whoever has such data
 
