@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,13 +15,13 @@ from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
-from drivetrain._engine.launch import Request, launch
+from drivetrain._engine.launch import launch
 from drivetrain._engine.resume_compatibility import check_allow
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
+from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.manual_step import OptimizerHandle
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import checked_seed
 from drivetrain.callback import Callback
@@ -38,7 +38,6 @@ from drivetrain.strategies.registry import StrategyName, strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.log_queue import LogQueue
     from drivetrain.profilers import Profiler
 
 logger = logging.getLogger("drivetrain")
@@ -46,7 +45,7 @@ logger = logging.getLogger("drivetrain")
 Limit = int | float | None
 
 
-class Fit(RunState):
+class Fit(SessionContext):
     """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
 
     What is read of it, in a run and afterwards, and what hooks call, is in `RunContext`.
@@ -240,7 +239,7 @@ class Fit(RunState):
         self.searched = set()
         self.built_unseeded = False
         self._collective_calls = CollectiveCalls()
-        self._log_queue: LogQueue | None = None
+        self._log_queue = None
 
     # The four verbs
 
@@ -368,32 +367,6 @@ class Fit(RunState):
         outputs: list[Any] | None = self._launch("predict", one, given, ckpt_path, return_predictions)
         return outputs
 
-    def save_checkpoint(
-        self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
-    ) -> None:
-        session = self._running("save_checkpoint")
-        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
-        session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
-
-    def defer_save(self, save: Callable[[], None]) -> None:
-        self._running("defer_save").saves.ask(save)
-
-    def write_checkpoint(
-        self,
-        path: str,
-        weights_only: bool = False,
-        background: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-        digest: str | None = None,
-        trainable_only: bool = False,
-    ) -> None:
-        checkpoints = self._running("write_checkpoint").checkpoints
-        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
-
-    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        self._running("save_after_failure").checkpoints.write_after_failure(path, digest, trainable_only)
-
     def _evaluate(
         self,
         stage: str,
@@ -421,10 +394,10 @@ class Fit(RunState):
         if module is not None or self.session is None:
             return module, ckpt_path
         best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
-        if ckpt_path is None and best and self.session.stage == "fit":
+        if ckpt_path is None and best and self.session.core.stage == "fit":
             logger.info("%s was given no module: it is the last run's, with the weights of %s.", stage, best)
             ckpt_path = best
-        return self.session.module, ckpt_path
+        return self.session.core.module, ckpt_path
 
     def _launch(
         self,
@@ -479,56 +452,9 @@ class Fit(RunState):
                 from drivetrain._engine.trials import ask_before_launch  # by runs that try something out first
 
                 ask_before_launch(self, stage, module, given, path)
-            return launch(Request(self, stage, module, given, path, return_predictions, allow))
+            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
-
-    # What modules and callbacks call
-
-    def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
-        if self.global_rank == 0 and self.loggers:
-            from drivetrain._engine.log_queue import LogQueue  # by runs that log
-
-            self._log_queue = self._log_queue or LogQueue()
-            at = self.global_step if step is None else step
-            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
-
-    def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
-        session = self._running("log_histogram")
-        if self.loggers:
-            from drivetrain._engine.histograms import log_histograms  # by runs that ask for them
-
-            self._collective_calls.check(self.strategy.control, "log_histogram", session.whereabouts)
-            log_histograms(session, name, value, self.global_step if step is None else step, bins)
-
-    def finish_logging(self) -> None:
-        if self._log_queue is not None:
-            self._log_queue.hand_on(wait=True)
-
-    def print(self, *args: Any, **options: Any) -> None:
-        if self.global_rank != 0:
-            return
-        text = " ".join(map(str, args))
-        if options or not any(callback.write_line(text) for callback in self.callbacks):
-            print(*args, **options)
-
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        session = self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
-        return self._collective_calls.gather(self.strategy, data, sync_grads)
-
-    def pass_over_training_data(self) -> None:
-        session = self._running("pass_over_training_data")
-        assert session.pass_over_training_data is not None
-        session.pass_over_training_data()
-
-    def manual_backward(self, loss: torch.Tensor) -> None:
-        self.manual_step("manual_backward", "runs backward on").backward(loss)
-
-    def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
-        session = self._running("clip_gradients")
-        plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
-        session.gradient_norm = self.strategy.clip_gradients(plain, value, algorithm)
 
 
 def _one_of(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:

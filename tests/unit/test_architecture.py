@@ -399,10 +399,10 @@ NAMES = {"single_device", "ddp", "fsdp", "hsdp", "deepspeed", *get_args(Precisio
 CLASSES_ASKED_FOR = {
     "drivetrain._engine.defaults": {"ProgressBar", "ModelSummary", "Checkpoint"},  # step back for one of their class
     # Fit.checkpoint_callback, early_stopping_callback and progress_bar_callback are documented to be such.
-    "drivetrain._engine.run_state": {"Checkpoint", "EarlyStopping", "ProgressBar"},
+    "drivetrain._engine.session_context": {"Checkpoint", "EarlyStopping", "ProgressBar"},
 }
 NAMES_ASKED_FOR = {
-    "drivetrain._engine.run_state": {"ddp", "single_device"},  # what "auto" means
+    "drivetrain._engine.session_context": {"ddp", "single_device"},  # what "auto" means
     "drivetrain.fit": {"32-true"},  # the default
 }
 KINDS = tuple(

@@ -25,7 +25,8 @@ from drivetrain.errors import CheckpointError, ConfigurationError, listed
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
+    from drivetrain._loops.trainables import Trainables
     from drivetrain.checkpoint._format import Checkpoint, Facts
 
 logger = logging.getLogger("drivetrain")
@@ -35,15 +36,23 @@ class RunCheckpoints:
     """Opens, loads and writes checkpoints.
 
     Args:
-        session: the run.
-        path: what it starts from: a path or URL, "last", "best" or "auto"; None for a fresh start.
-        allow: what may differ from the run that it goes on with.
+        core: the run.
+        data: its data.
+        memory: what the run's checkpoints share.
+        collect_parts: returns the parts of a fit as far as they are set up.
     """
 
-    def __init__(self, session: SessionState, path: str | None, allow: Sequence[str] = ()) -> None:
-        self._session = session
-        self._path = path
-        self._allow = allow
+    def __init__(
+        self, core: RunCore, data: RunData, memory: CheckpointMemory, collect_parts: Callable[[], CheckpointParts]
+    ) -> None:
+        self._core = core
+        self._data = data
+        self._memory = memory
+        self._collect_parts = collect_parts
+        self._path = core.request.ckpt_path
+        self._allow = core.request.allow
+        self.requests = core.profiling.save_requests()
+        """Checkpoints that were requested within a window."""
         self._anew: set[str] = set()  # of what may differ, what does
         self._background: BackgroundSaver | None = None
         self._run = os.urandom(8).hex()  # rank 0's tells this run from others
@@ -68,29 +77,29 @@ class RunCheckpoints:
             ConfigurationError: on every rank: its folder cannot be made.
             StorageError: a storage refuses to say what there is.
         """
-        session = self._session
+        core = self._core
         self._looked_in = self._folders()
         wanted_by = self._what_wants_a_folder()
-        settle_folder(session.strategy.control, wanted_by)
+        settle_folder(core.strategy.control, wanted_by)
         if wanted_by:
             from drivetrain._engine.run_start import begin
 
-            self._beginning = begin(session, session.folder, self._path, _check_form)
+            self._beginning = begin(core, core.folder, self._path, _check_form)
 
     def _what_wants_a_folder(self) -> list[str]:
-        session, trainer = self._session, self._session.trainer
-        profilers = [trainer.profiler] if session.profiling.wants_folder else []
-        saving = [one for one in session.callbacks if one.wants_run_folder]
+        core, trainer = self._core, self._core.trainer
+        profilers = [trainer.profiler] if core.profiling.wants_folder else []
+        saving = [one for one in core.callbacks if one.wants_run_folder]
         asked = [] if self._path is None else ["ckpt_path"]
         return [*(type(one).__name__ for one in (*trainer.loggers, *saving, *profilers)), *asked]
 
     def claim_for_late(self) -> None:
         """Claim a folder for callbacks that have come in `setup`, where the run has none yet. Collective."""
-        session = self._session
-        if session.stage == "fit" and session.folder.path is None:
+        core = self._core
+        if core.stage == "fit" and core.folder.path is None:
             from drivetrain._engine.run_start import begin
 
-            self._beginning = begin(session, session.folder, self._path, _check_form)
+            self._beginning = begin(core, core.folder, self._path, _check_form)
 
     def open(self) -> int:
         """Open what the run starts from, and return the seed of the order of its samples. Collective.
@@ -98,8 +107,8 @@ class RunCheckpoints:
         Raises:
             CheckpointError: there is none, or training cannot go on from it.
         """
-        session = self._session
-        seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
+        core = self._core
+        seed, control, fitting = core.trainer.seed, core.strategy.control, core.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
             from drivetrain._engine.run_location import where_runs_are
@@ -109,17 +118,17 @@ class RunCheckpoints:
             since = [one for one in self._folders() if one not in self._looked_in]
             path = beginning.path
             if path is None and since:
-                path = find_beside(session, since, self._path or "", _check_form)
+                path = find_beside(core, since, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
-                    f"looked in {', '.join([where_runs_are(session), *self._folders()])}, for what runs of "
-                    f"{type(session.module).__name__} with these hyper-parameters have saved.",
+                    f"looked in {', '.join([where_runs_are(core), *self._folders()])}, for what runs of "
+                    f"{type(core.module).__name__} with these hyper-parameters have saved.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
             if fitting:
-                session.folder.begins_with(None, None, "", beginning.went_on)
+                core.folder.begins_with(None, None, "", beginning.went_on)
             return order_seed(seed, control)
 
         from drivetrain._engine.checkpoint_compatibility import check_goes_on
@@ -136,7 +145,7 @@ class RunCheckpoints:
         if fitting:
             facts = self.opened.manifest.facts
             self._ancestors, self._parent = facts.lineage, facts.identifier
-            session.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
+            core.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def see_what_is_left(self) -> None:
@@ -147,7 +156,7 @@ class RunCheckpoints:
         """
         if self.opened is None:
             return
-        trainer, progress = self._session.trainer, self.opened.progress
+        trainer, progress = self._core.trainer, self.opened.progress
         epoch, step = int(progress["epoch"]), int(progress["global_step"])
         ended, way_out = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
         loop = self.opened.state()["loop"]
@@ -169,10 +178,10 @@ class RunCheckpoints:
     def _stopped_early(self, epoch: int, step: int) -> str | None:
         """Why a callback ended the run; one that is patient for longer now has another key, and finds no state."""
         assert self.opened is not None
-        trainer, states = self._session.trainer, self.opened.state()["callbacks"]
+        trainer, states = self._core.trainer, self.opened.state()["callbacks"]
         if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
             return None
-        for callback in self._session.callbacks:
+        for callback in self._core.callbacks:
             saved = states.get(callback.state_key)
             with taking(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
                 reason = None if saved is None else callback.why_ended(saved["state"])
@@ -186,14 +195,13 @@ class RunCheckpoints:
         Raises:
             ConfigurationError: they are not, and `allow` does not name them.
         """
-        session = self._session
-        if session.stage != "fit":
+        core, stage_data = self._core, self._data.loaded
+        if core.stage != "fit":
             return
         from drivetrain._engine.resume_compatibility import class_name, data_facts
 
-        assert session.data is not None
-        facts = data_facts(session.data.train, session.data.loaders)
-        session.made_of |= {"module": class_name(session.module), "data": facts}
+        facts = data_facts(stage_data.train, stage_data.loaders)
+        self._memory.components |= {"module": class_name(core.module), "data": facts}
         self._compare()
 
     def _compare(self) -> None:
@@ -202,14 +210,14 @@ class RunCheckpoints:
             return
         from drivetrain._engine.resume_compatibility import differences, refuse
 
-        now = self._session.made_of
-        if self._session.reload is not None and not self.opened.progress.get("batch_idx"):
+        now = self._memory.components
+        if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
             # The epoch has not begun: what was saved is of the loader before.
             now = {name: value for name, value in now.items() if name != "data"}
         found = differences(self.opened.state().get("made_of"), now)
         refuse(self.opened.path, found, self._allow)
         differing = {one.consent for one in found}
-        if differing - self._anew and self._session.strategy.rank == 0:
+        if differing - self._anew and self._core.strategy.rank == 0:
             told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._anew)
             logger.warning("Not as in the run that goes on, and allowed: %s.", told)
         self._anew |= differing
@@ -217,16 +225,16 @@ class RunCheckpoints:
     def load(self) -> None:
         """Go on from what was opened, if anything. Collective."""
         if self.opened is not None:
-            with self._session.profiling.span("checkpoint"):
+            with self._core.profiling.span("checkpoint"):
                 self._contents().load(self.opened, anew=self._anew)
-            self._session.trainables.set_resuming(self._frozen() is not None)
+            self._trainables().set_resuming(self._frozen() is not None)
 
     def restore_trainables(self) -> None:
         """Let the module train what it trained in the run that goes on, before it is wrapped. Talks to nobody."""
         frozen = self._frozen()
         if frozen is not None:
-            changed = freeze_only(dict(self._session.module.named_parameters()), frozen)
-            if changed and self._session.strategy.rank == 0:
+            changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
+            if changed and self._core.strategy.rank == 0:
                 logger.info(
                     "As in the run that goes on, and other than in the code, is what trains of %s.", listed(changed)
                 )
@@ -241,8 +249,7 @@ class RunCheckpoints:
         frozen = self._frozen()
         if frozen is None or self.opened is None:
             return
-        session = self._session
-        session.trainables.freeze_as_saved(frozen, "configure_optimizers")
+        self._trainables().freeze_as_saved(frozen, "configure_optimizers")
         if "optimizer" not in self._anew:
             self._contents().regroup(self.opened, optimizers)
 
@@ -250,10 +257,15 @@ class RunCheckpoints:
         """Undo what hooks that begin a resumed run froze or unfroze."""
         frozen = self._frozen()
         if frozen is not None:
-            self._session.trainables.freeze_as_saved(frozen, "on_fit_start or on_train_start")
-            self._session.trainables.set_resuming(False)
+            self._trainables().freeze_as_saved(frozen, "on_fit_start or on_train_start")
+            self._trainables().set_resuming(False)
         if self.opened is not None:
             self.opened.close()  # nothing more is read: it may be removed, and its space be free
+
+    def _trainables(self) -> Trainables:
+        trainables = self._collect_parts().trainables
+        assert trainables is not None
+        return trainables
 
     def _frozen(self) -> set[str] | None:
         """What did not train in the run that goes on; None for a fresh start, or a checkpoint that does not say."""
@@ -266,9 +278,9 @@ class RunCheckpoints:
         from drivetrain.checkpoint._format import load
 
         self.finish()
-        control, found = self._session.strategy.control, None
+        control, found = self._core.strategy.control, None
         if control.rank == 0:
-            for path in {path for one in self._session.callbacks for path in one.kept_checkpoints}:
+            for path in {path for one in self._core.callbacks for path in one.kept_checkpoints}:
                 with suppress(CheckpointError):  # somebody else has removed it
                     checkpoint = load(path)
                     check_progress(checkpoint)
@@ -288,35 +300,35 @@ class RunCheckpoints:
         """
         from drivetrain.checkpoint._format import agreed, load
 
-        session = self._session
-        checkpoint = agreed(session.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path))
+        core = self._core
+        checkpoint = agreed(core.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path))
 
         def back() -> None:
             self.finish()
-            for callback in session.callbacks:
-                callback.before_going_back(session.trainer, session.module)
+            for callback in core.callbacks:
+                callback.before_going_back(core.trainer, core.module)
             self._contents().load(checkpoint, back=True)
-            if session.strategy.rank == 0:
-                session.folder.note("went back", f"to {path}", session.progress.global_step)
-            for callback in session.callbacks:
-                callback.after_going_back(session.trainer, session.module, path)
+            if core.strategy.rank == 0:
+                core.folder.note("went back", f"to {path}", core.progress.global_step)
+            for callback in core.callbacks:
+                callback.after_going_back(core.trainer, core.module, path)
 
-        session.saves.go_back(back)
+        self.requests.go_back(back)
 
     def load_weights(self) -> None:
         """Take the weights of what was opened, if anything. Collective."""
         if self.opened is not None:
-            with self._session.profiling.span("checkpoint"):
+            with self._core.profiling.span("checkpoint"):
                 self._contents().load_weights(self.opened)
             self.opened.close()
 
     def _folders(self) -> list[str]:
-        return list(dict.fromkeys(path for one in self._session.callbacks for path in one.writes_to))
+        return list(dict.fromkeys(path for one in self._core.callbacks for path in one.writes_to))
 
     def _contents(self) -> RunCheckpoint:
         from drivetrain._engine.run_checkpoint import RunCheckpoint
 
-        return RunCheckpoint(self._session)
+        return RunCheckpoint(self._core, self._data, self._collect_parts(), self._memory)
 
     # Writing
 
@@ -329,24 +341,24 @@ class RunCheckpoints:
         Raises:
             CheckpointError: on every rank: something has none.
         """
-        session = self._session
-        saving = [one for one in session.callbacks if one.writes_to]
+        core = self._core
+        saving = [one for one in core.callbacks if one.writes_to]
         if not saving:
             return
-        with kept_generators(session.strategy.device):  # hooks may draw
+        with kept_generators(core.strategy.device):  # hooks may draw
             whole = any(one.saves_whole for one in saving)
             self._rehearse(weights_only=not whole)
-            if not whole and session.leaves_on_signals:
+            if not whole and core.saves_on_signals:
                 try:
                     self._rehearse(weights_only=False)
                 except CheckpointError as error:
-                    if session.strategy.rank == 0:
+                    if core.strategy.rank == 0:
                         logger.warning("Told to leave by a signal, this run could not save what goes on: %s", error)
 
     def _rehearse(self, weights_only: bool) -> None:
         from drivetrain.checkpoint._format import agreed, check_facts, stage
 
-        control, checkpoint = self._session.strategy.control, self._contents()
+        control, checkpoint = self._core.strategy.control, self._contents()
         contents = checkpoint.contents(weights_only, rehearsing=True)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of)
 
@@ -364,18 +376,18 @@ class RunCheckpoints:
             ConfigurationError: what a whole one would hold ended with the processes that the run took place in.
             CheckpointError: on every rank, where it could not be written.
         """
-        session = self._session
-        if session.was_elsewhere and not weights_only:
+        core = self._core
+        if core.ran_elsewhere and not weights_only:
             raise ConfigurationError(
                 "save_checkpoint after a run that took place in other processes.",
                 "its optimizers' states ended with them; here are the trained weights.",
                 "save within the run, from a hook, or with weights_only=True.",
             )
-        if session.progress.within_window:
+        if core.progress.within_window:
             # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
-            session.saves.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
+            self.requests.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
         else:
-            with session.profiling.span("checkpoint"):
+            with core.profiling.span("checkpoint"):
                 self.write(path, weights_only, trainable_only=trainable_only)
 
     def write(
@@ -404,21 +416,21 @@ class RunCheckpoints:
         """
         from drivetrain.checkpoint._format import save, stage
 
-        session, strategy = self._session, self._session.strategy
+        core, strategy = self._core, self._core.strategy
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only, trainable_only)
         contents.digest = digest
         facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
-        if strategy.rank == 0 and session.trainer.loggers:
+        if strategy.rank == 0 and core.trainer.loggers:
             from drivetrain._engine.run_loggers import write_out
 
-            write_out(session.trainer)
+            write_out(core.trainer)
 
         def whole() -> None:
             self.written = path
             then()
             if strategy.rank == 0:
-                session.folder.wrote(path, facts)
+                core.folder.wrote(path, facts)
 
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
@@ -436,7 +448,7 @@ class RunCheckpoints:
         if self._background is None:
             from drivetrain._engine.background import BackgroundSaver
 
-            self._background = BackgroundSaver(control, session.saves)
+            self._background = BackgroundSaver(control, self.requests)
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, whole)
 
@@ -447,19 +459,20 @@ class RunCheckpoints:
         lineage = (*self._ancestors, (self._run, self._count))
         from drivetrain.runs._identity import class_path
 
-        folder, module = self._session.folder, class_path(type(self._session.module))
+        folder, module = self._core.folder, class_path(type(self._core.module))
         run = {"id": folder.id, "name": folder.name, "folder": _lasting(folder.path), "module": module}
         return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""
-        session, strategy = self._session, self._session.strategy
+        core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
             logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
             return
-        if session.opening is not None:
-            session.opening.go_back()
-        session.progress.reset_to_window_start()
+        snapshot = self._collect_parts().stopping.snapshot
+        if snapshot is not None:
+            snapshot.go_back()
+        core.progress.reset_to_window_start()
         self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
 
     def save_before_leaving(self) -> None:
@@ -469,11 +482,11 @@ class RunCheckpoints:
             CheckpointError: on every rank, where it could not be written.
         """
         self.finish()
-        session = self._session
-        saved = [callback.save_before_leaving(session.trainer, session.module) for callback in session.callbacks]
-        session.saves.run()
+        core = self._core
+        saved = [callback.save_before_leaving(core.trainer, core.module) for callback in core.callbacks]
+        self.requests.run()
         self.finish()
-        if not any(saved) and session.strategy.rank == 0 and not session.trial and not self._said_that_none_saves:
+        if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._said_that_none_saves:
             self._said_that_none_saves = True  # where an epoch ends as well, it is asked for again
             logger.warning(
                 "The run ends before its time, and nothing is saved: it has no Checkpoint callback, and none whose "
@@ -487,7 +500,7 @@ class RunCheckpoints:
             CheckpointError: it could not be.
         """
         if self._background is not None:
-            with self._session.profiling.span("checkpoint"):
+            with self._core.profiling.span("checkpoint"):
                 self._background.finish()
 
     def abandon(self) -> None:

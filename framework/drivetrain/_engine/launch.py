@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.error_reporting import print_in_a_line, told_by_its_own_rank
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import Session
+from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.signals import as_asked, awaited_signals
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.topology import Topology, environment_of, find_topology, stands_alone, topology_of_first
@@ -33,31 +34,7 @@ logger = logging.getLogger("drivetrain")
 DEFAULT_MAX_EPOCHS = 1000
 
 
-class Request(NamedTuple):
-    """What the caller wants run.
-
-    Attributes:
-        trainer: whose settings hold.
-        stage: "fit", "validate", "test" or "predict".
-        module: what is run.
-        given: the loaders or the data module.
-        ckpt_path: what to start from, or None.
-        return_predictions: keep what ``predict_step`` returns.
-        allow: what may differ from the run that it goes on with.
-        trial: nobody keeps what it trains.
-    """
-
-    trainer: RunState
-    stage: str
-    module: TrainModule
-    given: Given
-    ckpt_path: str | None
-    return_predictions: bool = True
-    allow: tuple[str, ...] = ()
-    trial: bool = False
-
-
-def launch(request: Request) -> Any:
+def launch(request: RunRequest) -> Any:
     """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
@@ -85,12 +62,12 @@ def launch(request: Request) -> Any:
     return work.result
 
 
-def _run_as_a_rank(request: Request, place: Topology) -> Any:
+def _run_as_a_rank(request: RunRequest, place: Topology) -> Any:
     with told_by_its_own_rank(place.placement.rank):
         return run_here(request, place)
 
 
-def run_here(request: Request, place: Topology) -> Any:
+def run_here(request: RunRequest, place: Topology) -> Any:
     """Run what is asked for in this process, which has its place."""
     trainer, stage = request.trainer, request.stage
     if place.world is not None and place.placement.world_size > 1:
@@ -107,9 +84,9 @@ def run_here(request: Request, place: Topology) -> Any:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
-    session = Session(*request, strategy, place, None if trainer.session is None else trainer.session.folder)
-    if stage != "fit":
-        session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
+    previous = None if trainer.session is None else trainer.session.core.folder
+    # An evaluation keeps the counters of the fit before it.
+    session = Session(request, strategy, place, previous, None if stage == "fit" else trainer.progress)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
@@ -134,12 +111,12 @@ def run_here(request: Request, place: Topology) -> Any:
     return result
 
 
-def _launcher_setting(trainer: RunState) -> str | Launcher:
+def _launcher_setting(trainer: SessionContext) -> str | Launcher:
     own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return own or trainer.launcher
 
 
-def asks_for_sync_batchnorm(trainer: RunState, strategy: Strategy, device: torch.device) -> bool:
+def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device: torch.device) -> bool:
     """Whether the run is to normalise over all ranks.
 
     Raises:
@@ -174,7 +151,7 @@ class _WorkOfRun(Work):
         device: the kind of device that each computes on.
     """
 
-    def __init__(self, request: Request, place: Topology, device: str) -> None:
+    def __init__(self, request: RunRequest, place: Topology, device: str) -> None:
         self._request = request
         self._place = place
         self.device = device
@@ -195,7 +172,7 @@ class _WorkOfRun(Work):
         if not self._request.trial:
             _refuse_shards(trainer, self._request.module)
         try:
-            outcome = call(_worker, *self._request)
+            outcome = call(_worker, *(getattr(self._request, one.name) for one in fields(self._request)))
         except (SystemExit, KeyboardInterrupt):
             trainer.state = "interrupted"
             raise
@@ -218,7 +195,7 @@ class _WorkOfRun(Work):
         return self.result
 
 
-def _refuse_shards(trainer: RunState, module: TrainModule) -> None:
+def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
     """Refuse a run whose weights would end as shards in processes that end with it.
 
     Raises:
@@ -233,16 +210,17 @@ def _refuse_shards(trainer: RunState, module: TrainModule) -> None:
         )
 
 
-def _take_over(outcome: Outcome, place: Topology, request: Request) -> None:
+def _take_over(outcome: Outcome, place: Topology, request: RunRequest) -> None:
     """Make the caller's objects what they would be had the run been here."""
     trainer = request.trainer
     if not request.trial:
         outcome.fill(request.module)
-    session = Session(*request, _stand_in(trainer, place), place)
-    session.progress.load_state_dict(outcome.progress)
-    session.progress.cut_short = session.progress.batch_idx > 0
-    session.metrics.restore(outcome.metrics)
-    session.folder.be(outcome.folder)
+    session = Session(request, _stand_in(trainer, place), place)
+    core = session.core
+    core.progress.load_state_dict(outcome.progress)
+    core.progress.cut_short = core.progress.batch_idx > 0
+    core.metrics.restore(outcome.metrics)
+    core.folder.be(outcome.folder)
     for one, version in zip(trainer.loggers, outcome.versions, strict=False):
         one.adopt(version)
     trainer.session = session
@@ -255,7 +233,7 @@ def _take_over(outcome: Outcome, place: Topology, request: Request) -> None:
                 owner.trainer = trainer
 
 
-def _stand_in(trainer: RunState, place: Topology) -> Strategy:
+def _stand_in(trainer: SessionContext, place: Topology) -> Strategy:
     """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
@@ -264,7 +242,7 @@ def _stand_in(trainer: RunState, place: Topology) -> Strategy:
 
 
 def _worker(
-    trainer: RunState,
+    trainer: SessionContext,
     stage: str,
     module: TrainModule,
     given: Given,
@@ -280,7 +258,7 @@ def _worker(
     before = Before.of(module)
     if not environment_of(trainer.environment).started_us:
         trainer.environment = "auto"  # what the caller said of itself; this process has been started
-    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
+    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:
         _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
     return Outcome.of(trainer, module, result, before, brings_module=not trial)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.session_state import SessionState, Unprofiled
+from drivetrain._engine.run_parts import NoProfiling, RunRequest
 from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.train import TrainLoop
@@ -20,6 +21,8 @@ from drivetrain._loops.windows import MicroBatch
 from drivetrain.checkpoint._folders import child
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.profilers import ProfiledRun, Profiler
+from drivetrain.run_context import RunContext
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
@@ -30,35 +33,37 @@ FOLDER = "profile"
 """Within a run's folder."""
 
 
-class Profiling(Unprofiled):
-    """Tells a profiler what a run does.
+class Profiling(NoProfiling):
+    """Reports the phases of a run to a profiler.
 
     Args:
-        run: the run.
-        profiler: measures it. A run that is nested in one that it measures already is a phase of that.
-        before: the folder of the last run of the same `Fit`, for an evaluation of what it trained.
+        request: the call that is measured.
+        strategy: runs it.
+        folder: the run's folder, which is known later.
+        profiler: measures it. A run within a run that it measures already is one phase of the outer run.
     """
 
-    _measuring: set[int] = set()  # noqa: RUF012 - by id, of this process
-    """Profilers that are in a run."""
+    _measuring: set[int] = set()  # noqa: RUF012 - shared by all runs of this process
+    """The ids of the profilers that measure a run."""
 
-    def __init__(self, run: SessionState, profiler: Profiler, before: RunFolder | None) -> None:
-        self._run = run
+    def __init__(self, request: RunRequest, strategy: Strategy, folder: RunFolder, profiler: Profiler) -> None:
+        self._trainer: RunContext = request.trainer
+        self._strategy = strategy
+        self._folder = folder
         self._profiler = profiler
-        trainer, strategy = run.trainer, run.strategy
         self._facts = ProfiledRun(
-            run.stage,
+            request.stage,
             strategy.rank,
             strategy.world_size,
             strategy.device,
-            trainer.log_every_n_steps,
-            bool(trainer.compile),
+            self._trainer.log_every_n_steps,
+            bool(self._trainer.compile),
         )
-        self._before = before.path if before is not None and before.is_of_fit and run.stage != "fit" else None
+        before = folder.before  # an evaluation of what that fit trained is written to its folder
+        self._before = before.path if before is not None and before.is_of_fit and request.stage != "fit" else None
         self._is_nested = False
         self._has_begun = False
         self.train_loop = type("ProfiledLoop", (_ProfiledLoop,), {"span": self.span})
-        run.saves = _ProfiledSaves(self.call)
 
     # The run
 
@@ -69,14 +74,14 @@ class Profiling(Unprofiled):
     def begin(self) -> None:
         self._is_nested = id(self._profiler) in Profiling._measuring
         if self._is_nested:
-            self._profiler.start(self._run.stage)
+            self._profiler.start(self._facts.stage)
         else:
             self._profiler.begin(self._facts)
             Profiling._measuring.add(id(self._profiler))
         self._has_begun = True
 
     def compare_ranks(self) -> None:
-        control = self._run.strategy.control
+        control = self._strategy.control
         if self._facts.world_size > 1 and not self._is_nested:
             self._profiler.take_ranks(control.gather_objects(self._profiler.measured()))
 
@@ -85,7 +90,7 @@ class Profiling(Unprofiled):
             return
         self._has_begun = False
         if self._is_nested:
-            self._profiler.stop(self._run.stage)
+            self._profiler.stop(self._facts.stage)
             return
         Profiling._measuring.discard(id(self._profiler))
         for part in (self._profiler.end, self._show, self._write):
@@ -97,7 +102,7 @@ class Profiling(Unprofiled):
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""
         if text:
-            self._run.trainer.print(text)
+            self._trainer.print(text)
 
     def _write(self) -> None:
         facts = self._facts
@@ -107,12 +112,12 @@ class Profiling(Unprofiled):
         if written and facts.rank == 0:
             logger.info("The profile is in %s.", ", ".join(written))
 
-    def _folder(self) -> str | None:
-        trainer = self._run.trainer
+    def _profile_folder(self) -> str | None:
+        trainer = self._trainer
         if trainer.fast_dev_run:
             return None
         # An evaluation's own folder is not claimed until a logger writes to it, which only rank 0 knows.
-        of_run = self._run.folder.path if self._run.stage == "fit" else self._before
+        of_run = self._folder.path if self._facts.stage == "fit" else self._before
         return child(of_run or trainer.default_root_dir, FOLDER)
 
     # What it is made of
@@ -138,6 +143,9 @@ class Profiling(Unprofiled):
                 part[name] = tuple(self.call(f"{_owner(one)}.{name}", one) for one in calls)
         return table
 
+    def save_requests(self) -> SaveRequests:
+        return _ProfiledSaves(self.call)
+
     def mover(self, move: BatchMover | None) -> BatchMover | None:
         if move is not None:
             move.wrap(lambda function: self.call("transfer", function))
@@ -159,19 +167,19 @@ class Profiling(Unprofiled):
         return begin
 
     def step(self, step: TrainStep) -> TrainStep:
-        if self._run.manual is not None:
-            self._run.manual.wrap(self.call)
+        if isinstance(step, ManualStep):
+            step.wrap(self.call)
         if not isinstance(step, AutomaticStep):
             return step
         step.wrap(self.call)
         return _ProfiledStep(step, self.call("optimizer", step.clip_and_step))
 
-    def knows_folder(self) -> None:
+    def set_folder(self) -> None:
         profiler, facts = self._profiler, self._facts
-        facts.folder = profiler.dirpath or self._folder()
+        facts.folder = profiler.dirpath or self._profile_folder()
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
 
-    def knows_data(self, loaders: Iterable[Any]) -> None:
+    def set_loaders(self, loaders: Iterable[Any]) -> None:
         known = list(loaders)
         workers = [one.num_workers for one in known if isinstance(getattr(one, "num_workers", None), int)]
         pinned = [one.pin_memory for one in known if isinstance(getattr(one, "pin_memory", None), bool)]

@@ -10,7 +10,7 @@ from torch import nn
 
 from drivetrain._engine.layer_transfer import Before, Layers, build_of
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.session_context import SessionContext
 from drivetrain.module.train_module import TrainModule
 
 
@@ -47,7 +47,7 @@ class Outcome:
 
     @classmethod
     def of(
-        cls, trainer: RunState, module: TrainModule, result: Any, before: Before, brings_module: bool = True
+        cls, trainer: SessionContext, module: TrainModule, result: Any, before: Before, brings_module: bool = True
     ) -> Self:
         """Collect what there is after a run, on rank 0 all of it.
 
@@ -58,8 +58,8 @@ class Outcome:
             before: how the module was built.
             brings_module: False after a trial, whose weights nobody keeps.
         """
-        session = trainer.session
-        assert session is not None
+        assert trainer.session is not None
+        core = trainer.session.core
         rank_0 = trainer.is_global_zero
         first = rank_0 and brings_module
         layers = Layers.of(module, before) if first else None
@@ -70,12 +70,12 @@ class Outcome:
             trains={name: one.requires_grad for name, one in module.named_parameters()} if first else {},
             extra={name: layer.get_extra_state() for name, layer in _with_extra_state(module)} if first else {},
             layers=layers,
-            progress=session.progress.state_dict(),
-            metrics={name: float(value) for name, value in session.metrics.callback_metrics().items()},
+            progress=core.progress.state_dict(),
+            metrics={name: float(value) for name, value in core.metrics.callback_metrics().items()},
             callbacks=[dict(callback.state_dict()) for callback in trainer.callbacks],
             state=trainer.state,
-            folder=session.folder,
-            versions=[one.version_name for one in trainer.loggers] if session.folder.path is not None else [],
+            folder=core.folder,
+            versions=[one.version_name for one in trainer.loggers] if core.folder.path is not None else [],
         )
 
     def fill(self, module: TrainModule) -> None:

@@ -38,9 +38,13 @@ class Beginning(NamedTuple):
 
 
 class RunFolder:
-    """The folder of one run."""
+    """The folder of one run.
 
-    def __init__(self) -> None:
+    Args:
+        before: that of the last run of the same `Fit`.
+    """
+
+    def __init__(self, before: RunFolder | None = None) -> None:
         self.path: str | None = None
         """The folder, a path or URL; None where the run has none."""
         self.id = ""
@@ -53,7 +57,7 @@ class RunFolder:
         """Keeps the record; on rank 0, where there is a folder."""
         self.is_of_fit = False
         """Whether a run has trained there."""
-        self.before: RunFolder | None = None
+        self.before = before
         """That of the last run of the same `Fit`, until this one has begun."""
         self._is_anothers = False
 

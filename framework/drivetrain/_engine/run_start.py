@@ -46,7 +46,7 @@ from drivetrain.runs._record import plain, read
 from drivetrain.runs._resume_choice import Choice, Search
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import RunCore
 
 logger = logging.getLogger("drivetrain")
 
@@ -55,7 +55,7 @@ Check = Callable[[Checkpoint], None]
 _LOOK_EVERY = 5.0  # seconds between two looks at other runs' heartbeats; the other ranks hear as often that we live
 
 
-def begin(run: SessionState, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
+def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
     """Settle what a run begins with, and claim its folder. Collective.
 
     Args:
@@ -93,7 +93,7 @@ def begin(run: SessionState, folder: RunFolder, ckpt_path: str | None, check: Ch
     return beginning
 
 
-def find_beside(run: SessionState, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
+def find_beside(run: RunCore, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
     """Return the newest checkpoint in folders that callbacks have chosen in their setup. Collective."""
     control = run.strategy.control
     search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
@@ -112,7 +112,7 @@ def find_beside(run: SessionState, folders: Sequence[str], ckpt_path: str, check
 
 
 def _search(
-    run: SessionState, place: RunPlace | None, ckpt_path: str | None, folders: Sequence[str] | None = None
+    run: RunCore, place: RunPlace | None, ckpt_path: str | None, folders: Sequence[str] | None = None
 ) -> Search:
     where = place or place_of_logs(run)
     identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0], run.trainer.searched)
@@ -156,7 +156,7 @@ def _watch(control: Any, search: Search | None, check: Check) -> None:
             watch.look(_LOOK_EVERY)
 
 
-def _choice(run: SessionState, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
+def _choice(run: RunCore, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
     """Return what a fit begins with."""
     if search is None or ckpt_path is None:
         return Choice()
@@ -170,7 +170,7 @@ def _choice(run: SessionState, search: Search | None, ckpt_path: str | None, che
     return choice._replace(path=_best_beside(choice.path), record=None)
 
 
-def _for_evaluation(run: SessionState, search: Search, ckpt_path: str, check: Check) -> str | None:
+def _for_evaluation(run: RunCore, search: Search, ckpt_path: str, check: Check) -> str | None:
     """Return what an evaluation takes its weights from; the run may be under way."""
     best = [one.best_model_path for one in run.callbacks if one.best_model_path]
     if ckpt_path == "best" and best:
@@ -193,7 +193,7 @@ def _best_beside(path: str) -> str:
 
 
 def _settled(
-    run: SessionState,
+    run: RunCore,
     folder: RunFolder,
     place: RunPlace | None,
     search: Search | None,
@@ -226,7 +226,7 @@ def _settled(
 
 
 def _claimed(
-    run: SessionState,
+    run: RunCore,
     folder: RunFolder,
     place: RunPlace,
     search: Search | None,
@@ -280,15 +280,15 @@ def _take(folder: RunFolder, recorder: RunRecorder) -> None:
     folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
 
 
-def _description(run: SessionState) -> Description:
+def _description(run: RunCore) -> Description:
     trainer, strategy = run.trainer, run.strategy
     settings = {name: {"value": one.value, "source": one.source} for name, one in trainer.settings.items()}
     public, of_settings = without_secrets(settings)
     arguments, of_arguments = arguments_without_secrets(sys.argv)
-    datamodule = run.given.datamodule
+    datamodule = run.datamodule
     _, of_data = without_secrets({} if datamodule is None else datamodule.hparams)
     hyper_parameters, of_module = without_secrets(run.module.hparams)
-    run.left_out.tell([*of_data, *of_module, *of_settings, *of_arguments])
+    run.secrets.tell([*of_data, *of_module, *of_settings, *of_arguments])
     return Description(
         stage=run.stage,
         module=class_path(type(run.module)),
@@ -303,7 +303,7 @@ def _description(run: SessionState) -> Description:
     )
 
 
-def _share_with_evaluation(run: SessionState, folder: RunFolder) -> None:
+def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
     """Let an evaluation log where the run of before did; else where a folder is claimed once something is written."""
     loggers = run.trainer.loggers
     first = first_with_files(loggers)
@@ -337,12 +337,12 @@ def _share_with_evaluation(run: SessionState, folder: RunFolder) -> None:
             claim_at_the_first_write(one, loggers)
 
 
-def _versions(run: SessionState) -> tuple[str, ...]:
+def _versions(run: RunCore) -> tuple[str, ...]:
     """The loggers' versions, where there is somebody to be told."""
     return tuple(one.version_name for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
 
 
-def _tell(run: SessionState, ckpt_path: str, choice: Choice) -> None:
+def _tell(run: RunCore, ckpt_path: str, choice: Choice) -> None:
     found = choice.path is not None
     does = "going on from" if run.stage == "fit" else "the weights of"
     what = f"{does} {choice.path}" if found else "a fresh start"

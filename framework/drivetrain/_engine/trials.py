@@ -13,9 +13,10 @@ import torch
 
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.console_logging import log_to_console
-from drivetrain._engine.launch import Request, launch
+from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import failed_for_memory
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.run_parts import RunRequest
+from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.stage_loaders import Given
 from drivetrain._engine.topology import environment_of
 from drivetrain._loops.hooks import is_overridden
@@ -37,7 +38,7 @@ Prepare = Callable[[Any, Any, Any], Any]
 
 
 def ask_before_launch(
-    trainer: RunState, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
+    trainer: SessionContext, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
 ) -> None:
     """Let callbacks try out what they want to know before a run begins."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
@@ -62,7 +63,7 @@ class EngineTrials:
     """
 
     def __init__(
-        self, trainer: RunState, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
+        self, trainer: SessionContext, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
     ) -> None:
         self._trainer = trainer
         self._given = given
@@ -81,7 +82,7 @@ class EngineTrials:
             fits = self.stage == "fit"
             given = Given(loaders if fits else None, None if fits else loaders, datamodule)
             trainer = _trial_of(self._trainer, self.stage, callback, steps)
-            launch(Request(trainer, self.stage, module, given, None, return_predictions=False, trial=True))
+            launch(RunRequest(trainer, self.stage, module, given, None, return_predictions=False, trial=True))
 
     def fits(self, callback: Any, steps: int, prepare: Prepare | None = None) -> bool:
         try:
@@ -146,7 +147,7 @@ def _apart(datamodule: Any) -> Any:
     return apart
 
 
-def _trial_of(trainer: RunState, stage: str, callback: Any, steps: int) -> Any:
+def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
     """Return a copy of a `Fit` that runs ``steps``, and tells nobody of it but ``callback``."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [SilentLogger() for _ in trainer.loggers]
@@ -169,7 +170,7 @@ def _trial_of(trainer: RunState, stage: str, callback: Any, steps: int) -> Any:
     return trial
 
 
-def _starts_processes(trainer: RunState) -> bool:
+def _starts_processes(trainer: SessionContext) -> bool:
     """Whether this process may start others, by forking it too, and is not to use the device before it does."""
     strategy = trainer.chosen_strategy
     if environment_of(trainer.environment).started_us or (strategy is not None and strategy.single_process):

@@ -237,7 +237,7 @@ def check_optimizers(
                 if automatic and other != number:
                     raise ConfigurationError(
                         f"Optimizers {other} and {number} share the parameter {names[id(parameter)]!r}.",
-                        "with automatic optimization all optimizers step after a backward, so it would be updated twice.",
+                        "with automatic optimization all optimizers step after each backward: it would move twice.",
                         "give them disjoint parameters, or set self.automatic_optimization = False.",
                     )
     if automatic and closure and len(optimizers) > 1:
@@ -288,7 +288,7 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
         if module.automatic_optimization and id(parameter) in others:
             raise ConfigurationError(
                 f"add_param_group: another optimizer holds {names[id(parameter)]!r} already.",
-                "with automatic optimization all optimizers step after a backward, so it would be updated twice.",
+                "with automatic optimization all optimizers step after each backward: it would move twice.",
                 "add it to one of them alone, or set self.automatic_optimization = False.",
             )
 
