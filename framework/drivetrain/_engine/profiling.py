@@ -46,8 +46,10 @@ class Profiling(NoProfiling):
     _measuring: set[int] = set()  # noqa: RUF012 - shared by all runs of this process
     """The ids of the profilers that measure a run."""
 
-    def __init__(self, request: RunRequest, strategy: Strategy, folder: RunFolder, profiler: Profiler) -> None:
-        self._trainer: RunContext = request.trainer
+    def __init__(
+        self, request: RunRequest[RunContext], strategy: Strategy, folder: RunFolder, profiler: Profiler
+    ) -> None:
+        self._trainer = request.trainer
         self._strategy = strategy
         self._folder = folder
         self._profiler = profiler

@@ -70,6 +70,7 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.data._rng_replay import ReadAhead
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
 from drivetrain.strategies._module_lock import hold, release
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -110,7 +111,7 @@ class Session:
 
     def __init__(
         self,
-        request: RunRequest,
+        request: RunRequest[RunContext],
         strategy: Strategy,
         topology: Topology,
         previous: RunFolder | None = None,
@@ -259,7 +260,7 @@ class Session:
         self._check_folders()
         data.seed = checkpoints.open()
         if core.stage == "fit":
-            checkpoints.see_what_is_left()
+            checkpoints.check_what_is_left()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
             tell_of_unseeded(core.module, trainer.seed)
         reloading = self._load_data()
