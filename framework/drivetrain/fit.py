@@ -74,7 +74,7 @@ class Fit(SessionContext):
         check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count across epochs.
         num_sanity_val_steps: validation micro-batches to run before training; -1 for all.
         overfit_batches: train and validate on this number (int) or fraction (float) of micro-batches, unshuffled.
-        fast_dev_run: run every stage with one micro-batch (True) or this many (int), without loggers.
+        fast_dev_run: try the run with one micro-batch (True) or this many (int) per loader, without loggers.
         callbacks: one or a list; added to the default callbacks.
         logger: None or True for the default logger, False for none, or one or a list of "csv", "tensorboard", names
             that packages register, and `Logger` objects.
@@ -452,9 +452,9 @@ class Fit(SessionContext):
         self._log_queue = None  # rows of a run that failed
         try:
             if any(is_overridden("before_launch", one, Callback) for one in self.callbacks):
-                from drivetrain._engine.trials import ask_before_launch  # only runs with trials need it
+                from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
-                ask_before_launch(self, stage, module, given, path)
+                run_before_launch_hooks(self, stage, module, given, path)
             return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
