@@ -112,13 +112,13 @@ class RunCheckpoints:
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
             from drivetrain._engine.run_location import where_runs_are
-            from drivetrain._engine.run_start import find_beside
+            from drivetrain._engine.run_start import find_in_folders
 
             # Rank 0 chooses for all ranks: a network file system may show others an older state.
             since = [one for one in self._folders() if one not in self._looked_in]
             path = beginning.path
             if path is None and since:
-                path = find_beside(core, since, self._path or "", _check_form)
+                path = find_in_folders(core, since, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and what trains: set up once the strategy holds the module."""
+"""Sets up optimizers and schedulers, once the strategy holds the module."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def set_up_optimizers(
 
 
 def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
-    """Say which keys beside a scheduler nobody goes by."""
+    """Warn of keys next to a scheduler that have no effect."""
     for config in schedulers:
         kind = type(config.scheduler).__name__
         if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
