@@ -414,7 +414,7 @@ class Fit(SessionContext):
         if module is None:
             raise ConfigurationError(
                 f"{stage} was given no module.",
-                "there was no run before it whose module it could be.",
+                "no earlier run of this Fit provides one.",
                 f"pass it, as Fit().{stage}(module, ...).",
             )
         if not isinstance(given.datamodule, DataModule | None):
@@ -426,7 +426,7 @@ class Fit(SessionContext):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "it trains a TrainModule that is built, with its weights.",
+                "an instance is needed, with its weights.",
                 f"make one: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):
@@ -444,7 +444,7 @@ class Fit(SessionContext):
         if is_attached(module):
             raise ConfigurationError(
                 f"{stage} was called while a run of {type(module).__name__} is under way.",
-                "it would take the module, its metrics and the processes away from that run.",
+                "both runs would use the same module, metrics and processes.",
                 "call it after the run, on every rank; validation within fit is val_check_interval's.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)

@@ -121,9 +121,9 @@ class RunCheckpoints:
                 path = find_in_folders(core, since, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
-                    f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
-                    f"looked in {', '.join([where_runs_are(core), *self._folders()])}, for what runs of "
-                    f"{type(core.module).__name__} with these hyper-parameters have saved.",
+                    f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
+                    f"looked in {', '.join([where_runs_are(core), *self._folders()])}, for checkpoints "
+                    f"that runs of {type(core.module).__name__} with these hyper-parameters saved.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
@@ -221,7 +221,7 @@ class RunCheckpoints:
         differing = {one.consent for one in found}
         if differing - self._reset and self._core.strategy.rank == 0:
             told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._reset)
-            logger.warning("Not as in the run that goes on, and allowed: %s.", told)
+            logger.warning("Differs from the resumed run, and is allowed: %s.", told)
         self._reset |= differing
 
     def load(self) -> None:
@@ -238,7 +238,8 @@ class RunCheckpoints:
             changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
             if changed and self._core.strategy.rank == 0:
                 logger.info(
-                    "As in the run that goes on, and other than in the code, is what trains of %s.", listed(changed)
+                    "As in the resumed run, and unlike in the code, these parameters are trained or frozen: %s.",
+                    listed(changed),
                 )
 
     def regroup(self, optimizers: Sequence[Optimizer]) -> None:
@@ -355,7 +356,9 @@ class RunCheckpoints:
                     self._rehearse(weights_only=False)
                 except CheckpointError as error:
                     if core.strategy.rank == 0:
-                        logger.warning("Told to leave by a signal, this run could not save what goes on: %s", error)
+                        logger.warning(
+                            "After a preemption signal this run could not save a checkpoint to resume from: %s", error
+                        )
 
     def _rehearse(self, weights_only: bool) -> None:
         from drivetrain.checkpoint._format import agreed, check_facts, stage
@@ -369,7 +372,7 @@ class RunCheckpoints:
                 raise staged.problem
             check_facts(contents.facts)
 
-        agreed(control, "What this run has could not be saved", formed)
+        agreed(control, "The state of this run cannot be saved", formed)
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, now or at the end of the current window. Collective.
@@ -469,7 +472,7 @@ class RunCheckpoints:
         """Save the state of a failed run as of its last step; only in runs of one process."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
-            logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
+            logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
         snapshot = self._collect_parts().stopping.snapshot
         if snapshot is not None:
@@ -491,8 +494,8 @@ class RunCheckpoints:
         if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:
             self._warned_of_no_save = True  # this is called again if an epoch ends as well
             logger.warning(
-                "The run ends before its time, and nothing is saved: it has no Checkpoint callback, and none whose "
-                "save_before_leaving saves."
+                "The run ends early and nothing is saved: it has no Checkpoint callback, and no other callback that "
+                "saves in save_before_leaving."
             )
 
     def finish(self) -> None:

@@ -55,7 +55,7 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     launcher.run(work, place.placement, address=place.address, port=place.port)
     if not work.done:
         raise ConfigurationError(
-            f"{type(launcher).__name__}.run returned without having had the run done.",
+            f"{type(launcher).__name__}.run returned without executing the run.",
             "nothing was trained.",
             "call work.here(world) or work.elsewhere(call).",
         )

@@ -75,14 +75,14 @@ def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool)
         kind = type(config.scheduler).__name__
         if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
             logger.warning(
-                "What configure_optimizers says beside %s about when it steps (interval, frequency, monitor) is not "
-                "heeded in manual optimization: training_step steps it, by self.lr_schedulers().step().",
+                "configure_optimizers: interval, frequency and monitor of %s are ignored in manual optimization, where "
+                "training_step steps it by self.lr_schedulers().step().",
                 kind,
             )
         elif automatic and config.monitor is not None and not config.plateau:
             logger.warning(
-                "configure_optimizers: 'monitor': %r beside %s, whose step takes no value: it is not heeded. Where it "
-                "takes one, return 'reduce_on_plateau': True with it.",
+                "configure_optimizers: 'monitor': %r is ignored with %s, whose step takes no value. If it takes one, "
+                "return 'reduce_on_plateau': True as well.",
                 config.monitor,
                 kind,
             )

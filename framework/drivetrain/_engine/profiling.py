@@ -99,7 +99,7 @@ class Profiling(NoProfiling):
             try:
                 part()
             except Exception as error:  # an error in the profiler must not fail the run
-                logger.warning("Of this run's profile something is lost: %s: %s", type(error).__name__, error)
+                logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
 
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""

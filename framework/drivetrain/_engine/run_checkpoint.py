@@ -233,8 +233,8 @@ class RunCheckpoint:
             dropped = regrouped(optimizer, groups, named)
             if dropped and self._strategy.rank == 0:
                 logger.warning(
-                    "Optimizer %d holds %d parameter(s) that are in no group of it in %r: %s. They are left out, as "
-                    "there; optimizer.add_param_group adds them.",
+                    "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
+                    "in that run; optimizer.add_param_group adds them.",
                     number,
                     len(dropped),
                     checkpoint.path,
@@ -386,7 +386,9 @@ class RunCheckpoint:
         unclaimed = sorted(saved.keys() - {key for key, _ in self._callbacks_by_key()})
         if unclaimed and self._strategy.rank == 0:
             logger.warning(
-                "%r has tensors of %s, which this run has not: they are left out.", checkpoint.path, listed(unclaimed)
+                "%r has tensors of %s, which this run does not have: they are ignored.",
+                checkpoint.path,
+                listed(unclaimed),
             )
         return {
             key: checkpoint.callback_tensors(key).staged(callback.tensor_regions(trainer, module))

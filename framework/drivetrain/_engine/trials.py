@@ -183,7 +183,7 @@ def _refuse_one_shot(loaders: Any) -> None:
             raise ConfigurationError(
                 f"A {type(one).__name__} was given as a loader, and batches are to be tried out first.",
                 "an iterator gives each batch once: those of the trial would be missing from the run.",
-                "give a loader that can be gone through again: an object whose __iter__ begins anew.",
+                "give a loader that can be iterated repeatedly: an object whose __iter__ starts again.",
             )
 
 
