@@ -20,7 +20,7 @@ from drivetrain._engine.resume_compatibility import check_allow
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
 from drivetrain._engine.session_context import SessionContext
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import checked_seed
@@ -272,7 +272,7 @@ class Fit(SessionContext):
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        given = Given(train_dataloaders, val_dataloaders, datamodule)
+        given = DataArguments(train_dataloaders, val_dataloaders, datamodule)
         self._launch("fit", _module_argument("fit", module, model), given, ckpt_path, allow=check_allow(allow))
 
     def validate(
@@ -366,7 +366,7 @@ class Fit(SessionContext):
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
         chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
-        given = Given(None, dataloaders, datamodule)
+        given = DataArguments(None, dataloaders, datamodule)
         outputs: list[Any] | None = self._launch("predict", chosen, given, ckpt_path, return_predictions)
         return outputs
 
@@ -382,7 +382,9 @@ class Fit(SessionContext):
         module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
-        results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
+        results: list[dict[str, float]] = self._launch(
+            stage, module, DataArguments(None, loaders, datamodule), ckpt_path
+        )
         if verbose and self.is_global_zero:
             from drivetrain._runtime.terminal_output import write_for_people  # only evaluations that print need it
 
@@ -406,7 +408,7 @@ class Fit(SessionContext):
         self,
         stage: str,
         module: Any,
-        given: Given,
+        given: DataArguments,
         ckpt_path: Any,
         return_predictions: bool = True,
         allow: tuple[str, ...] = (),

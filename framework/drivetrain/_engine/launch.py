@@ -17,7 +17,7 @@ from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.signals import as_asked, awaited_signals
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import Topology, environment_of, find_topology, stands_alone, topology_of_first
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.errors import ConfigurationError
@@ -245,7 +245,7 @@ def _worker(
     trainer: SessionContext,
     stage: str,
     module: TrainModule,
-    given: Given,
+    given: DataArguments,
     ckpt_path: str | None,
     return_predictions: bool,
     allow: tuple[str, ...],

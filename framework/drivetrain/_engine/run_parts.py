@@ -20,7 +20,7 @@ from drivetrain._engine.evaluation_buffers import BuffersAside
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.window_snapshot import WindowOpening
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
@@ -70,7 +70,7 @@ class RunRequest(Generic[Trainer]):
     trainer: Trainer
     stage: str
     module: TrainModule
-    given: Given
+    given: DataArguments
     ckpt_path: str | None
     return_predictions: bool = True
     allow: tuple[str, ...] = ()
@@ -257,7 +257,7 @@ class RunData:
         estimate_was_read: `estimated_stepping_batches` was read, so that a schedule may depend on it.
     """
 
-    given: Given
+    given: DataArguments
     lengths: Lengths
     rng_replay: ReadAhead
     cursor: Cursor = field(default_factory=Cursor)

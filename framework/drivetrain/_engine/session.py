@@ -51,7 +51,7 @@ from drivetrain._engine.run_parts import (
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
 from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Dealing
+from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.topology import Topology, check_control_plane, check_devices_apart, check_set_up
 from drivetrain._engine.training_setup import (
     build_stopping,
@@ -445,8 +445,8 @@ class Session:
         """Build the loaders; returns what builds them again, if they are to be reloaded."""
         core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
         data.cursor.world_size = strategy.data_world_size
-        dealing = Dealing(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
-        load = partial(StageData, trainer, core.stage, core.module, data.given, dealing, strategy.control)
+        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
+        load = partial(StageData, trainer, core.stage, core.module, data.given, data_split, strategy.control)
         with core.profiling.span("loaders"):
             if core.stage != "fit" or not trainer.reload_dataloaders_every_n_epochs:
                 data.stage_data = load()

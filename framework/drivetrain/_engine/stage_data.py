@@ -10,8 +10,8 @@ import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._engine.stage_loaders import (
-    Dealing,
-    Given,
+    DataArguments,
+    DataSplit,
     evaluation_sources,
     find_loaders,
     is_combined,
@@ -54,14 +54,14 @@ class StageData:
         trainer: RunContext,
         stage: str,
         module: TrainModule,
-        given: Given,
-        dealing: Dealing,
+        given: DataArguments,
+        data_split: DataSplit,
         control: ControlPlane,
     ) -> None:
         self._trainer = trainer
         self._module = module
         self._given = given
-        self._dealing = dealing
+        self._dealing = data_split
         self._control = control
         self.train: BatchSource | None = None
         self.loaders: tuple[Any, ...] = ()
@@ -120,7 +120,7 @@ class StageData:
 
     def _find_training(self) -> None:
         trainer = self._trainer
-        loaders = self._given.asked_for
+        loaders = self._given.built_train_loaders
         if loaders is None:
             loaders = find_loaders("train", self._given.train, self._given.datamodule, self._module)
         if loaders is None:

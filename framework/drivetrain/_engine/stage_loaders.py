@@ -22,18 +22,18 @@ _KINDS = {"train": "train", "validate": "val", "test": "test", "predict": "predi
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class DataArguments:
     """The data that was passed to `Fit.fit` or another entry point."""
 
     train: Any = None
     evaluate: Any = None
     datamodule: DataModule | None = None
-    asked_for: Any = None
+    built_train_loaders: Any = None
     """The training loader(s), if they were built in `setup` to estimate the run's length."""
 
 
 @dataclass(frozen=True, slots=True)
-class Dealing:
+class DataSplit:
     """How the data is split over ranks.
 
     Attributes:
@@ -78,19 +78,19 @@ def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: T
     return None
 
 
-def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSource:
+def training_source(loaders: Any, data_split: DataSplit, sequential: bool) -> BatchSource:
     """Prepare the training loader; several are combined, and the longest ends the epoch."""
     if _is_several(loaders):
         loaders = CombinedLoader(loaders, mode="max_size_cycle")
-    return _prepared("training loader", loaders, dealing, training=True, predicting=sequential)
+    return _prepared("training loader", loaders, data_split, training=True, predicting=sequential)
 
 
-def evaluation_sources(stage: str, loaders: Any, dealing: Dealing, sequential: bool = False) -> list[BatchSource]:
+def evaluation_sources(stage: str, loaders: Any, data_split: DataSplit, sequential: bool = False) -> list[BatchSource]:
     """Prepare one or several evaluation loaders of a stage, "validate", "test" or "predict"."""
     several, sources = several_loaders(loaders), []
     for index, loader in enumerate(several):
         name = f"{NAMES[stage]} loader{f' {index}' if len(several) > 1 else ''}"
-        sources.append(_prepared(name, loader, dealing, training=False, predicting=sequential or stage == "predict"))
+        sources.append(_prepared(name, loader, data_split, training=False, predicting=sequential or stage == "predict"))
     return sources
 
 
@@ -141,16 +141,16 @@ def shorter(limit: int | None, length: int | None) -> int | None:
     return limit if length is None else length if limit is None else min(limit, length)
 
 
-def _prepared(name: str, loader: Any, dealing: Dealing, *, training: bool, predicting: bool) -> BatchSource:
+def _prepared(name: str, loader: Any, data_split: DataSplit, *, training: bool, predicting: bool) -> BatchSource:
     try:
         return prepare_loader(
             loader,
             training=training,
             predicting=predicting,
-            rank=dealing.rank,
-            world_size=dealing.world_size,
-            seed=dealing.seed,
-            replace_sampler=dealing.replace_sampler,
+            rank=data_split.rank,
+            world_size=data_split.world_size,
+            seed=data_split.seed,
+            replace_sampler=data_split.replace_sampler,
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"The {name}: {error.what}", error.why, error.fix) from error.__cause__

@@ -16,7 +16,7 @@ from drivetrain._engine.batches import BatchMover, moved
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stopping, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Dealing, find_loaders
+from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._engine.window_snapshot import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.epoch_checks import EpochChecks
@@ -163,9 +163,9 @@ def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData)
 def estimated_before_data(core: RunCore, data: RunData) -> int | float:
     """Return `estimated_steps` in ``setup``: builds the training loader, which the run then uses. Collective."""
     strategy, given = core.strategy, data.given
-    data.given = replace(given, asked_for=find_loaders("train", given.train, given.datamodule, core.module))
-    dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
-    loaded = StageData(core.trainer, "train", core.module, data.given, dealing, strategy.control)
+    data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
+    data_split = DataSplit(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
+    loaded = StageData(core.trainer, "train", core.module, data.given, data_split, strategy.control)
     loaded.close()
     return _steps_of(core.trainer, core.callbacks, loaded.train_length)
 

@@ -17,7 +17,7 @@ from drivetrain._engine.launch import launch
 from drivetrain._engine.out_of_memory import failed_for_memory
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session_context import SessionContext
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import environment_of
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
@@ -38,7 +38,7 @@ Prepare = Callable[[Any, Any, Any], Any]
 
 
 def run_before_launch_hooks(
-    trainer: SessionContext, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
+    trainer: SessionContext, stage: str, module: TrainModule, given: DataArguments, ckpt_path: str | None = None
 ) -> None:
     """Call ``before_launch`` of the callbacks, which may run trials."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
@@ -62,7 +62,12 @@ class EngineTrials:
     """
 
     def __init__(
-        self, trainer: SessionContext, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
+        self,
+        trainer: SessionContext,
+        stage: str,
+        module: TrainModule,
+        given: DataArguments,
+        ckpt_path: str | None = None,
     ) -> None:
         self._trainer = trainer
         self._given = given
@@ -79,7 +84,7 @@ class EngineTrials:
         with self._restored():
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
             fits = self.stage == "fit"
-            given = Given(loaders if fits else None, None if fits else loaders, datamodule)
+            given = DataArguments(loaders if fits else None, None if fits else loaders, datamodule)
             trainer = _trial_of(self._trainer, self.stage, callback, steps)
             launch(RunRequest(trainer, self.stage, module, given, None, return_predictions=False, trial=True))
 
