@@ -1,11 +1,11 @@
-"""Fit: puts the parts together and runs them."""
+"""Fit: the arguments of a run, and the entry points that start one."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -15,13 +15,13 @@ from drivetrain._config.arguments import check_arguments
 from drivetrain._config.precedence import Settings, resolved_settings
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import default_callbacks, default_loggers
-from drivetrain._engine.launch import Request, launch
+from drivetrain._engine.launch import launch
 from drivetrain._engine.resume_compatibility import check_allow
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.seeding import built_unseeded
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.session_context import SessionContext
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.manual_step import OptimizerHandle
 from drivetrain._runtime.accelerators import check_devices
 from drivetrain._runtime.seed import checked_seed
 from drivetrain.callback import Callback
@@ -38,7 +38,6 @@ from drivetrain.strategies.registry import StrategyName, strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.log_queue import LogQueue
     from drivetrain.profilers import Profiler
 
 logger = logging.getLogger("drivetrain")
@@ -46,69 +45,70 @@ logger = logging.getLogger("drivetrain")
 Limit = int | float | None
 
 
-class Fit(RunState):
+class Fit(SessionContext):
     """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
 
-    What is read of it, in a run and afterwards, and what hooks call, is in `RunContext`.
+    `RunContext` documents what can be read during and after a run, and what hooks call.
 
     Args:
-        strategy: where: a name ("auto", "ddp", ..., or one that a package has registered) or a `Strategy`.
+        strategy: how the module runs on its devices: a name ("auto", "ddp", ..., or one that a package registers) or a
+            `Strategy`.
         accelerator: "auto", "cpu", "gpu" ("cuda") or "mps".
-        devices: of each node: a count, a list of indices, "auto", or -1 for all.
-        num_nodes: over how many nodes.
-        precision: how exact: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", the name
-            that a package has registered, or a `Precision`.
-        max_epochs: epochs to train; None is 1000 where nothing else limits the run; -1 is no limit.
+        devices: the devices of each node: a count, a list of indices, "auto", or -1 for all.
+        num_nodes: the number of nodes.
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", a name that a package
+            registers, or a `Precision`.
+        max_epochs: epochs to train; -1 for no limit. None stands for 1000 if nothing else limits the run.
         min_epochs: epochs before which nothing stops the run early.
-        max_steps: optimizer steps to train; -1 is no limit.
+        max_steps: optimizer steps to train; -1 for no limit.
         min_steps: optimizer steps before which nothing stops the run early.
-        max_time: for how long: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
-        accumulate_grad_batches: micro-batches of an optimizer step.
-        gradient_clip_val: the largest norm (or magnitude) of gradients; None does not clip.
+        max_time: the duration of training: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+        accumulate_grad_batches: micro-batches per optimizer step.
+        gradient_clip_val: the largest norm (or absolute value) of gradients; None to not clip.
         gradient_clip_algorithm: "norm" (over all gradients together) or "value".
-        limit_train_batches: micro-batches of an epoch: an int counts them, a float in [0, 1] is a part.
-        limit_val_batches: likewise of each validation loader.
-        limit_test_batches: likewise of each test loader.
-        limit_predict_batches: likewise of each prediction loader.
-        val_check_interval: validate every so many micro-batches (int) or parts of an epoch (float).
-        check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count over epochs.
-        num_sanity_val_steps: validation micro-batches to try before training; -1 for all.
-        overfit_batches: train and validate on the first so many micro-batches, in the data's order.
-        fast_dev_run: try everything with one micro-batch (True) or so many (int), without loggers.
-        callbacks: one or a list; they join the default ones.
-        logger: None and True are the default logger, False none; or one: "csv", "tensorboard", the name that a package
-            has registered, or a `Logger`; or a list of them.
-        log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
-        enable_progress_bar: show one, and as training ends its checkpoints and files.
-        enable_checkpointing: save once an epoch, the newest being kept: a `Checkpoint` where none is given.
-        enable_model_summary: print one.
-        default_root_dir: where files go; the working directory by default.
-        seed: of initialisation, order and every generator.
-        deterministic: only deterministic algorithms; "warn" warns where there is none.
-        benchmark: cudnn's benchmark mode; None leaves it as it is.
-        inference_mode: evaluate in `torch.inference_mode`, else in `torch.no_grad`.
-        detect_anomaly: let autograd look for NaN in every backward.
+        limit_train_batches: micro-batches per epoch, as a number (int) or a fraction (float in [0, 1]).
+        limit_val_batches: the same for each validation loader.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each prediction loader.
+        val_check_interval: micro-batches (int) or fraction of an epoch (float) between two validations.
+        check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count across epochs.
+        num_sanity_val_steps: validation micro-batches to run before training; -1 for all.
+        overfit_batches: train and validate on this number (int) or fraction (float) of micro-batches, unshuffled.
+        fast_dev_run: try the run with one micro-batch (True) or this many (int) per loader, without loggers.
+        callbacks: one or a list; added to the default callbacks.
+        logger: None or True for the default logger, False for none, or one or a list of "csv", "tensorboard", names
+            that packages register, and `Logger` objects.
+        log_every_n_steps: optimizer steps between two rows of step values; 0 for no rows.
+        enable_progress_bar: show a progress bar and, as training ends, the checkpoints and files.
+        enable_checkpointing: add a `Checkpoint` if none is given: it saves once an epoch and keeps the newest.
+        enable_model_summary: print a summary of the module.
+        default_root_dir: the folder for files; the working directory by default.
+        seed: the seed of initialization, sample order and every generator.
+        deterministic: use deterministic algorithms only; "warn" warns if an operation has none.
+        benchmark: cuDNN's benchmark mode; None leaves it as it is.
+        inference_mode: evaluate in `torch.inference_mode` instead of `torch.no_grad`.
+        detect_anomaly: let autograd check every backward for NaN.
         compile: compile the steps; a dict is passed to `torch.compile`.
-        use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
-        sync_batchnorm: normalise over all ranks.
-        reload_dataloaders_every_n_epochs: ask the module or the data module for its loaders again as every n-th epoch
-            begins, for what changes from epoch to epoch: batch sizes, lengths, files; 0 keeps them.
-        profiler: what measures where a run's time goes: "simple", "advanced", "pytorch", the name that a package has
-            registered, or a `drivetrain.profilers.Profiler`.
-        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; the name
-            that a package has registered, or a `drivetrain.launchers.Launcher`.
-        environment: who started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", the name
-            that a package has registered, or an `Environment`.
-        preemption_signals: on which of them, beside Ctrl-C, a run saves and ends so that it can go on later: "auto" is
-            SIGTERM, and in a job of SLURM SIGUSR1 too; a name or a list of them; None takes none, Ctrl-C included.
-        barebones: leave out everything but the loop.
-        plugins: kept for a later version; refused.
+        use_distributed_sampler: split the data over the ranks; False leaves the loaders as they are.
+        sync_batchnorm: normalize over the samples of all ranks.
+        reload_dataloaders_every_n_epochs: build the loaders of the module or the data module again every n epochs, if
+            their batch size, length or files change; 0 keeps them.
+        profiler: measures where a run's time goes: "simple", "advanced", "pytorch", a name that a package registers,
+            or a `drivetrain.profilers.Profiler`.
+        launcher: how processes are started: "auto", "subprocess", "spawn", "forkserver", "fork", "ray", a name that a
+            package registers, or a `drivetrain.launchers.Launcher`.
+        environment: what started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", a name
+            that a package registers, or an `Environment`.
+        preemption_signals: signals that, like Ctrl-C, make a run save and exit so that it can be resumed: a name or a
+            list of names; "auto" for SIGTERM, and SIGUSR1 too in a SLURM job; None for none, Ctrl-C included.
+        barebones: run the bare loop, without progress bar, summary, checkpoints and logging.
+        plugins: reserved; always refused.
 
     Raises:
-        ConfigurationError: an argument is unknown, wrong, or contradicts another.
+        ConfigurationError: an argument is unknown, invalid, or contradicts another.
     """
 
-    settings: Settings  # by `resolved_settings`
+    settings: Settings  # set by `resolved_settings`
 
     @resolved_settings
     def __init__(
@@ -211,11 +211,11 @@ class Fit(RunState):
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):
-            canonical_name(precision)  # what the device cannot do is refused once the device is known
+            canonical_name(precision)  # whether the device supports it is checked once the device is known
         check_launcher(launcher)
         if not isinstance(environment, Environment):
             check_environment_name(environment)
-        # Built now, so that an unknown name is refused now; "auto" waits for the number of processes.
+        # Built here to refuse an unknown name early; "auto" depends on the number of processes.
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
             self.chosen_strategy = strategy_by_name(strategy)
@@ -232,7 +232,7 @@ class Fit(RunState):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._profiler_names import profiler_of  # by who names one
+            from drivetrain.profilers._profiler_names import profiler_of  # only needed where a profiler is named
 
             self.given_profiler = profiler_of(profiler)
         self.state = "idle"
@@ -240,9 +240,9 @@ class Fit(RunState):
         self.searched = set()
         self.built_unseeded = False
         self._collective_calls = CollectiveCalls()
-        self._log_queue: LogQueue | None = None
+        self._log_queue = None
 
-    # The four verbs
+    # Entry points
 
     def fit(
         self,
@@ -258,22 +258,22 @@ class Fit(RunState):
         """Train ``module``.
 
         Args:
-            module: what to train; afterwards it holds the trained weights.
-            train_dataloaders: the training loader; several as a dict, a list or a `CombinedLoader`.
+            module: the module to train; afterwards it holds the trained weights.
+            train_dataloaders: the training loader, or several as a dict, a list or a `CombinedLoader`.
             val_dataloaders: one or several validation loaders.
-            datamodule: where the loaders come from instead.
-            ckpt_path: a checkpoint to go on from.
-            allow: what may differ from the run that it goes on with: some of "data", "optimizer", "scheduler" and
-                "module". What differs begins anew: an optimizer's and a scheduler's state, or the epoch on other data.
-            model: ``module``, by Lightning's name.
+            datamodule: provides the loaders instead.
+            ckpt_path: the checkpoint to resume from: a path or URL, "last", "best" or "auto".
+            allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
+                State that no longer fits is reset: that of an optimizer or a scheduler, or the position in the epoch.
+            model: another name of ``module``, as in Lightning.
 
         Raises:
-            ConfigurationError: what was asked for cannot be done; before anything is changed.
+            ConfigurationError: the call cannot be carried out; nothing was changed.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        given = Given(train_dataloaders, val_dataloaders, datamodule)
-        self._launch("fit", _one_of("fit", module, model), given, ckpt_path, allow=check_allow(allow))
+        given = DataArguments(train_dataloaders, val_dataloaders, datamodule)
+        self._launch("fit", _module_argument("fit", module, model), given, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
@@ -285,19 +285,19 @@ class Fit(RunState):
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation loaders; returns each loader's reduced values.
+        """Run ``validation_step`` over the validation loaders and return each loader's reduced values.
 
         Args:
-            module: what to validate. Without one it is the last run's, with the weights of its best checkpoint, if that
-                run was a fit that keeps any.
+            module: the module to validate; by default that of the last run, with the weights of its best checkpoint
+                if that run was a fit that kept one.
             dataloaders: one or several loaders.
-            datamodule: where the loaders come from instead.
+            datamodule: provides the loaders instead.
             ckpt_path: a checkpoint whose weights are loaded first.
             verbose: print the values.
-            model: ``module``, by Lightning's name.
+            model: another name of ``module``, as in Lightning.
         """
         return self._evaluate(
-            "validate", _one_of("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
+            "validate", _module_argument("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
         )
 
     def test(
@@ -310,8 +310,10 @@ class Fit(RunState):
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test loaders; returns each loader's reduced values. Arguments are `validate`'s."""
-        return self._evaluate("test", _one_of("test", module, model), dataloaders, datamodule, ckpt_path, verbose)
+        """Run ``test_step`` over the test loaders and return each loader's values. The arguments are `validate`'s."""
+        return self._evaluate(
+            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose
+        )
 
     @overload
     def predict(
@@ -347,52 +349,26 @@ class Fit(RunState):
         *,
         model: TrainModule | None = None,
     ) -> list[Any] | None:
-        """Run ``predict_step``; returns each micro-batch's output in data-set order, on every rank.
+        """Run ``predict_step`` and return each micro-batch's output in data-set order, on every rank.
 
         Args:
-            module: what predicts; without one, as for `validate`.
-            dataloaders: one or several loaders; with several, a list for each is returned.
-            datamodule: where the loaders come from instead.
+            module: the module that predicts; by default as for `validate`.
+            dataloaders: one or several loaders; with several, the result is a list per loader.
+            datamodule: provides the loaders instead.
             ckpt_path: a checkpoint whose weights are loaded first.
-            return_predictions: False keeps no output, exchanges none between ranks and returns None: for more than
-                memory holds, which ``on_predict_batch_end`` writes as it comes.
-            model: ``module``, by Lightning's name.
+            return_predictions: False keeps no outputs, does not exchange them between ranks and returns None: for
+                outputs that exceed memory and that ``on_predict_batch_end`` writes to disk.
+            model: another name of ``module``, as in Lightning.
 
         Returns:
-            The outputs, whose tensors are on the CPU, or None.
+            The outputs with their tensors on the CPU, or None.
         """
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
-        one, ckpt_path = self._or_the_last("predict", _one_of("predict", module, model), ckpt_path)
-        given = Given(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch("predict", one, given, ckpt_path, return_predictions)
+        chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
+        given = DataArguments(None, dataloaders, datamodule)
+        outputs: list[Any] | None = self._launch("predict", chosen, given, ckpt_path, return_predictions)
         return outputs
-
-    def save_checkpoint(
-        self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
-    ) -> None:
-        session = self._running("save_checkpoint")
-        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
-        session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
-
-    def defer_save(self, save: Callable[[], None]) -> None:
-        self._running("defer_save").saves.ask(save)
-
-    def write_checkpoint(
-        self,
-        path: str,
-        weights_only: bool = False,
-        background: bool = False,
-        then: Callable[[], None] = lambda: None,
-        identifier: str = "",
-        digest: str | None = None,
-        trainable_only: bool = False,
-    ) -> None:
-        checkpoints = self._running("write_checkpoint").checkpoints
-        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
-
-    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        self._running("save_after_failure").checkpoints.write_after_failure(path, digest, trainable_only)
 
     def _evaluate(
         self,
@@ -403,34 +379,36 @@ class Fit(RunState):
         ckpt_path: Any,
         verbose: bool,
     ) -> list[dict[str, float]]:
-        module, ckpt_path = self._or_the_last(stage, module, ckpt_path)
+        module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
-        results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
+        results: list[dict[str, float]] = self._launch(
+            stage, module, DataArguments(None, loaders, datamodule), ckpt_path
+        )
         if verbose and self.is_global_zero:
-            from drivetrain._runtime.terminal_output import write_for_people  # no import of drivetrain needs it
+            from drivetrain._runtime.terminal_output import write_for_people  # only evaluations that print need it
 
             for index, result in enumerate(results):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"
-                told = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
-                write_for_people(sys.stdout, f"{head}: {told}\n")
+                values = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
+                write_for_people(sys.stdout, f"{head}: {values}\n")
         return results
 
-    def _or_the_last(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
-        """``module``, or the last run's, whose best checkpoint then is what ``ckpt_path`` is by default."""
+    def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
+        """Return the module and checkpoint to evaluate; by default the last run's module with its best checkpoint."""
         if module is not None or self.session is None:
             return module, ckpt_path
         best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
-        if ckpt_path is None and best and self.session.stage == "fit":
+        if ckpt_path is None and best and self.session.core.stage == "fit":
             logger.info("%s was given no module: it is the last run's, with the weights of %s.", stage, best)
             ckpt_path = best
-        return self.session.module, ckpt_path
+        return self.session.core.module, ckpt_path
 
     def _launch(
         self,
         stage: str,
         module: Any,
-        given: Given,
+        given: DataArguments,
         ckpt_path: Any,
         return_predictions: bool = True,
         allow: tuple[str, ...] = (),
@@ -438,7 +416,7 @@ class Fit(RunState):
         if module is None:
             raise ConfigurationError(
                 f"{stage} was given no module.",
-                "there was no run before it whose module it could be.",
+                "no earlier run of this Fit provides one.",
                 f"pass it, as Fit().{stage}(module, ...).",
             )
         if not isinstance(given.datamodule, DataModule | None):
@@ -450,7 +428,7 @@ class Fit(RunState):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "it trains a TrainModule that is built, with its weights.",
+                "an instance is needed, with its weights.",
                 f"make one: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):
@@ -468,70 +446,23 @@ class Fit(RunState):
         if is_attached(module):
             raise ConfigurationError(
                 f"{stage} was called while a run of {type(module).__name__} is under way.",
-                "it would take the module, its metrics and the processes away from that run.",
+                "both runs would use the same module, metrics and processes.",
                 "call it after the run, on every rank; validation within fit is val_check_interval's.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        self._log_queue = None  # what a run that failed has left is not the next one's
+        self._log_queue = None  # rows of a run that failed
         try:
             if any(is_overridden("before_launch", one, Callback) for one in self.callbacks):
-                from drivetrain._engine.trials import ask_before_launch  # by runs that try something out first
+                from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
-                ask_before_launch(self, stage, module, given, path)
-            return launch(Request(self, stage, module, given, path, return_predictions, allow))
+                run_before_launch_hooks(self, stage, module, given, path)
+            return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
 
-    # What modules and callbacks call
 
-    def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
-        if self.global_rank == 0 and self.loggers:
-            from drivetrain._engine.log_queue import LogQueue  # by runs that log
-
-            self._log_queue = self._log_queue or LogQueue()
-            at = self.global_step if step is None else step
-            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
-
-    def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
-        session = self._running("log_histogram")
-        if self.loggers:
-            from drivetrain._engine.histograms import log_histograms  # by runs that ask for them
-
-            self._collective_calls.check(self.strategy.control, "log_histogram", session.whereabouts)
-            log_histograms(session, name, value, self.global_step if step is None else step, bins)
-
-    def finish_logging(self) -> None:
-        if self._log_queue is not None:
-            self._log_queue.hand_on(wait=True)
-
-    def print(self, *args: Any, **options: Any) -> None:
-        if self.global_rank != 0:
-            return
-        text = " ".join(map(str, args))
-        if options or not any(callback.write_line(text) for callback in self.callbacks):
-            print(*args, **options)
-
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        session = self._running("all_gather")
-        self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
-        return self._collective_calls.gather(self.strategy, data, sync_grads)
-
-    def pass_over_training_data(self) -> None:
-        session = self._running("pass_over_training_data")
-        assert session.pass_over_training_data is not None
-        session.pass_over_training_data()
-
-    def manual_backward(self, loss: torch.Tensor) -> None:
-        self.manual_step("manual_backward", "runs backward on").backward(loss)
-
-    def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
-        session = self._running("clip_gradients")
-        plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
-        session.gradient_norm = self.strategy.clip_gradients(plain, value, algorithm)
-
-
-def _one_of(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
+def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
     if module is not None and model is not None:
         raise ConfigurationError(
             f"{stage} was given a module and a model.", "they are two names of one argument.", "pass one of them."

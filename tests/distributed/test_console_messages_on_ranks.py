@@ -67,7 +67,7 @@ def test_what_is_said_is_said_once() -> None:
         ("between", "The run ended: trainer.should_stop was set in Asks.on_train_epoch_end (1 epoch, "),
     ):
         assert sum(line.startswith(reason) for line in first[name]) == 1, first[name]
-    for part in ("called step() of none", "no validation loader", "The run ended: max_epochs=1 is reached"):
+    for part in ("did not call step() of any", "no validation loader", "The run ended: max_epochs=1 is reached"):
         assert sum(part in line for line in first["forgets"]) == 1, first["forgets"]
     assert second == {"within": [], "between": [], "forgets": []}
 

@@ -715,7 +715,7 @@ def _asking() -> Any:
 
 def test_closures_are_refused_by_name(together: dict[str, Any]) -> None:
     # I-02, I-06: before anything has moved
-    without = "another optimizer; or use strategy='ddp' or 'fsdp', since this one evaluates nothing within a step, and"
+    without = "another optimizer; or use strategy='ddp' or 'fsdp', since this one does not support closures, and"
     said = (*["Asks steps with a closure under DeepSpeed"] * 2, "LBFGS under DeepSpeed", without)
     for found in together["_asking"]:
         for words, (kind, text, unmoved) in zip(said, found, strict=True):

@@ -106,7 +106,7 @@ def joiners_leave_buffers() -> Iterator[None]:
 
     @contextlib.contextmanager
     def leaving_a_trace(module: Any, metrics: Any) -> Iterator[None]:
-        company = None if metrics.uneven_inputs else uneven_inputs.Joining(metrics)
+        company = None if metrics.joining else uneven_inputs.Joining(metrics)
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         try:
             yield
@@ -119,7 +119,7 @@ def joiners_leave_buffers() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner in (step, manual_step):
-            stack.enter_context(replaced(owner, "leaving_no_trace", lambda before: leaving_a_trace))
+            stack.enter_context(replaced(owner, "without_side_effects", lambda before: leaving_a_trace))
         yield
 
 

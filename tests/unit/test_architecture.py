@@ -403,10 +403,10 @@ ALLOWED_CLASSES = {
         "Checkpoint",
     },  # the user's own replaces the default one
     # Fit.checkpoint_callback, early_stopping_callback and progress_bar_callback return instances of these.
-    "drivetrain._engine.run_state": {"Checkpoint", "EarlyStopping", "ProgressBar"},
+    "drivetrain._engine.session_context": {"Checkpoint", "EarlyStopping", "ProgressBar"},
 }
 ALLOWED_NAMES = {
-    "drivetrain._engine.run_state": {"ddp", "single_device"},  # what "auto" resolves to
+    "drivetrain._engine.session_context": {"ddp", "single_device"},  # what "auto" resolves to
     "drivetrain.fit": {"32-true"},  # the default
 }
 CONCRETE_PACKAGES = tuple(

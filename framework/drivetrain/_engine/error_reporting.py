@@ -16,24 +16,25 @@ from drivetrain.errors import LossSpikeError, NonFiniteError
 from drivetrain.launchers import current_world
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import RunCore
 
 _INFERENCE = ("Inference tensors cannot be saved for backward", "inference tensor outside InferenceMode")
 """What torch says of tensors made in inference mode that are used where gradients are wanted."""
 
 
-def note_where(error: BaseException, session: SessionState) -> None:
+def note_where(error: BaseException, session: RunCore, trains: bool) -> None:
     """Add rank, epoch, step and batch index to what a run failed with, unless it says so itself.
 
     Args:
         error: what is going to be told.
         session: the run, whose loops stand where it was raised.
+        trains: whether its training loop is built.
     """
     if isinstance(error, NonFiniteError | LossSpikeError | RankFailedError):
         return
     progress, metrics = session.progress, session.metrics
     places = [f"rank {session.strategy.rank}"]
-    if session.loop is not None:
+    if trains:
         places += [f"epoch {progress.epoch}", f"global step {progress.global_step}"]
     position = session.position
     if position.loop == "training" and metrics.batch is None:

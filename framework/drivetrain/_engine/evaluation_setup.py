@@ -1,4 +1,4 @@
-"""Puts evaluation together: validation within fit, its trial before training, test and prediction by themselves."""
+"""Builds evaluation: validation within fit, the sanity check before training, and validate, test and predict."""
 
 from __future__ import annotations
 
@@ -8,155 +8,165 @@ from functools import partial
 from typing import Any
 
 from drivetrain._engine.batches import Move, safely
-from drivetrain._engine.session_state import SessionState
-from drivetrain._loops.evaluate import EvaluateLoop
+from drivetrain._engine.run_parts import RunCore, RunData, Stopping
+from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.predict import PredictLoop, There
+from drivetrain._loops.predict import IsPredicted, PredictLoop
+from drivetrain._loops.progress import Reporting
+from drivetrain._loops.step_arguments import WrappedModule
 from drivetrain.callback import Callback
 from drivetrain.strategies.strategy import StepRunner
 
 
 def build_evaluation(
-    run: SessionState,
+    core: RunCore,
+    data: RunData,
     stage: str,
     runner: StepRunner,
     move: Move | None,
     limits: Sequence[int | None] | None = None,
     early: EarlyExit | None = None,
 ) -> Callable[[], list[dict[str, float]]]:
-    """Return what validates or tests the run's module.
+    """Return a function that validates or tests the run's module and returns each loader's values.
 
     Args:
-        run: the run.
+        core: the run.
+        data: its data.
         stage: "validate" or "test".
-        runner: the strategy's callable that every step runs through.
-        move: brings a batch to the device.
-        limits: micro-batches of each loader, for a trial whose values nobody logs; None for what the run reads.
-        early: lets the ranks leave before the end; None where they do not.
+        runner: runs each step as the strategy requires.
+        move: moves a batch to the device; None if batches stay where they are.
+        limits: micro-batches of each loader, for a sanity check, whose values are not logged; None for the run's own
+            limits.
+        early: lets all ranks leave before the end; None if they always finish.
     """
-    assert run.data is not None
-    strategy = run.strategy
-    within_training = run.stage == "fit"
-    give_out_buffers = run.buffers.give_out if within_training else partial(strategy.sync_buffers, run.module)
+    strategy = core.strategy
+    sync_buffers = partial(strategy.sync_buffers, core.module)
     return EvaluateLoop(
         stage,
-        module=run.module,
-        runner=runner,
-        strategy=strategy,
-        hooks=run.hooks,
-        metrics=run.metrics,
-        position=run.position,
-        sources=[run.profiling.evaluated(one) for one in run.data.sources[stage]],
-        limits=run.data.limits[stage] if limits is None else limits,
-        lengths=run.lengths,
-        move=_safe(run, stage, move),
-        give_out_buffers=give_out_buffers,
-        inference_mode=_inference_mode(run),
-        pacing=run.pacing(),
-        log=None if limits is not None else run.logger_call(),
-        early=early,
+        WrappedModule(core.module, runner, strategy),
+        hooks=core.hooks,
+        position=core.position,
+        data=EvaluationData(
+            [core.profiling.evaluated(source) for source in data.loaded.sources[stage]],
+            data.loaded.limits[stage] if limits is None else limits,
+            _without_overwrites(core, data, stage, move),
+        ),
+        reporting=Reporting(
+            core.metrics, None if limits is not None else core.logger_call(), core.pacing(), data.lengths
+        ),
+        mode=EvaluationMode(
+            core.evaluation.buffers.give_out if core.stage == "fit" else sync_buffers, _inference_mode(core), early
+        ),
     ).run
 
 
-def build_validation(run: SessionState, runner: StepRunner, move: Move | None) -> Callable[[], list[dict[str, float]]]:
-    """Return what validates the run's module within fit, and leaves training's random draws and buffers alone."""
+def build_validation(
+    core: RunCore, data: RunData, stopping: Stopping, runner: StepRunner, move: Move | None
+) -> Callable[[], list[dict[str, float]]]:
+    """Return a function that validates within fit and leaves training's generators and buffers as they were."""
     early = None
-    if run.leaves_on_signals:
-        early = EarlyExit(run.stop, run.module, run.metrics, run.strategy)
-    evaluate = build_evaluation(run, "validate", runner, move, early=early)
+    if core.saves_on_signals:
+        early = EarlyExit(stopping.stop, core.module, core.metrics, core.strategy)
+    evaluate = build_evaluation(core, data, "validate", runner, move, early=early)
+    evaluation = core.evaluation
 
     def validate() -> list[dict[str, float]]:
-        within = run.opening if run.progress.within_window else None
-        with within.evaluating() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
-            run.validating = True
+        snapshot = stopping.snapshot if core.progress.within_window else None
+        with (
+            snapshot.evaluating() if snapshot else nullcontext(),
+            _separate_generators(core, data),
+            evaluation.buffers.aside(),
+        ):
+            evaluation.validating = True
             try:
-                with run.profiling.span("validation"):
+                with core.profiling.span("validation"):
                     return evaluate()
             except Exception:
                 if early is not None:
-                    with suppress(Exception):  # on a device that has failed
-                        early.undo()  # a run that is saved now validates anew
+                    with suppress(Exception):  # the device may have failed
+                        early.undo()  # a run that resumes from a checkpoint saved now repeats this validation
                 raise
             finally:
-                run.validating = False
+                evaluation.validating = False
 
     return validate
 
 
-def _safe(run: SessionState, stage: str, move: Move | None) -> Move | None:
-    assert run.data is not None
-    if move is None or run.strategy.device.type != "cuda":
-        return move
-    return safely(move, all(source.lasting for source in run.data.sources[stage]))
-
-
-def build_prediction(run: SessionState, runner: StepRunner, move: Move | None) -> Callable[[], list[Any] | None]:
-    """Return what predicts with the run's module."""
-    assert run.data is not None
+def build_prediction(
+    core: RunCore, data: RunData, runner: StepRunner, move: Move | None
+) -> Callable[[], list[Any] | None]:
+    """Return a function that predicts with the run's module."""
     return PredictLoop(
-        module=run.module,
-        runner=runner,
-        strategy=run.strategy,
-        hooks=run.hooks,
-        metrics=run.metrics,
-        position=run.position,
-        sources=[run.profiling.evaluated(one) for one in run.data.sources["predict"]],
-        limits=run.data.limits["predict"],
-        lengths=run.lengths,
-        move=_safe(run, "predict", move),
-        inference_mode=_inference_mode(run),
-        pacing=run.pacing(),
-        keeps=run.return_predictions,
-        before=partial(_predicted_before, run),
+        WrappedModule(core.module, runner, core.strategy),
+        hooks=core.hooks,
+        position=core.position,
+        data=EvaluationData(
+            [core.profiling.evaluated(source) for source in data.loaded.sources["predict"]],
+            data.loaded.limits["predict"],
+            _without_overwrites(core, data, "predict", move),
+        ),
+        reporting=Reporting(core.metrics, None, core.pacing(), data.lengths),
+        inference_mode=_inference_mode(core),
+        keeps=core.request.return_predictions,
+        before=partial(_predicted_before, core),
     ).run
 
 
-def _predicted_before(run: SessionState) -> list[There]:
-    """What the callbacks that keep outputs say is there from before; nothing where one of them has nothing."""
-    asked = [one for one in run.callbacks if is_overridden("predicted_before", one, Callback)]
-    told = [one.predicted_before(run.trainer, run.module) for one in asked]
-    return [there for there in told if there is not None] if None not in told else []
+def run_sanity_check(
+    core: RunCore, data: RunData, runner: StepRunner, move: Move | None, after_evaluation: Callable[[], None]
+) -> None:
+    """Validate on a few micro-batches before training, so that a broken validation fails at once.
 
-
-def try_validation(run: SessionState, runner: StepRunner, move: Move | None, note: Callable[[], None]) -> None:
-    """Validate on a few micro-batches before training, so that what fails there fails at once; leaves no trace.
+    Generators, buffers and logged values are as before afterwards.
 
     Args:
-        run: the run.
-        runner: the strategy's callable that every step runs through.
-        move: brings a batch to the device.
-        note: called once it is through, before what it logged is forgotten.
+        core: the run.
+        data: its data.
+        runner: runs each step as the strategy requires.
+        move: moves a batch to the device; None if batches stay where they are.
+        after_evaluation: called while the logged values are still there.
     """
-    assert run.data is not None
-    steps, hooks = run.trainer.num_sanity_val_steps, run.hooks
-    limits = list(run.data.limits["validate"])
+    steps, hooks, evaluation = core.trainer.num_sanity_val_steps, core.hooks, core.evaluation
+    limits = list(data.loaded.limits["validate"])
     if steps != -1:
         limits = [steps if limit is None else min(steps, limit) for limit in limits]
-    run.sanity_checking = True
-    with run.profiling.span("sanity check"), _draws_apart(run), run.buffers.aside():
+    evaluation.sanity_checking = True
+    with core.profiling.span("sanity check"), _separate_generators(core, data), evaluation.buffers.aside():
         for hook in hooks.on_sanity_check_start:
             hook()
-        build_evaluation(run, "validate", runner, move, limits)()
-        note()
+        build_evaluation(core, data, "validate", runner, move, limits)()
+        after_evaluation()
         for hook in hooks.on_sanity_check_end:
             hook()
-        run.metrics.forget("validate")
-    run.sanity_checking = False
+        core.metrics.forget("validate")
+    evaluation.sanity_checking = False
 
 
-def _draws_apart(run: SessionState) -> AbstractContextManager[None]:
-    """What is drawn within it, by loaders, steps and hooks, is drawn without moving any generator of training's."""
-    from drivetrain.data._loader_generators import own_generators  # by whoever validates
-
-    data, module, datamodule = run.data, run.module, run.given.datamodule
-    assert data is not None
-    holders = [*data.loaders, *module.modules(), *run.callbacks, *([] if datamodule is None else [datamodule])]
-    own = own_generators(*holders)
-    return run.draws.aside(own)
+def _predicted_before(core: RunCore) -> list[IsPredicted]:
+    """Return what callbacks have stored of an interrupted prediction; an empty list if one of them has nothing."""
+    storing = [callback for callback in core.callbacks if is_overridden("predicted_before", callback, Callback)]
+    stored = [callback.predicted_before(core.trainer, core.module) for callback in storing]
+    return [part for part in stored if part is not None] if None not in stored else []
 
 
-def _inference_mode(run: SessionState) -> bool:
-    # Sharded parameters are gathered into the same tensors again and again: ones that were made in inference mode break
-    # a later training step, and on a copy that one rank holds by itself the very next forward.
-    return run.trainer.inference_mode and not run.strategy.shards_parameters
+def _without_overwrites(core: RunCore, data: RunData, stage: str, move: Move | None) -> Move | None:
+    """Return ``move``, made safe against loaders that reuse a batch's memory while it is copied to a GPU."""
+    if move is None or core.strategy.device.type != "cuda":
+        return move
+    return safely(move, all(source.lasting for source in data.loaded.sources[stage]))
+
+
+def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager[None]:
+    """Return a context in which random draws of loaders, steps and hooks do not advance training's generators."""
+    from drivetrain.data._loader_generators import own_generators  # only runs that validate need it
+
+    datamodule = [] if core.datamodule is None else [core.datamodule]
+    holders = [*data.loaded.loaders, *core.module.modules(), *core.callbacks, *datamodule]
+    return data.rng_replay.aside(own_generators(*holders))
+
+
+def _inference_mode(core: RunCore) -> bool:
+    # Sharded parameters are gathered into the same tensors again and again. Tensors created in inference mode would
+    # break a later training step, and with copies that one rank holds by itself already the next forward.
+    return core.trainer.inference_mode and not core.strategy.shards_parameters

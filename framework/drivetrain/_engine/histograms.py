@@ -13,10 +13,10 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.loggers.media import NOTHING, Counted, Histogram, Numbers, Reach
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import RunCore
 
 
-def log_histograms(run: SessionState, name: str, value: Any, step: int, bins: int) -> None:
+def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) -> None:
     """Do as `RunContext.log_histogram` says. Collective: two exchanges of a few numbers a tensor.
 
     Raises:
@@ -42,7 +42,7 @@ def log_histograms(run: SessionState, name: str, value: Any, step: int, bins: in
             part = one.counted(joined[key].edges(bins))
             counted[key] = [part.counts, part.sum, part.sum_of_squares]
     parts = control.gather_objects(counted)
-    if control.rank > 0 or run.sanity_checking:
+    if control.rank > 0 or run.evaluation.sanity_checking:
         return
     for key, reach in joined.items():
         if reach.is_empty:  # nothing in it is finite
@@ -57,7 +57,7 @@ def _is_tensor(value: Any) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
 
-def _held(run: SessionState, given: Mapping[str, torch.Tensor | None]) -> dict[str, Numbers | None]:
+def _held(run: RunCore, given: Mapping[str, torch.Tensor | None]) -> dict[str, Numbers | None]:
     """What this rank is to count of each tensor."""
     strategy = run.strategy
     names = {id(one): name for name, one in strategy.named_parameters().items()}

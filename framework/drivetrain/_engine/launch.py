@@ -1,22 +1,23 @@
-"""Starting a run: in this process, in those that are there, or in ones that are started for it."""
+"""Launches a run in this process, among processes that exist already, or in processes started for it."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._engine.error_reporting import print_in_a_line, told_by_its_own_rank
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
-from drivetrain._engine.run_state import RunState
+from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import Session
+from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.signals import as_asked, awaited_signals
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.topology import Topology, environment_of, find_topology, stands_alone, topology_of_first
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.errors import ConfigurationError
@@ -33,32 +34,8 @@ logger = logging.getLogger("drivetrain")
 DEFAULT_MAX_EPOCHS = 1000
 
 
-class Request(NamedTuple):
-    """What the caller wants run.
-
-    Attributes:
-        trainer: whose settings hold.
-        stage: "fit", "validate", "test" or "predict".
-        module: what is run.
-        given: the loaders or the data module.
-        ckpt_path: what to start from, or None.
-        return_predictions: keep what ``predict_step`` returns.
-        allow: what may differ from the run that it goes on with.
-        trial: nobody keeps what it trains.
-    """
-
-    trainer: RunState
-    stage: str
-    module: TrainModule
-    given: Given
-    ckpt_path: str | None
-    return_predictions: bool = True
-    allow: tuple[str, ...] = ()
-    trial: bool = False
-
-
-def launch(request: Request) -> Any:
-    """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
+def launch(request: RunRequest[SessionContext]) -> Any:
+    """Run a stage, after starting processes if they are missing, and return its result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
     environment = environment_of(trainer.environment)
@@ -72,26 +49,26 @@ def launch(request: Request) -> Any:
         with told_by_its_own_rank():
             place = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
     if not place.missing:
-        return _run_as_a_rank(request, place)
+        return _run_as_rank(request, place)
     launcher = choose_launcher(launcher or setting, place.placement.local_world_size)
     work = _WorkOfRun(request, place, devices.type)
     launcher.run(work, place.placement, address=place.address, port=place.port)
     if not work.done:
         raise ConfigurationError(
-            f"{type(launcher).__name__}.run returned without having had the run done.",
+            f"{type(launcher).__name__}.run returned without executing the run.",
             "nothing was trained.",
             "call work.here(world) or work.elsewhere(call).",
         )
     return work.result
 
 
-def _run_as_a_rank(request: Request, place: Topology) -> Any:
+def _run_as_rank(request: RunRequest[SessionContext], place: Topology) -> Any:
     with told_by_its_own_rank(place.placement.rank):
         return run_here(request, place)
 
 
-def run_here(request: Request, place: Topology) -> Any:
-    """Run what is asked for in this process, which has its place."""
+def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
+    """Run a stage in this process, whose place among the processes is known."""
     trainer, stage = request.trainer, request.stage
     if place.world is not None and place.placement.world_size > 1:
         place.world.meet()
@@ -107,14 +84,14 @@ def run_here(request: Request, place: Topology) -> Any:
             logger.warning("Nothing limits the run: it trains for max_epochs=%d.", DEFAULT_MAX_EPOCHS)
     if strategy.rank == 0:
         warn_of_unused_loader(stage, request.module, request.given)
-    session = Session(*request, strategy, place, None if trainer.session is None else trainer.session.folder)
-    if stage != "fit":
-        session.progress = trainer.progress  # evaluating what was trained does not undo the count of it
+    previous = None if trainer.session is None else trainer.session.core.folder
+    # An evaluation keeps the counters of the fit before it.
+    session = Session(request, strategy, place, previous, None if stage == "fit" else trainer.progress)
     trainer.session = session
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
     if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
-        # The processes started beside this one take their part of the cores; it keeps to its own.
+        # The processes started next to this one use the other cores.
         torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
     before = strategy.sync_batchnorm
     strategy.sync_batchnorm |= synchronises
@@ -129,21 +106,21 @@ def run_here(request: Request, place: Topology) -> Any:
         raise
     finally:
         torch.set_num_threads(threads)
-        strategy.sync_batchnorm = before  # the object may be the user's, and serve another `Fit` next
+        strategy.sync_batchnorm = before  # the user may pass the object to another `Fit`
     trainer.state = "finished"
     return result
 
 
-def _launcher_setting(trainer: RunState) -> str | Launcher:
+def _launcher_setting(trainer: SessionContext) -> str | Launcher:
     own: Launcher | None = None if trainer.chosen_strategy is None else trainer.chosen_strategy.launcher
     return own or trainer.launcher
 
 
-def asks_for_sync_batchnorm(trainer: RunState, strategy: Strategy, device: torch.device) -> bool:
-    """Whether the run is to normalise over all ranks.
+def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device: torch.device) -> bool:
+    """Return whether batch normalization spans all ranks.
 
     Raises:
-        ConfigurationError: the strategy or the device cannot.
+        ConfigurationError: the strategy or the device does not support it.
     """
     if not trainer.sync_batchnorm:
         return False
@@ -166,15 +143,15 @@ def asks_for_sync_batchnorm(trainer: RunState, strategy: Strategy, device: torch
 
 
 class _WorkOfRun(Work):
-    """A run whose processes have yet to be started.
+    """A run whose processes are still to be started.
 
     Args:
-        request: what is run.
-        place: where the first process of this node stands among them.
-        device: the kind of device that each computes on.
+        request: the run.
+        place: the place of this node's first process among them.
+        device: the type of device that each process uses.
     """
 
-    def __init__(self, request: Request, place: Topology, device: str) -> None:
+    def __init__(self, request: RunRequest[SessionContext], place: Topology, device: str) -> None:
         self._request = request
         self._place = place
         self.device = device
@@ -186,7 +163,7 @@ class _WorkOfRun(Work):
     def here(self, world: World) -> Any:
         store = world.store("runs")
         place = replace(self._place, placement=world.placement, store=store, world=world, missing=False)
-        self.result = _run_as_a_rank(self._request, place)
+        self.result = _run_as_rank(self._request, place)
         self.done = True
         return self.result
 
@@ -195,7 +172,7 @@ class _WorkOfRun(Work):
         if not self._request.trial:
             _refuse_shards(trainer, self._request.module)
         try:
-            outcome = call(_worker, *self._request)
+            outcome = call(_worker, *(getattr(self._request, one.name) for one in fields(self._request)))
         except (SystemExit, KeyboardInterrupt):
             trainer.state = "interrupted"
             raise
@@ -205,7 +182,7 @@ class _WorkOfRun(Work):
                 raise
             trainer.state = "interrupted"
             raise left from error
-        from drivetrain._engine.remote_result import Outcome  # for runs in other processes alone
+        from drivetrain._engine.remote_result import Outcome  # only runs in other processes need it
 
         if not isinstance(outcome, Outcome):
             raise ConfigurationError(
@@ -213,16 +190,16 @@ class _WorkOfRun(Work):
                 "it is to call the function on every rank, and return what the function returned on rank 0.",
                 "return that object as it came.",
             )
-        _take_over(outcome, self._place, self._request)
+        _apply_outcome(outcome, self._place, self._request)
         self.result, self.done = outcome.result, True
         return self.result
 
 
-def _refuse_shards(trainer: RunState, module: TrainModule) -> None:
-    """Refuse a run whose weights would end as shards in processes that end with it.
+def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
+    """Refuse a run whose weights would remain sharded over processes that end with it.
 
     Raises:
-        ConfigurationError: they would.
+        ConfigurationError: the weights exceed the strategy's gather_limit.
     """
     strategy = trainer.chosen_strategy
     if strategy is not None and strategy.leaves_shards(module):
@@ -233,16 +210,17 @@ def _refuse_shards(trainer: RunState, module: TrainModule) -> None:
         )
 
 
-def _take_over(outcome: Outcome, place: Topology, request: Request) -> None:
-    """Make the caller's objects what they would be had the run been here."""
+def _apply_outcome(outcome: Outcome, place: Topology, request: RunRequest[SessionContext]) -> None:
+    """Bring the caller's objects into the state that a run in this process would have left."""
     trainer = request.trainer
     if not request.trial:
         outcome.fill(request.module)
-    session = Session(*request, _stand_in(trainer, place), place)
-    session.progress.load_state_dict(outcome.progress)
-    session.progress.cut_short = session.progress.batch_idx > 0
-    session.metrics.restore(outcome.metrics)
-    session.folder.be(outcome.folder)
+    session = Session(request, _strategy_as_rank_0(trainer, place), place)
+    core = session.core
+    core.progress.load_state_dict(outcome.progress)
+    core.progress.cut_short = core.progress.batch_idx > 0
+    core.metrics.restore(outcome.metrics)
+    core.folder.be(outcome.folder)
     for one, version in zip(trainer.loggers, outcome.versions, strict=False):
         one.adopt(version)
     trainer.session = session
@@ -255,8 +233,8 @@ def _take_over(outcome: Outcome, place: Topology, request: Request) -> None:
                 owner.trainer = trainer
 
 
-def _stand_in(trainer: RunState, place: Topology) -> Strategy:
-    """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
+def _strategy_as_rank_0(trainer: SessionContext, place: Topology) -> Strategy:
+    """Return the caller's strategy, placed as rank 0's was in the other processes."""
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
     trainer.chosen_strategy.placement = place.placement
@@ -264,23 +242,26 @@ def _stand_in(trainer: RunState, place: Topology) -> Strategy:
 
 
 def _worker(
-    trainer: RunState,
+    trainer: SessionContext,
     stage: str,
     module: TrainModule,
-    given: Given,
+    given: DataArguments,
     ckpt_path: str | None,
     return_predictions: bool,
     allow: tuple[str, ...],
     trial: bool,
 ) -> Outcome:
-    """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
-    from drivetrain._engine.layer_transfer import Before  # for runs in other processes alone
+    """Run one rank in a process started for it.
+
+    The request's fields are separate arguments, so that an error names the one that cannot be pickled.
+    """
+    from drivetrain._engine.layer_transfer import Before  # only runs in other processes need it
     from drivetrain._engine.remote_result import Outcome
 
     before = Before.of(module)
     if not environment_of(trainer.environment).started_us:
-        trainer.environment = "auto"  # what the caller said of itself; this process has been started
-    result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
+        trainer.environment = "auto"  # the caller's setting described the caller's process
+    result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:
-        _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
+        _refuse_shards(trainer, module)  # configure_model may have added the parameters
     return Outcome.of(trainer, module, result, before, brings_module=not trial)

@@ -11,7 +11,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from drivetrain._engine.call_search import is_called_elsewhere
-from drivetrain._engine.stage_loaders import Given, loader_method
+from drivetrain._engine.stage_loaders import DataArguments, loader_method
 from drivetrain._loops.hooks import HOOKS, is_overridden
 from drivetrain.callback import Callback
 from drivetrain.data import DataModule
@@ -92,7 +92,7 @@ _OF_DATA = tuple(
 
 
 def check_hooks(
-    owner: TrainModule | Callback | DataModule, given: Given | None = None, stage: str | None = None
+    owner: TrainModule | Callback | DataModule, given: DataArguments | None = None, stage: str | None = None
 ) -> None:
     """Refuse methods that look like hooks and are none, and hooks that take other arguments than they are given.
 
@@ -129,7 +129,7 @@ def _kind(owner: object) -> tuple[type, tuple[str, ...]]:
     return (Callback, HOOKS) if isinstance(owner, Callback) else (DataModule, _OF_DATA)
 
 
-def _way_out(name: str, base: type, hooks: Sequence[str], given: Given | None) -> str | None:
+def _way_out(name: str, base: type, hooks: Sequence[str], given: DataArguments | None) -> str | None:
     """What to write for ``name``; None where it is no hook's name, nor like one."""
     on = name.startswith("on_")
     if name in _OTHERS and (on or base is TrainModule):
@@ -160,14 +160,14 @@ def _nearest(name: str, hooks: Sequence[str], anyway: bool) -> tuple[str, float]
     return found, best
 
 
-def _is_given(loader_method: str, given: Given | None) -> bool:
+def _is_given(loader_method: str, given: DataArguments | None) -> bool:
     if given is None:
         return False
     loaders = given.train if loader_method.startswith("train") else given.evaluate
     return loaders is not None or given.datamodule is not None
 
 
-def _is_spared(name: str, given: Given | None, stage: str | None) -> bool:
+def _is_spared(name: str, given: DataArguments | None, stage: str | None) -> bool:
     """Whether a loader's method is the user's own affair: this run does not ask it for one."""
     if not name.endswith("_dataloader"):
         return False

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from types import CodeType, FunctionType
 from typing import Any
 
-from drivetrain._engine.session_state import SessionState
+from drivetrain._engine.run_parts import RunCore, RunData
+from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.callback import Callback
 from drivetrain.errors import nearest
@@ -29,10 +30,14 @@ class Monitors:
 
     Args:
         run: the run.
+        data: its data.
+        schedulers: those of its optimizers.
     """
 
-    def __init__(self, run: SessionState) -> None:
+    def __init__(self, run: RunCore, data: RunData, schedulers: Sequence[SchedulerConfig]) -> None:
         self._run = run
+        self._data = data
+        self._schedulers = schedulers
         self._known: set[str] = set()
         self._validated = False
 
@@ -64,14 +69,14 @@ class Monitors:
         for callback in self._run.callbacks:
             for name, who in callback.monitors.items():
                 yield who, name
-        for config in self._run.schedulers:
+        for config in self._schedulers:
             if config.plateau and config.monitor is not None and config.strict:
                 yield f"'monitor': {config.monitor!r} of {type(config.scheduler).__name__}", config.monitor
 
     def _is_to_come(self) -> bool:
         """Whether a hook of the user's that has not run yet may log more."""
         run = self._run
-        unseen = run.validate is not None and not self._validated
+        unseen = self._data.validates and not self._validated
         names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
         hooked = any(is_overridden(name, run.module, ModuleHooks) for name in names)
         own = [one for one in run.callbacks if not type(one).__module__.startswith("drivetrain.")]

@@ -1,72 +1,88 @@
-"""Optimizers, schedulers and what trains: set up once the strategy holds the module."""
+"""Sets up optimizers and schedulers, once the strategy holds the module."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.optim import Optimizer
 
 from drivetrain._engine.handshake import check_ranks_agree, facts_about_optimizers
 from drivetrain._engine.resume_compatibility import names_of
-from drivetrain._engine.session_state import SessionState
-from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
-from drivetrain._loops.manual_step import handles_of
+from drivetrain._engine.run_parts import Optimization, RunCore
+from drivetrain._loops.configured_optimizers import (
+    SchedulerConfig,
+    check_optimizers,
+    needs_engine_closure,
+    parse_optimizers,
+)
+from drivetrain._loops.manual_step import build_optimizer_handles
+from drivetrain._loops.trainables import Trainables
 
 logger = logging.getLogger("drivetrain")
 
 
-def set_up_optimizers(run: SessionState, regroup: Callable[[Sequence[Optimizer]], None]) -> None:
-    """Ask the module for its optimizers, and hand them to the strategy.
+def set_up_optimizers(
+    core: RunCore,
+    trainables: Trainables,
+    components: dict[str, Any],
+    regroup: Callable[[Sequence[Optimizer]], None],
+) -> Optimization:
+    """Call ``configure_optimizers`` and hand the optimizers to the strategy.
 
     Args:
-        run: gets its optimizers, schedulers and handles.
-        regroup: gives optimizers the groups that they had in the run that goes on.
+        core: the run.
+        trainables: tracks which parameters train.
+        components: receives the classes of optimizers and schedulers.
+        regroup: restores the parameter groups that the optimizers had in the resumed run.
     """
-    module, strategy, trainables = run.module, run.strategy, run.trainables
+    module, strategy = core.module, core.strategy
     with strategy.optimizer_init_context():
         configured = module.configure_optimizers()
-    optimizers, run.schedulers = read_optimizers(configured)
-    schedulers = [config.scheduler for config in run.schedulers]
-    if strategy.world_size > 1:  # a rate that is a tensor on a device is waited for
+    optimizers, configs = parse_optimizers(configured)
+    schedulers = [config.scheduler for config in configs]
+    if strategy.world_size > 1:  # a learning rate that is a tensor on a device would be waited for
         check_ranks_agree(strategy.control, facts_about_optimizers(optimizers, schedulers))
-    run.made_of |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
+    components |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
     automatic = module.automatic_optimization
-    closure = run.closure = asks_for_closure(configured, optimizers, automatic)
+    closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)
     regroup(optimizers)
-    check_optimizers(module, optimizers, run.schedulers, automatic, closure)
+    check_optimizers(module, optimizers, configs, automatic, closure)
     if strategy.rank == 0:
-        _tell_idle_keys(run.schedulers, automatic)
-    trainables.tell_unheld(optimizers)
+        _warn_of_unused_keys(configs, automatic)
+    trainables.warn_of_unoptimized(optimizers)
     before = trainables.present()
-    run.optimizers = strategy.setup_optimizers(optimizers)
+    optimizers = strategy.setup_optimizers(optimizers)
     if strategy.world_size > 1:
         strategy.broadcast_module(module)
-    trainables.set_aside(before)
-    run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
-    if run.trial:  # whoever tries something out sets the learning rate, or does not look at it
-        run.schedulers = []
-    trainables.begin(run.optimizers, run.schedulers)
-    if not run.optimizers:
+    trainables.accept_strategy_changes(before)
+    configs += [SchedulerConfig(scheduler, "step") for scheduler in strategy.schedulers]
+    if core.request.trial:  # a trial sets the learning rate itself, or does not depend on it
+        configs = []
+    trainables.begin(optimizers, configs)
+    if not optimizers:
         logger.warning("configure_optimizers returned None: nothing will be trained.")
-    run.handles = handles_of(run.optimizers, strategy, run.hooks, automatic, closure)
+    return Optimization(
+        optimizers, configs, build_optimizer_handles(optimizers, strategy, core.hooks, automatic, closure), closure
+    )
 
 
-def _tell_idle_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
-    """Say which keys beside a scheduler nobody goes by."""
+def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
+    """Warn of keys next to a scheduler that have no effect."""
     for config in schedulers:
         kind = type(config.scheduler).__name__
         if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
             logger.warning(
-                "What configure_optimizers says beside %s about when it steps (interval, frequency, monitor) is not "
-                "heeded in manual optimization: training_step steps it, by self.lr_schedulers().step().",
+                "configure_optimizers: interval, frequency and monitor of %s are ignored in manual optimization, where "
+                "training_step steps it by self.lr_schedulers().step().",
                 kind,
             )
         elif automatic and config.monitor is not None and not config.plateau:
             logger.warning(
-                "configure_optimizers: 'monitor': %r beside %s, whose step takes no value: it is not heeded. Where it "
-                "takes one, return 'reduce_on_plateau': True with it.",
+                "configure_optimizers: 'monitor': %r is ignored with %s, whose step takes no value. If it takes one, "
+                "return 'reduce_on_plateau': True as well.",
                 config.monitor,
                 kind,
             )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain._runtime.size_format import size_in_words
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import RunCore
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 # What torch's allocator of the host's memory says; a device's has an error of its own.
@@ -49,20 +50,22 @@ def failed_for_memory(error: BaseException) -> bool:
     return kind in _KINDS or (kind == "RuntimeError" and _SAID.search(failure.message) is not None)
 
 
-def explain_out_of_memory(error: BaseException, session: SessionState) -> None:
+def explain_out_of_memory(
+    error: BaseException, session: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None
+) -> None:
     """Add to an error for want of memory which tensors were the largest, and what to change first.
 
     To be called before anything is let go of. Does nothing for other errors, and never fails itself.
     """
     try:
         if is_out_of_memory(error):
-            error.add_note(_note(error, session))
+            error.add_note(_note(error, session, optimizers, batch_size))
     except Exception:
         return
 
 
-def _note(error: BaseException, session: SessionState) -> str:
-    tensors = _distinct([*_of_the_run(session), *_of_the_frames(error)])
+def _note(error: BaseException, session: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None) -> str:
+    tensors = _distinct([*_of_the_run(session, optimizers), *_of_the_frames(error)])
     totals: dict[str, int] = {}
     for one in tensors:
         totals[one.kind] = totals.get(one.kind, 0) + one.nbytes
@@ -77,14 +80,17 @@ def _note(error: BaseException, session: SessionState) -> str:
     for one in sorted(tensors, key=lambda one: -one.nbytes)[:_LARGEST]:
         dtype = str(one.tensor.dtype).removeprefix("torch.")
         lines.append(f"  {_size(one.nbytes)}  {one.kind}: {one.name}, {dtype} of shape {tuple(one.tensor.shape)}")
-    lines += [f"{'  then' if rank else 'Change first'}: {step}" for rank, step in enumerate(_cheaper(session, totals))]
+    lines += [
+        f"{'  then' if rank else 'Change first'}: {step}"
+        for rank, step in enumerate(_cheaper(session, batch_size, totals))
+    ]
     return "\n".join(lines)
 
 
 # What was there
 
 
-def _of_the_run(session: SessionState) -> Iterator[_Tensor]:
+def _of_the_run(session: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_Tensor]:
     names = {}
     for name, parameter in session.module.named_parameters():
         names[id(parameter)] = name
@@ -93,7 +99,7 @@ def _of_the_run(session: SessionState) -> Iterator[_Tensor]:
             yield _Tensor("gradients", name, _local(parameter.grad))
     for name, buffer in session.module.named_buffers():
         yield _Tensor("buffers", name, _local(buffer))
-    for optimizer in session.optimizers:
+    for optimizer in optimizers:
         for parameter, state in getattr(optimizer, "state", {}).items():
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor):
@@ -141,7 +147,7 @@ def _size(nbytes: int) -> str:
 # What would take less
 
 
-def _cheaper(session: SessionState, totals: dict[str, int]) -> list[str]:
+def _cheaper(session: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
     """What to change, first what costs least for the memory that is short."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = session.strategy
@@ -149,7 +155,9 @@ def _cheaper(session: SessionState, totals: dict[str, int]) -> list[str]:
     fitting = session.stage == "fit"
     own = strategy.memory_advice(session.module) if fitting else ()
     of_precision = strategy.precision.memory_advice()
-    for_activations = _smaller_batches(session, fitting) + _on("activations", of_precision) + _on("activations", own)
+    for_activations = (
+        _smaller_batches(session, batch_size, fitting) + _on("activations", of_precision) + _on("activations", own)
+    )
     for_state = _on("state", own) + (_on("state", of_precision) if fitting else [])
     return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
 
@@ -158,8 +166,7 @@ def _on(what: str, advice: Iterable[MemoryAdvice]) -> list[str]:
     return [one.text for one in advice if one.lessens == what]
 
 
-def _smaller_batches(session: SessionState, fitting: bool) -> list[str]:
-    size = None if session.data is None else session.data.batch_size
+def _smaller_batches(session: RunCore, size: int | None, fitting: bool) -> list[str]:
     if size is not None and size <= 1:
         return []
     half = "half the batch_size" if size is None else f"batch_size={size // 2} instead of {size}"

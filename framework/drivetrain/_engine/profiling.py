@@ -1,4 +1,4 @@
-"""How a profiler sees a run: what the loops are built from is wrapped, once, before the first step."""
+"""Profiling: wraps the parts of a run in timed phases, once, before the first step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.session_state import SessionState, Unprofiled
+from drivetrain._engine.run_parts import NoProfiling, RunRequest
 from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.manual_step import ManualStep
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.step import AutomaticStep, TrainStep
 from drivetrain._loops.train import TrainLoop
@@ -20,6 +21,8 @@ from drivetrain._loops.windows import MicroBatch
 from drivetrain.checkpoint._folders import child
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.profilers import ProfiledRun, Profiler
+from drivetrain.run_context import RunContext
+from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
@@ -27,38 +30,42 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 FOLDER = "profile"
-"""Within a run's folder."""
+"""The profile's folder within a run's folder."""
 
 
-class Profiling(Unprofiled):
-    """Tells a profiler what a run does.
+class Profiling(NoProfiling):
+    """Reports the phases of a run to a profiler.
 
     Args:
-        run: the run.
-        profiler: measures it. A run that is nested in one that it measures already is a phase of that.
-        before: the folder of the last run of the same `Fit`, for an evaluation of what it trained.
+        request: the call that is measured.
+        strategy: runs it.
+        folder: the run's folder, which is known later.
+        profiler: measures it. A run within a run that it measures already is one phase of the outer run.
     """
 
-    _measuring: set[int] = set()  # noqa: RUF012 - by id, of this process
-    """Profilers that are in a run."""
+    _measuring: set[int] = set()  # noqa: RUF012 - shared by all runs of this process
+    """The ids of the profilers that measure a run."""
 
-    def __init__(self, run: SessionState, profiler: Profiler, before: RunFolder | None) -> None:
-        self._run = run
+    def __init__(
+        self, request: RunRequest[RunContext], strategy: Strategy, folder: RunFolder, profiler: Profiler
+    ) -> None:
+        self._trainer = request.trainer
+        self._strategy = strategy
+        self._folder = folder
         self._profiler = profiler
-        trainer, strategy = run.trainer, run.strategy
         self._facts = ProfiledRun(
-            run.stage,
+            request.stage,
             strategy.rank,
             strategy.world_size,
             strategy.device,
-            trainer.log_every_n_steps,
-            bool(trainer.compile),
+            self._trainer.log_every_n_steps,
+            bool(self._trainer.compile),
         )
-        self._before = before.path if before is not None and before.is_of_fit and run.stage != "fit" else None
+        before = folder.before  # an evaluation of what that fit trained is written to its folder
+        self._before = before.path if before is not None and before.is_of_fit and request.stage != "fit" else None
         self._is_nested = False
         self._has_begun = False
         self.train_loop = type("ProfiledLoop", (_ProfiledLoop,), {"span": self.span})
-        run.saves = _ProfiledSaves(self.call)
 
     # The run
 
@@ -69,14 +76,14 @@ class Profiling(Unprofiled):
     def begin(self) -> None:
         self._is_nested = id(self._profiler) in Profiling._measuring
         if self._is_nested:
-            self._profiler.start(self._run.stage)
+            self._profiler.start(self._facts.stage)
         else:
             self._profiler.begin(self._facts)
             Profiling._measuring.add(id(self._profiler))
         self._has_begun = True
 
     def compare_ranks(self) -> None:
-        control = self._run.strategy.control
+        control = self._strategy.control
         if self._facts.world_size > 1 and not self._is_nested:
             self._profiler.take_ranks(control.gather_objects(self._profiler.measured()))
 
@@ -85,19 +92,19 @@ class Profiling(Unprofiled):
             return
         self._has_begun = False
         if self._is_nested:
-            self._profiler.stop(self._run.stage)
+            self._profiler.stop(self._facts.stage)
             return
         Profiling._measuring.discard(id(self._profiler))
         for part in (self._profiler.end, self._show, self._write):
             try:
                 part()
-            except Exception as error:  # a run does not fail for its profile
-                logger.warning("Of this run's profile something is lost: %s: %s", type(error).__name__, error)
+            except Exception as error:  # an error in the profiler must not fail the run
+                logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
 
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""
         if text:
-            self._run.trainer.print(text)
+            self._trainer.print(text)
 
     def _write(self) -> None:
         facts = self._facts
@@ -107,15 +114,15 @@ class Profiling(Unprofiled):
         if written and facts.rank == 0:
             logger.info("The profile is in %s.", ", ".join(written))
 
-    def _folder(self) -> str | None:
-        trainer = self._run.trainer
+    def _profile_folder(self) -> str | None:
+        trainer = self._trainer
         if trainer.fast_dev_run:
             return None
-        # An evaluation's own folder is not claimed until a logger writes to it, which only rank 0 knows.
-        of_run = self._run.folder.path if self._run.stage == "fit" else self._before
+        # An evaluation's own folder is claimed when a logger first writes to it, which only rank 0 knows.
+        of_run = self._folder.path if self._facts.stage == "fit" else self._before
         return child(of_run or trainer.default_root_dir, FOLDER)
 
-    # What it is made of
+    # Wrapped parts
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
         return self._profiler.profile(phase)
@@ -138,6 +145,9 @@ class Profiling(Unprofiled):
                 part[name] = tuple(self.call(f"{_owner(one)}.{name}", one) for one in calls)
         return table
 
+    def save_requests(self) -> SaveRequests:
+        return _ProfiledSaves(self.call)
+
     def mover(self, move: BatchMover | None) -> BatchMover | None:
         if move is not None:
             move.wrap(lambda function: self.call("transfer", function))
@@ -159,19 +169,19 @@ class Profiling(Unprofiled):
         return begin
 
     def step(self, step: TrainStep) -> TrainStep:
-        if self._run.manual is not None:
-            self._run.manual.wrap(self.call)
+        if isinstance(step, ManualStep):
+            step.wrap(self.call)
         if not isinstance(step, AutomaticStep):
             return step
         step.wrap(self.call)
-        return _ProfiledStep(step, self.call("optimizer", step.close_window))
+        return _ProfiledStep(step, self.call("optimizer", step.clip_and_step))
 
-    def knows_folder(self) -> None:
+    def set_folder(self) -> None:
         profiler, facts = self._profiler, self._facts
-        facts.folder = profiler.dirpath or self._folder()
+        facts.folder = profiler.dirpath or self._profile_folder()
         facts.name = f"{profiler.filename or f'{facts.stage}-{profiler.kind}'}-rank-{facts.rank}"
 
-    def knows_data(self, loaders: Iterable[Any]) -> None:
+    def set_loaders(self, loaders: Iterable[Any]) -> None:
         known = list(loaders)
         workers = [one.num_workers for one in known if isinstance(getattr(one, "num_workers", None), int)]
         pinned = [one.pin_memory for one in known if isinstance(getattr(one, "pin_memory", None), bool)]
@@ -193,7 +203,7 @@ class Profiling(Unprofiled):
             yield item
 
     def _steps(self, items: Iterator[T]) -> Iterator[T]:
-        """Say, as the next item is asked for, that what is done with the one before is over."""
+        """Report the end of a step whenever the next item is requested."""
         step = self._profiler.step
         for item in items:
             yield item
@@ -201,7 +211,7 @@ class Profiling(Unprofiled):
 
 
 class _ProfiledSource:
-    """A source of batches, of which reading is a phase."""
+    """A source of batches that times reading."""
 
     def __init__(self, source: BatchSource, follow: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self._source = source
@@ -215,12 +225,13 @@ class _ProfiledSource:
 
 
 class _ProfiledStep:
-    """An automatic step of which closing a window is a phase."""
+    """An automatic step of which the optimizers' step is a phase."""
 
-    def __init__(self, step: AutomaticStep, close_window: Callable[[MicroBatch], bool]) -> None:
+    def __init__(self, step: AutomaticStep, clip_and_step: Callable[[MicroBatch], bool]) -> None:
         self._step = step
-        self.micro_batch = step.micro_batch
-        self.close_window = close_window
+        self.zero_grad = step.zero_grad
+        self.forward_backward = step.forward_backward
+        self.clip_and_step = clip_and_step
         self.drop_window = step.drop_window
 
     @property
@@ -233,7 +244,7 @@ class _ProfiledStep:
 
 
 class _ProfiledLoop(TrainLoop):
-    """A training loop of which going to the loggers is a phase."""
+    """A training loop that times training and logging."""
 
     span: Callable[[str], AbstractContextManager[Any]]
 
@@ -255,7 +266,7 @@ class _ProfiledLoop(TrainLoop):
 
 
 class _ProfiledSaves(SaveRequests):
-    """Requests for checkpoints, each of which is a phase."""
+    """Requested checkpoints, each timed."""
 
     def __init__(self, call: Callable[[str, Callable[[], None]], Callable[[], None]]) -> None:
         super().__init__()
@@ -266,6 +277,6 @@ class _ProfiledSaves(SaveRequests):
 
 
 def _owner(hook: Any) -> str:
-    """The class whose hook it is."""
+    """Return the name of the class that a hook belongs to."""
     bound = getattr(hook, "func", hook)
     return type(bound.__self__).__name__ if hasattr(bound, "__self__") else "module"

@@ -1,17 +1,17 @@
-"""Loaders that come again in the course of a fit: every so many epochs, at the same ones in a run that goes on."""
+"""Rebuilds the loaders of a fit every n epochs, and at the same epochs in a resumed run."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivetrain._engine.batches import BatchMover
 from drivetrain._engine.evaluation_setup import build_validation
 from drivetrain._engine.handshake import check_ranks_agree
 from drivetrain._engine.resume_compatibility import data_facts
+from drivetrain._engine.run_parts import RunCore, RunData, Stopping
 from drivetrain._engine.seeding import seed_rank
-from drivetrain._engine.session_state import SessionState
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.training_setup import epoch_data
 from drivetrain._loops.train import TrainLoop
@@ -25,96 +25,99 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drivetrain")
 
 _LOADERS = 0x6C6F6164
-"""Tells the seeds of what draws as loaders are built from others derived from the same numbers."""
+"""Separates the seeds used while loaders are built from others derived from the same numbers."""
 
 
 class Reloading:
-    """Asks for the loaders again at epochs 0, n, 2n, ...
+    """Builds the loaders again at epochs 0, n, 2n, ..., for ``reload_dataloaders_every_n_epochs=n``.
 
-    They are a function of the run's seed and of the epoch at which they are asked for: `trainer.current_epoch` is that
-    epoch meanwhile, in a run that goes on within a later one too, and the generators are seeded by both, alike on every
-    rank, and put back. So a run that goes on has the loaders of the run that was saved.
+    Loaders depend on the run's seed and the epoch at which they are built, and on nothing else, so that a resumed run
+    has the loaders of the saved one: while they are built, `trainer.current_epoch` is that epoch, even in a run resumed
+    within a later one, and the generators are seeded by both, the same on every rank; they are restored afterwards.
 
     Args:
-        run: whose data they are.
-        every: n.
-        load: asks for the loaders.
+        core: the run.
+        data: its data, whose loaders are replaced.
+        components: the description of the run's parts that checkpoints store.
+        load: builds the loaders.
     """
 
-    def __init__(self, run: SessionState, every: int, load: Callable[[], StageData]) -> None:
-        self._run = run
-        self._every = every
+    def __init__(self, core: RunCore, data: RunData, components: dict[str, Any], load: Callable[[], StageData]) -> None:
+        self._core = core
+        self._data = data
+        self._components = components
         self._load = load
-        self._of = 0  # the epoch of the loaders that are there
-        self._feed: Callable[[StageData], None] | None = None
+        self._every = core.trainer.reload_dataloaders_every_n_epochs
+        self._loaded_at = 0  # the epoch of the present loaders
+        self._use: Callable[[StageData], None] | None = None
 
     def begin(self, opened: Checkpoint | None) -> None:
-        """Ask for the loaders with which the run begins, or goes on from ``opened``."""
-        run = self._run
-        run.reload = self.bring
+        """Build the loaders with which the run begins, or those that a run resumed from ``opened`` had."""
+        core, data = self._core, self._data
+        data.reload = self.reload
         if opened is not None:
-            self._of = self._block(int(opened.progress["epoch"]))
-        run.data = self._loaded()
-        made_of = {} if opened is None else opened.state().get("made_of") or {}
-        length, alike = made_of.get("length"), opened is not None
+            self._loaded_at = self._first_epoch(int(opened.progress["epoch"]))
+        data.stage_data = self._build()
+        saved = {} if opened is None else opened.state().get("made_of") or {}
+        length, same_split = saved.get("length"), opened is not None
         if opened is not None:
-            alike = opened.state()["data"]["world_size"] == run.strategy.data_world_size
-        run.first_length = length if alike and isinstance(length, int) else run.data.train_length
-        run.made_of["length"] = run.first_length
-        if run.given.train is not None and run.strategy.rank == 0:
+            same_split = opened.state()["data"]["world_size"] == core.strategy.data_world_size
+        data.first_length = length if same_split and isinstance(length, int) else data.train_length
+        self._components["length"] = data.first_length
+        if data.given.train is not None and core.strategy.rank == 0:
             logger.warning(
-                "reload_dataloaders_every_n_epochs=%d, and fit was given its training loader: that one stays as it is. "
-                "Loaders come again from train_dataloader of a data module or of the module.",
+                "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
+                "Only loaders from train_dataloader of a data module or of the module are.",
                 self._every,
             )
 
-    def feed(self, loop: TrainLoop, runner: StepRunner, move: BatchMover | None) -> None:
-        """Give later loaders to ``loop``.
+    def connect(self, loop: TrainLoop, stopping: Stopping, runner: StepRunner, move: BatchMover | None) -> None:
+        """Pass later loaders to the training loop.
 
         Args:
-            loop: the run's.
-            runner: the strategy's callable that every step runs through.
-            move: brings a batch to the device.
+            loop: the run's loop.
+            stopping: holds the snapshot that reads the source of batches.
+            runner: runs each step as the strategy requires.
+            move: moves a batch to the device.
         """
-        run = self._run
+        core, data = self._core, self._data
 
-        def give(data: StageData) -> None:
-            assert data.train is not None
-            run.made_of["data"] = data_facts(data.train, data.loaders)
-            if run.opening is not None:
-                run.opening.read_from(data.train)
-            run.validate = build_validation(run, runner, move) if data.sources.get("validate") else None
-            loop.use(epoch_data(run, move), run.validate)
+        def use(stage_data: StageData) -> None:
+            self._components["data"] = data_facts(data.train, stage_data.loaders)
+            if stopping.snapshot is not None:
+                stopping.snapshot.read_from(data.train)
+            validate = build_validation(core, data, stopping, runner, move) if data.validates else None
+            loop.use(epoch_data(core, data, move), validate)
 
-        self._feed = give
+        self._use = use
 
-    def bring(self, epoch: int) -> None:
-        """Ask for the loaders of ``epoch``, unless they are there. Collective.
+    def reload(self, epoch: int) -> None:
+        """Build the loaders of ``epoch``, unless they are the present ones. Collective.
 
         Raises:
             DistributedError: they differ between ranks.
             ConfigurationError: they cannot be trained on.
         """
-        if self._block(epoch) == self._of:
+        if self._first_epoch(epoch) == self._loaded_at:
             return
-        run = self._run
-        assert run.data is not None
-        assert self._feed is not None
-        run.data.close()
-        self._of = self._block(epoch)
-        run.data = self._loaded()
-        check_ranks_agree(run.strategy.control, run.data.facts())
-        self._feed(run.data)
+        data = self._data
+        assert self._use is not None
+        data.loaded.close()
+        self._loaded_at = self._first_epoch(epoch)
+        data.stage_data = self._build()
+        check_ranks_agree(self._core.strategy.control, data.stage_data.facts())
+        self._use(data.stage_data)
 
-    def _block(self, epoch: int) -> int:
+    def _first_epoch(self, epoch: int) -> int:
+        """Return the first of the epochs that share the loaders of ``epoch``."""
         return epoch - epoch % self._every
 
-    def _loaded(self) -> StageData:
-        run = self._run
-        before, run.progress.epoch = run.progress.epoch, self._of
+    def _build(self) -> StageData:
+        progress = self._core.progress
+        current, progress.epoch = progress.epoch, self._loaded_at
         try:
-            with kept_generators(run.strategy.device):
-                seed_rank(derive_seed(_LOADERS, run.seed, self._of), 0)
+            with kept_generators(self._core.strategy.device):
+                seed_rank(derive_seed(_LOADERS, self._data.seed, self._loaded_at), 0)
                 return self._load()
         finally:
-            run.progress.epoch = before
+            progress.epoch = current

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.data import DataModule
 from drivetrain.errors import ConfigurationError
@@ -22,7 +22,7 @@ _WRITE = {
 }
 
 
-def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
+def check_requirements(stage: str, module: TrainModule, given: DataArguments) -> None:
     """Refuse a module without what training calls, or with hooks that nobody calls, and a data set in a loader's place.
 
     Raises:
@@ -54,7 +54,7 @@ def check_requirements(stage: str, module: TrainModule, given: Given) -> None:
                 )
 
 
-def warn_of_unused_loader(stage: str, module: TrainModule, given: Given) -> None:
+def warn_of_unused_loader(stage: str, module: TrainModule, given: DataArguments) -> None:
     """Say that validation loaders were given and nothing runs on them."""
     if stage == "fit" and given.evaluate is not None and not is_overridden("validation_step", module, TrainModule):
         logger.warning(

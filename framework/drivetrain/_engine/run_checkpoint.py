@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run goes on from one."""
+"""RunCheckpoint: collects what a checkpoint stores of a run, and loads it into a run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
 from drivetrain._engine.rank_local_buffers import own_buffers, take_own_buffers
+from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
 from drivetrain._engine.saved_state_schema import check_groups, check_rank_state, taking
 from drivetrain._engine.seeding import seed_rank
-from drivetrain._engine.session_state import SessionState
-from drivetrain._loops.validation import renumbered
+from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
 from drivetrain.callback import Callback
 from drivetrain.checkpoint._base_weights import base_sums, check_base
@@ -31,43 +31,52 @@ from drivetrain.strategies._optimizer_state import named_optimizer_state, regrou
 
 logger = logging.getLogger("drivetrain")
 
-_ANEW = 0x616E6577
-"""Tells the seeds of a run that goes on among other ranks from others derived from the same numbers."""
+_RESUME_SEED = 0x616E6577
+"""Separates the seeds of a run resumed on other ranks from others derived from the same numbers."""
 
 
 class RunCheckpoint:
-    """What a checkpoint holds of a run.
+    """Collects and loads the contents of a checkpoint.
 
     Args:
-        run: the run.
+        core: the run.
+        data: its data.
+        parts: the parts of a fit that a checkpoint stores.
+        memory: state that the run's checkpoints share.
     """
 
-    def __init__(self, run: SessionState) -> None:
-        self._run = run
-        self._module = run.module
-        self._strategy = run.strategy
+    def __init__(self, core: RunCore, data: RunData, parts: CheckpointParts, memory: CheckpointMemory) -> None:
+        self._core = core
+        self._data = data
+        self._memory = memory
+        self._optimization = parts.optimization
+        self._snapshot = parts.stopping.snapshot
+        self._trainables = parts.trainables
+        self._loop = parts.loop
+        self._module = core.module
+        self._strategy = core.strategy
 
     # Saving
 
     def contents(self, weights_only: bool, trainable_only: bool = False, rehearsing: bool = False) -> Contents:
-        """Return what this rank has of the checkpoint; calls the hooks that add to it.
+        """Collect this rank's part of the checkpoint; calls the hooks that add to it.
 
         Args:
-            weights_only: leave out what a run needs to go on.
-            trainable_only: leave out parameters that have never trained. Collective then.
-            rehearsing: nothing will be written: a hook that fails so early may not fail when it counts.
+            weights_only: leave out what only a resumed run needs.
+            trainable_only: store only checksums of parameters that have never trained. Collective then.
+            rehearsing: nothing will be written; errors of hooks are ignored, since what they need may not exist yet.
         """
-        run, strategy, module = self._run, self._strategy, self._module
-        hyper_parameters, left_out = run.left_out.take_out(module.hparams, tell=strategy.rank == 0)
-        datamodule = run.given.datamodule
-        of_data = {} if datamodule is None else run.left_out.take_out(datamodule.hparams, tell=strategy.rank == 0)[0]
+        core, strategy, module = self._core, self._strategy, self._module
+        hyper_parameters, left_out = core.secrets.take_out(module.hparams, tell=strategy.rank == 0)
+        datamodule = core.datamodule
+        of_data = {} if datamodule is None else core.secrets.take_out(datamodule.hparams, tell=strategy.rank == 0)[0]
         contents = Contents(
             weights=self._weights(),
             aliases=tied_names(module),
             facts=Facts(
                 strategy=type(strategy).__name__,
                 precision=strategy.precision.name,
-                progress=run.progress.state_dict(),
+                progress=core.progress.state_dict(),
                 hyper_parameters=hyper_parameters,
                 left_out=tuple(left_out),
                 argument=argument_of(module),
@@ -82,7 +91,7 @@ class RunCheckpoint:
             contents.rank_state = self._rank_state(contents.weights)
             contents.optimizers = [
                 strategy.optimizer_state(index) if self._running else named_optimizer_state(module, optimizer)
-                for index, optimizer in enumerate(run.optimizers)
+                for index, optimizer in enumerate(self._optimization.optimizers)
             ]
             contents.callbacks = self._callback_tensors(rehearsing)
         if trainable_only:
@@ -90,35 +99,37 @@ class RunCheckpoint:
         return contents
 
     def _leave_out_base(self, contents: Contents) -> None:
-        """Let checksums stand for the parameters that have never trained."""
-        run, weights = self._run, contents.weights
-        run.note_trained()
+        """Replace parameters that have never trained by their checksums."""
+        memory, weights = self._memory, contents.weights
+        self._update_trained()
         parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
-        run.trained |= {name for name, one in parameters.items() if one.requires_grad}
-        for state in contents.optimizers:  # what was frozen again between two looks
-            run.trained |= {name for name, values in state["state"].items() if values}
-        base = {name for name in parameters if name in weights and name not in run.trained}
-        if unknown := base - run.base.keys():
+        memory.trained |= {name for name, one in parameters.items() if one.requires_grad}
+        for state in contents.optimizers:  # parameters that were frozen again since the last save
+            memory.trained |= {name for name, values in state["state"].items() if values}
+        base = {name for name in parameters if name in weights and name not in memory.trained}
+        if unknown := base - memory.base.keys():
             control = self._strategy.control if self._running else LocalControl()
-            run.base |= base_sums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
+            memory.base |= base_sums({name: self.shard_of(weights[name]) for name in sorted(unknown)}, control)
         tied = contents.aliases
         base |= {name for name, first in tied.items() if first in base}
         contents.weights = {name: value for name, value in weights.items() if name not in base}
         contents.aliases = {name: first for name, first in tied.items() if name not in base}
-        contents.facts = replace(contents.facts, base={name: run.base[tied.get(name, name)] for name in sorted(base)})
+        contents.facts = replace(
+            contents.facts, base={name: memory.base[tied.get(name, name)] for name in sorted(base)}
+        )
 
     def _weights(self) -> dict[str, Any]:
         if not self._running:
             return dict(self._module.state_dict())
-        weights, opening = self._strategy.model_state(), self._run.opening
+        weights, opening = self._strategy.model_state(), self._snapshot
         if opening is None:
             return weights
         return weights | {name: value for name, value in opening.buffers.items() if name in weights}
 
     def shard_of(self, value: Any) -> Any:
-        """Return what this rank holds of a value."""
+        """Return this rank's part of a value."""
         held = self._strategy.shard_of(value)
-        # A DTensor that the strategy knows nothing of: the user's own tensor parallelism.
+        # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
         return held.full_tensor() if isinstance(held, torch.Tensor) and hasattr(held, "full_tensor") else held
 
     @property
@@ -126,25 +137,25 @@ class RunCheckpoint:
         return self._strategy.module is not None
 
     def _state(self, rehearsing: bool) -> dict[str, Any]:
-        """What all ranks have alike."""
-        run, trainer, datamodule = self._run, self._run.trainer, self._run.given.datamodule
-        with _forgiven(rehearsing):
+        """Return the state that is the same on all ranks."""
+        trainer, datamodule = self._core.trainer, self._core.datamodule
+        with _ignoring_errors(rehearsing):
             own: dict[str, Any] = {}
             self._module.on_save_checkpoint(own)
         callbacks = {}
-        for key, callback in self._keyed():
+        for key, callback in self._callbacks_by_key():
             state: Any = {}
             extra: dict[str, Any] = {}
-            with _forgiven(rehearsing):
+            with _ignoring_errors(rehearsing):
                 callback.on_save_checkpoint(trainer, self._module, extra)
                 state = callback.state_dict()
             callbacks[key] = {"state": state, "extra": extra}
         of_data: Any = {}
-        with _forgiven(rehearsing):
+        with _ignoring_errors(rehearsing):
             of_data = {} if datamodule is None else datamodule.state_dict()
         schedulers: list[Any] = []
-        with _forgiven(rehearsing):
-            schedulers = [config.scheduler.state_dict() for config in run.schedulers]
+        with _ignoring_errors(rehearsing):
+            schedulers = [config.scheduler.state_dict() for config in self._optimization.schedulers]
         return {
             "module": own,
             "datamodule": of_data,
@@ -153,61 +164,67 @@ class RunCheckpoint:
             "precision": self._strategy.precision.state_dict(),
             "frozen": self._frozen(),
             "trained": self._frozen_again(),
-            "made_of": run.made_of,
-            "loop": {} if run.loop is None else run.loop.state_dict(),
-            "data": run.data_state(),
+            "made_of": self._memory.components,
+            "loop": {} if self._loop is None else self._loop.state_dict(),
+            "data": self._data.state_dict(),
         }
 
     def _callback_tensors(self, rehearsing: bool) -> dict[str, Mapping[str, Any]]:
         if not self._running:
-            return {}  # what was spread over the ranks is gone with them
+            return {}  # sharded tensors ended with their processes
         found: dict[str, Mapping[str, Any]] = {}
-        for key, callback in self._keyed():
-            with _forgiven(rehearsing):
-                tensors = callback.save_tensors(self._run.trainer, self._module)
+        for key, callback in self._callbacks_by_key():
+            with _ignoring_errors(rehearsing):
+                tensors = callback.save_tensors(self._core.trainer, self._module)
                 if tensors:
                     found[key] = tensors
         return found
 
     def _frozen(self) -> list[str]:
-        """The names of what does not train."""
-        if self._running and self._run.stage == "fit":
-            return self._run.trainables.frozen()
+        """Return the names of frozen parameters."""
+        if self._running and self._trainables is not None:
+            return self._trainables.frozen()
         return [name for name, one in self._module.named_parameters() if not one.requires_grad]
 
     def _frozen_again(self) -> list[str]:
-        """The names of what does not train, and has."""
-        trained = self._run.note_trained()
+        """Return the names of frozen parameters that have trained before."""
+        trained = self._update_trained()
         return [name for name in self._frozen() if name in trained]
 
+    def _update_trained(self) -> set[str]:
+        """Return the names of parameters that train or have trained, after adding those that do now."""
+        if self._trainables is not None:
+            self._memory.trained |= self._trainables.trained
+        return self._memory.trained
+
     def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """What is this rank's own."""
-        run = self._run
+        """Return the state that differs between ranks."""
+        core, data, snapshot = self._core, self._data, self._snapshot
         buffers = self._own_buffers(weights) if self._running else {}
-        if run.opening is not None and run.opening.in_force:
-            return {**run.opening.rank_state(), "buffers": buffers}
-        source = None if run.data is None else run.data.train
+        if snapshot is not None and snapshot.in_force:
+            return {**snapshot.rank_state(), "buffers": buffers}
+        source = None if data.stage_data is None else data.stage_data.train
         return {
-            "draws": run.draws.state(run.progress.batch_idx),
-            "metrics": run.metrics.state_dict(),
+            "draws": data.rng_replay.state(core.progress.batch_idx),
+            "metrics": core.metrics.state_dict(),
             "source": None if source is None else source.state_dict(),
             "buffers": buffers,
         }
 
     def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        opening = self._run.opening
-        aside = self._run.buffers.values() | ({} if opening is None else dict(opening.buffers))
+        snapshot = self._snapshot
+        aside = self._core.evaluation.buffers.values() | ({} if snapshot is None else dict(snapshot.buffers))
         return own_buffers(self._module, weights, aside, self._strategy.control)
 
     # Loading
 
     def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers the groups that the saved ones had: some may have been added within that run. Collective.
+        """Restore the saved parameter groups, of which some may have been added during that run. Collective.
 
-        Their settings come with their state.
+        The groups' settings are loaded with their state.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
-            return  # refused, with both numbers, where state is loaded
+            return  # `load` refuses this and names both numbers
         saved = self._agreed(
             checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
         )
@@ -216,8 +233,8 @@ class RunCheckpoint:
             dropped = regrouped(optimizer, groups, named)
             if dropped and self._strategy.rank == 0:
                 logger.warning(
-                    "Optimizer %d holds %d parameter(s) that are in no group of it in %r: %s. They are left out, as "
-                    "there; optimizer.add_param_group adds them.",
+                    "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
+                    "in that run; optimizer.add_param_group adds them.",
                     number,
                     len(dropped),
                     checkpoint.path,
@@ -225,125 +242,124 @@ class RunCheckpoint:
                 )
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint's weights and nothing else.
+        """Load a checkpoint's weights and nothing else.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit; nothing is changed then.
+            CheckpointError: it is damaged or does not fit; nothing was changed.
         """
         self._check_base(checkpoint)
         self._load_weights(checkpoint, self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
 
-    def load(self, checkpoint: Checkpoint, back: bool = False, anew: Collection[str] = ()) -> None:
-        """Take everything that the run goes on from.
+    def load(self, checkpoint: Checkpoint, back: bool = False, reset: Collection[str] = ()) -> None:
+        """Load everything that a resumed run needs.
 
         Args:
-            checkpoint: of this run or another.
-            back: the run is under way: what trains, and in which groups, goes back as well.
-            anew: what is not the saved run's, and begins anew: some of "optimizer", "scheduler" and "data".
+            checkpoint: a checkpoint of this run or another.
+            back: the run is rolled back: also restore frozen parameters and parameter groups.
+            reset: state not to load because it does not fit: some of "optimizer", "scheduler" and "data".
 
         Raises:
-            CheckpointError: it is damaged, or does not fit; nothing is changed then.
+            CheckpointError: it is damaged or does not fit; nothing was changed.
         """
-        run, strategy = self._run, self._strategy
+        core, strategy, optimization = self._core, self._strategy, self._optimization
 
         def read() -> tuple[Any, ...]:
-            optimizers = None if "optimizer" in anew else len(run.optimizers)
-            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in anew else len(run.schedulers))
+            optimizers = None if "optimizer" in reset else len(optimization.optimizers)
+            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in reset else len(optimization.schedulers))
             weights = self._read_weights(checkpoint)
             states = [
                 checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
             ]
             for index, saved in enumerate(states):
-                check_groups(checkpoint, index, run.optimizers[index], saved)
+                check_groups(checkpoint, index, optimization.optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
             with taking(checkpoint, "the ranks' documents", "metrics"):
-                run.metrics.check_states([one["metrics"] for one in ranks])
+                core.metrics.check_states([one["metrics"] for one in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
 
-        # All that is needed is read and checked, on every rank, before anything changes.
+        # Every rank reads and checks everything before anything changes.
         self._check_base(checkpoint)
         weights, states, state, ranks, tensors = self._agreed(checkpoint, read)
         if back and state.get("frozen") is not None:
-            run.trainables.keep_frozen(state["frozen"], None)
-            self.regroup(checkpoint, run.optimizers)
-            run.trainables.touched = True
-        run.trained |= set(state.get("trained") or ())
+            assert self._trainables is not None
+            self._trainables.freeze_as_saved(state["frozen"], None)
+            self.regroup(checkpoint, optimization.optimizers)
+            self._trainables.touched = True
+        self._memory.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
         for index, optimizer_state in enumerate(states):
             with taking(checkpoint, f"the state of optimizer {index}", "state"):
                 strategy.load_optimizer_state(optimizer_state, index)
-        if "scheduler" not in anew:
+        if "scheduler" not in reset:
             for number, scheduler_state in enumerate(state["schedulers"]):
                 with taking(checkpoint, "the run's state", f"schedulers/{number}"):
-                    run.schedulers[number].scheduler.load_state_dict(scheduler_state)
+                    optimization.schedulers[number].scheduler.load_state_dict(scheduler_state)
         with taking(checkpoint, "the run's state", "precision"):
             strategy.precision.load_state_dict(state["precision"])
-        run.progress.load_state_dict(checkpoint.progress)
-        if "data" in anew:
-            self._begin_epoch_anew()
+        core.progress.load_state_dict(checkpoint.progress)
+        if "data" in reset:
+            self._restart_epoch()
         else:
             with taking(checkpoint, "the ranks' documents", "source"):
-                self._go_on(state, ranks)
+                self._restore_position(state, ranks)
         self._load_into_hooks(checkpoint, state, tensors)
 
     def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
         base = checkpoint.manifest.facts.base
-        if base:  # as they are, they are what it was trained on
+        if base:  # the module's own values, which `_check_base` has compared
             own: Mapping[str, Any] = self._strategy.model_state()
             weights = {**{name: self._strategy.shard_of(own[name]) for name in base}, **weights}
         self._strategy.load_model_state(weights)
 
-    def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
-        run, progress, data = self._run, self._run.progress, state["data"]
-        assert run.data is not None
-        if run.reload is not None:
-            run.reload(progress.epoch)
-        source = run.data.train
-        assert source is not None
+    def _restore_position(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Restore the position in the data and the generators, exactly if the data is split as it was."""
+        data, progress, saved = self._data, self._core.progress, state["data"]
+        if data.reload is not None:
+            data.reload(progress.epoch)
+        source = data.train
         before = progress.batch_idx
-        alike = run.cursor.load_state_dict(data, source, progress, run.reload is not None and before == 0)
-        if state["loop"] and run.loop is not None:
+        alike = data.cursor.load_state_dict(saved, source, progress, data.reload is not None and before == 0)
+        if state["loop"] and self._loop is not None:
             validation = state["loop"]["validation"]
             if validation is not None and not alike:
-                validation = renumbered(validation, before, progress.batch_idx)
-            run.loop.load_state_dict({**state["loop"], "validation": validation})
+                validation = renumber_validation(validation, before, progress.batch_idx)
+            self._loop.load_state_dict({**state["loop"], "validation": validation})
         if alike:
             (own,) = ranks
-            run.draws.resume(own["draws"])
+            data.rng_replay.resume(own["draws"])
             take_own_buffers(self._module, own.get("buffers", {}))
             if progress.batch_idx:
                 source.load_state_dict(own["source"])
         else:
-            seed = derive_seed(_ANEW, data["seed"], progress.epoch, progress.epoch_samples)
+            seed = derive_seed(_RESUME_SEED, saved["seed"], progress.epoch, progress.epoch_samples)
             seed_rank(seed, self._strategy.data_rank)
-        run.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
+        self._core.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
 
-    def _begin_epoch_anew(self) -> None:
-        """Go on with the epoch under way from the beginning of other data."""
-        run, progress = self._run, self._run.progress
+    def _restart_epoch(self) -> None:
+        """Restart the current epoch at the beginning of other data."""
+        progress = self._core.progress
         progress.batch_idx = progress.epoch_samples = 0
-        seed_rank(derive_seed(_ANEW, run.seed, progress.epoch, 0), self._strategy.data_rank)
+        seed_rank(derive_seed(_RESUME_SEED, self._data.seed, progress.epoch, 0), self._strategy.data_rank)
 
     def _load_into_hooks(
         self, checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        run = self._run
+        trainer, datamodule = self._core.trainer, self._core.datamodule
         self._module.on_load_checkpoint(state["module"])
-        if run.given.datamodule is not None:
-            run.given.datamodule.load_state_dict(state["datamodule"])
-        for key, callback in self._keyed():
+        if datamodule is not None:
+            datamodule.load_state_dict(state["datamodule"])
+        for key, callback in self._callbacks_by_key():
             saved = state["callbacks"].get(key)
             if saved is not None:
                 with taking(checkpoint, "the run's state", f"callbacks/{key}"):
                     callback.load_state_dict(saved["state"])
                 if key in tensors:
-                    callback.load_tensors(run.trainer, self._module, tensors[key])
-                callback.on_load_checkpoint(run.trainer, self._module, saved["extra"])
+                    callback.load_tensors(trainer, self._module, tensors[key])
+                callback.on_load_checkpoint(trainer, self._module, saved["extra"])
 
     def _check_base(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of trained weights whose base is another than the module's. Collective."""
+        """Refuse a ``trainable_only`` checkpoint whose base weights are not the module's. Collective."""
         base = checkpoint.manifest.facts.base
         if not base:
             return
@@ -351,7 +367,7 @@ class RunCheckpoint:
         held = {name: self.shard_of(own[name]) for name in base if name in own}
         precision = checkpoint.manifest.facts.precision
         check_base(checkpoint.path, base, base_sums(held, self._strategy.control, precision))
-        self._run.trained |= set(checkpoint.weights())
+        self._memory.trained |= set(checkpoint.weights())
 
     def _read_weights(self, checkpoint: Checkpoint) -> dict[str, Any]:
         strategy, base = self._strategy, checkpoint.manifest.facts.base
@@ -361,30 +377,32 @@ class RunCheckpoint:
         weights = checkpoint.weights().staged(strategy.model_regions())
         if strict:
             return weights
-        # What it has under no such name stays as it is.
+        # Parameters that the checkpoint lacks keep their values.
         return {name: weights[name] if name in weights else strategy.shard_of(value) for name, value in own.items()}
 
     def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-        trainer, module = self._run.trainer, self._module
+        trainer, module = self._core.trainer, self._module
         saved = checkpoint.manifest.callbacks
-        unclaimed = sorted(saved.keys() - {key for key, _ in self._keyed()})
+        unclaimed = sorted(saved.keys() - {key for key, _ in self._callbacks_by_key()})
         if unclaimed and self._strategy.rank == 0:
             logger.warning(
-                "%r has tensors of %s, which this run has not: they are left out.", checkpoint.path, listed(unclaimed)
+                "%r has tensors of %s, which this run does not have: they are ignored.",
+                checkpoint.path,
+                listed(unclaimed),
             )
         return {
             key: checkpoint.callback_tensors(key).staged(callback.tensor_regions(trainer, module))
-            for key, callback in self._keyed()
+            for key, callback in self._callbacks_by_key()
             if key in saved
         }
 
     def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the ranks said of themselves whose places this rank takes: one where as many read the data as then."""
+        """Return the saved states of the ranks that this rank stands for: exactly one with the same number of ranks."""
         strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
         if (saved, parts) == (strategy.world_size, strategy.data_world_size):
             taken = [strategy.rank]
         else:
-            alike = saved // parts  # so many ranks read the same part then
+            alike = saved // parts  # ranks that read the same part of the data
             taken = [part * alike for part in range(strategy.data_rank, parts, strategy.data_world_size)]
         states = [checkpoint.rank_state(rank) for rank in taken]
         for rank, state in zip(taken, states, strict=True):
@@ -394,18 +412,18 @@ class RunCheckpoint:
     def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
         return agreed(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
 
-    def _keyed(self) -> Iterator[tuple[str, Callback]]:
-        """Each callback by its state key; those that do not tell themselves apart are told by their order."""
+    def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:
+        """Yield each callback with its state key; equal keys are numbered."""
         count: Counter[str] = Counter()
-        for callback in self._run.callbacks:
+        for callback in self._core.callbacks:
             key = callback.state_key
             count[key] += 1
             yield key if count[key] == 1 else f"{key}#{count[key]}", callback
 
 
 @contextmanager
-def _forgiven(rehearsing: bool) -> Iterator[None]:
-    """Let go of what a user's hook raises in a rehearsal: what it looks for may not be there before training."""
+def _ignoring_errors(rehearsing: bool) -> Iterator[None]:
+    """Ignore errors of a user's hook in a rehearsal: what it needs may not exist before training."""
     try:
         yield
     except Exception:

@@ -14,7 +14,7 @@ from drivetrain.runs._identity import class_path
 from drivetrain.runs._record import Record
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import RunCore
 
 DEFAULT_NAME = "drivetrain_logs"
 """What runs without loggers are called."""
@@ -42,7 +42,7 @@ class RunPlace(NamedTuple):
     evaluated: str | None = None
 
 
-def place_of_run(run: SessionState) -> RunPlace | None:
+def place_of_run(run: RunCore) -> RunPlace | None:
     """Return where the run's folder will be; None where it has none."""
     trainer = run.trainer
     if trainer.fast_dev_run or trainer.barebones:
@@ -85,12 +85,12 @@ def sharing_with(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
     return [one for one in with_files if resolved(place_of(one.writes_to or "", one.name)) == place]
 
 
-def where_runs_are(run: SessionState) -> str:
+def where_runs_are(run: RunCore) -> str:
     """Return where the runs of this trainer's have their folders."""
     return place_of_logs(run).path
 
 
-def place_of_logs(run: SessionState) -> RunPlace:
+def place_of_logs(run: RunCore) -> RunPlace:
     """Return where a run of this trainer's that writes something has its folder."""
     first = first_with_files(run.trainer.loggers)
     if first is not None:
@@ -98,7 +98,7 @@ def place_of_logs(run: SessionState) -> RunPlace:
     return RunPlace(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
 
 
-def name_of(run: SessionState) -> str:
+def name_of(run: RunCore) -> str:
     """Return the name of a run: that of its first logger with files."""
     first = first_with_files(run.trainer.loggers)
     return DEFAULT_NAME if first is None else first.name

@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from drivetrain._engine.session_state import SessionState
+    from drivetrain._engine.run_parts import RunCore
     from drivetrain.callback import Callback
 
 _MOST = 10  # names of the run's folder that are told
 
 
-def left_behind(run: SessionState, written: str | None) -> list[str]:
+def left_behind(run: RunCore, written: str | None) -> list[str]:
     """Return a line for each checkpoint that a later run may begin with, and one for the run's folder, on rank 0.
 
     Args:

@@ -1,4 +1,4 @@
-"""Session: one run of one stage on one rank, from set-up to putting everything back."""
+"""Session: runs one stage on one rank, from set-up to tear-down."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import math
 import os
 import signal
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,39 +19,55 @@ from drivetrain._engine.batches import BatchMover, batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiled_steps import CompiledSteps
 from drivetrain._engine.console_logging import log_to_console, say_once
-from drivetrain._engine.defaults import checked_callbacks, with_own
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
-from drivetrain._engine.evaluation_setup import build_evaluation, build_prediction, build_validation, try_validation
+from drivetrain._engine.evaluation_buffers import BuffersAside
+from drivetrain._engine.evaluation_setup import (
+    build_evaluation,
+    build_prediction,
+    build_validation,
+    run_sanity_check,
+)
 from drivetrain._engine.failure_propagation import cause_of, error_to_report, tell_others
-from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
 from drivetrain._engine.handshake import check_ranks_agree, facts_about, settings_alike
-from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_log import RankLog
+from drivetrain._engine.run_callbacks import RunCallbacks
+from drivetrain._engine.run_ending import RunEnding
 from drivetrain._engine.run_folder import RunFolder
+from drivetrain._engine.run_parts import (
+    CheckpointMemory,
+    CheckpointParts,
+    EvaluationWithinFit,
+    NoProfiling,
+    Optimization,
+    RunCore,
+    RunData,
+    RunRequest,
+    Stopping,
+    Training,
+    TrainingInputs,
+)
 from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
-from drivetrain._engine.session_state import SessionState
 from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Dealing, Given
+from drivetrain._engine.stage_loaders import DataSplit
 from drivetrain._engine.topology import Topology, check_control_plane, check_devices_apart, check_set_up
 from drivetrain._engine.training_setup import (
+    build_stopping,
     build_training,
-    build_training_pass,
     estimated_before_data,
     estimated_steps,
-    set_up_stopping,
     under_context,
 )
 from drivetrain._loops.evaluate import NAMES
-from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.stopping import how_it_ended
-from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.loader_lengths import Lengths
+from drivetrain._loops.progress import Position, Progress
+from drivetrain._loops.stopping import StopRequest
 from drivetrain._loops.trainables import Trainables
+from drivetrain._metrics import MetricStore
 from drivetrain._runtime.process_state import ProcessState
-from drivetrain.callback import Callback, let_log
-from drivetrain.errors import ConfigurationError
+from drivetrain.data._rng_replay import ReadAhead
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
 from drivetrain.run_context import RunContext
@@ -62,92 +78,104 @@ from drivetrain.strategies.strategy import StepRunner, Strategy
 if TYPE_CHECKING:
     from drivetrain._engine.monitors import Monitors
     from drivetrain._engine.reloading import Reloading
+    from drivetrain._loops.train import TrainLoop
 
 logger = logging.getLogger("drivetrain")
 
-_LONGEST_LINE = 200  # of them that are said as the run ends
 
-_LONGEST_REASON = 2000  # characters of an error that the run's record keeps
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What set-up leaves to the stage.
+
+    Attributes:
+        runner: runs each step as the strategy requires.
+        move: moves a batch to the device; None if batches stay where they are.
+        reloading: rebuilds loaders; None unless ``reload_dataloaders_every_n_epochs`` is set.
+    """
+
+    runner: StepRunner
+    move: BatchMover | None
+    reloading: Reloading | None
 
 
-class Session(SessionState):
-    """One run of one stage: its state, and the course of it.
+class Session:
+    """Runs one stage: sets it up, executes it and tears it down.
 
     Args:
-        trainer: whose settings hold; handed to callbacks.
-        stage: "fit", "validate", "test" or "predict".
-        module: what is run.
-        given: the loaders or the data module.
-        ckpt_path: what to start from, or None.
-        return_predictions: keep what ``predict_step`` returns.
-        allow: what may differ from the run that it goes on with.
-        trial: nobody keeps what it trains.
-        strategy: where.
-        place: this process among all.
-        before: the folder of the last run of the same `Fit`.
+        request: what was called.
+        strategy: runs the module; it is bound to this process already.
+        topology: this process's place among all processes.
+        previous: the folder of the last run of the same `Fit`.
+        progress: the counters of that run, which an evaluation leaves as they are; None for new ones.
     """
 
     def __init__(
         self,
-        trainer: RunContext,
-        stage: str,
-        module: TrainModule,
-        given: Given,
-        ckpt_path: str | None,
-        return_predictions: bool,
-        allow: tuple[str, ...],
-        trial: bool,
+        request: RunRequest[RunContext],
         strategy: Strategy,
-        place: Topology,
-        before: RunFolder | None = None,
+        topology: Topology,
+        previous: RunFolder | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        super().__init__(trainer, stage, module, given, return_predictions, strategy, trial)
-        self.place = place
-        self.folder.before = before
-        self.checkpoints = RunCheckpoints(self, ckpt_path, allow)
+        trainer, module, control = request.trainer, request.module, strategy.control
+        folder = RunFolder(previous)
+        profiling = NoProfiling()
+        if trainer.profiles:
+            from drivetrain._engine.profiling import Profiling  # only runs with a profiler need it
+
+            profiling = Profiling(request, strategy, folder, trainer.profiler)
+        self.core = RunCore(
+            request,
+            strategy,
+            MetricStore(module),
+            progress or Progress(),
+            Position(),
+            EvaluationWithinFit(BuffersAside(module, strategy)),
+            RunCallbacks(trainer, module, profiling.hooks),
+            folder,
+            profiling,
+        )
+        self.data = RunData(request.given, Lengths(control), ReadAhead(strategy.device))
+        self.optimization = Optimization()
+        self.stopping = Stopping(StopRequest(control, None, None, None))
+        self.training: Training | None = None
+        self._memory = CheckpointMemory()
+        self.checkpoints = RunCheckpoints(self.core, self.data, self._memory, self._checkpoint_parts)
         self.last_line: str | None = None
-        """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
-        self.own: list[Callback] = []  # what configure_callbacks returned
-        self._given_callbacks: list[Callback] = []  # trainer.callbacks as they were when they were taken
-        self._monitors: Monitors | None = None
-        self._teardowns: list[Callable[[str], None]] = []
-        """Those still to be called, from when the first set-up is."""
+        """Printed instead of this rank's error if a lower rank failed the same way and shows it."""
+        self._topology = topology
+        self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
-        self._reloading: Reloading | None = None
-        awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
+        self._teardowns: list[Callable[[str], None]] = []  # not yet called; empty before the first setup hook
+        awaited = awaited_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
+        self._signals = Signals(awaited, self._on_signal)
         self._awaited = awaited
-        self._signals = Signals(awaited, self._asked_to_leave)
         writes = not (trainer.fast_dev_run or trainer.barebones)
         named = writes and trainer.settings["default_root_dir"].source != "default"
         root = trainer.default_root_dir if named else None
-        self._log = RankLog(self.folder, strategy.rank, strategy.world_size, otherwise=root)
-        if trainer.profiles:
-            from drivetrain._engine.profiling import Profiling  # by runs that somebody profiles
-
-            self.profiling = Profiling(self, trainer.profiler, before)
-        self._why = ""  # in words, it ended
-        self._began = time.monotonic()
-        self._trained = False  # training has begun
-        self._ended_by: tuple[list[str], bool] | None = None  # the reasons, and whether nothing was left to train
-        self._left_with: BaseException | None = None  # raised at the end of a run that a signal has cut short
+        self._log = RankLog(folder, strategy.rank, strategy.world_size, otherwise=root)
+        self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
-        """Run the stage; returns what it returns. Everything that is not ours is as before afterwards.
+        """Run the stage and return its result. All process state is restored afterwards, also after a failure.
 
         Raises:
-            Exception: whatever failed, or `RankFailedError` where another rank did.
+            Exception: this rank's error, or `RankFailedError` if another rank failed first.
         """
-        seed = self.trainer.seed
-        flags = [(child, child.training) for child in self.module.modules()]
-        listen = self.strategy.rank == 0 and not self.trainer.barebones
+        core = self.core
+        seed = core.trainer.seed
+        flags = [(child, child.training) for child in core.module.modules()]
+        listen = core.strategy.rank == 0 and not core.trainer.barebones
         state = ProcessState(generators=seed is not None, cuda_generators=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         from drivetrain.data.splitting import read_from
 
-        with self._signals, state, log_to_console(listen), self._log, read_from(self._place_in_the_data):
+        with self._signals, state, log_to_console(listen), self._log, read_from(self._data_rank):
             try:
                 result = self._run()
             except BaseException as error:
-                explain_out_of_memory(error, self)
+                stage_data = self.data.stage_data
+                batch_size = None if stage_data is None else stage_data.batch_size
+                explain_out_of_memory(error, core, self.optimization.optimizers, batch_size)
                 cause = self._fail(error)
                 if self._signals.raised:
                     self._requeue(self._signals.raised)
@@ -156,442 +184,405 @@ class Session(SessionState):
                         raise
                     raise cause from error
                 finally:
-                    del cause  # the error would hold this frame, and the frame the error
+                    del cause  # breaks the cycle of the error and this frame
             finally:
                 for child, training in flags:
                     child.training = training
                 self._detach()
-                self.profiling.end()
-        if self._left_with is not None:
-            self._requeue(self.stop.leaving)
-            raise self._left_with
+                core.profiling.end()
+        if self._ending.exit_error is not None:
+            self._requeue(self.stopping.stop.leaving)
+            raise self._ending.exit_error
         return result
 
-    def _requeue(self, number: int) -> None:
-        if self.strategy.rank == 0:
-            from drivetrain._engine.requeue import requeue  # by whoever is asked to leave
-
-            requeue(number, os.environ)
-
-    # The course of a run
-
-    def _run(self) -> Any:
-        self.profiling.begin()
-        with self.profiling.span("set-up"):
-            runner, move = self._prepare()
-        result = self._stage_result(runner, move)
-        with self.profiling.span("taking down"):
-            self._take_down()
-        return result
-
-    def _prepare(self) -> tuple[StepRunner, BatchMover | None]:
-        """Set up everything that all stages have."""
-        trainer, strategy, profiling = self.trainer, self.strategy, self.profiling
-        apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
-        if trainer.seed is not None:
-            seed_rank(trainer.seed, 0)  # alike everywhere, for what is initialised
-        with profiling.span("setup_environment"):
-            strategy.setup_environment()
-        if trainer.loggers:
-            from drivetrain.loggers._other_ranks import quieten  # by runs that log
-
-            quieten(trainer.loggers, strategy.rank > 0)
-        check_control_plane(strategy, self.place.placement)
-        check_devices_apart(strategy)
-        if self.place.world is not None and strategy.world_size > 1:
-            strategy.control.external_failures = self.place.world.failures
-        self.draws.device = strategy.device
-        self.metrics.control = self.lengths.control = strategy.control
-        self.metrics.speaks = strategy.is_data_leader
-        self.metrics.objects.group = partial(getattr, strategy, "data_group")
-        self._attach()
-        if self.given.datamodule is not None:
-            attach(self.given.datamodule, trainer)
-        self._assemble()
-        self.checkpoints.begin()
-        profiling.knows_folder()
-        strategy.control.keep_records(self._log.folder)
-        with profiling.span("prepare_data"):
-            self._prepare_data()
-        self._set_up()
-        if self._keeps_files:
-            from drivetrain._engine.write_checks import check_folders
-
-            writing = self.callbacks if self.stage == "fit" else []
-            check_folders(strategy, writing, [] if self.stage == "predict" else trainer.loggers)  # which log nothing
-        self.seed = self.checkpoints.open()
-        if self.stage == "fit":
-            self.checkpoints.see_what_is_left()
-        if (
-            trainer.built_unseeded
-            and trainer.seed is not None
-            and self.checkpoints.opened is None
-            and strategy.rank == 0
-        ):
-            tell_of_unseeded(self.module, trainer.seed)
-        self.cursor.world_size = strategy.data_world_size
-        dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
-        load = partial(StageData, trainer, self.stage, self.module, self.given, dealing, strategy.control)
-        with profiling.span("loaders"):
-            if self.stage == "fit" and trainer.reload_dataloaders_every_n_epochs:
-                from drivetrain._engine.reloading import Reloading  # by whoever has loaders that change
-
-                self._reloading = Reloading(self, trainer.reload_dataloaders_every_n_epochs, load)
-                self._reloading.begin(self.checkpoints.opened)
-            else:
-                self.data = load()
-        profiling.knows_data(self._data().loaders or self._data().evaluated)
-        self.checkpoints.check_data()
-        with profiling.span("setup_module"):
-            runner = profiling.call("forward", self._set_up_module(self._data()))
-        if trainer.seed is not None and strategy.data_rank > 0:
-            seed_rank(trainer.seed, strategy.data_rank)
-        return runner, profiling.mover(batch_mover(self.module, self.given.datamodule, strategy))
-
-    def _take_down(self) -> None:
-        strategy = self.strategy
-        release(self.module)
-        strategy.restore_module()
-        while self._teardowns:
-            self._teardowns.pop(0)(self.stage)
-        self._finish("success" if self._left_with is None else "interrupted")
-        self.profiling.compare_ranks()
-        self._say_ending()
-        strategy.control.leave()
-        strategy.teardown()
-
-    def _place_in_the_data(self) -> tuple[int, int]:
-        return self.strategy.data_rank, self.strategy.data_world_size
+    # What hooks and users read
 
     def whereabouts(self) -> str:
-        """Where the run is, in words that are alike on every rank."""
-        progress, position = self.progress, self.position
+        """Return the run's position as text that is the same on every rank."""
+        progress, position = self.core.progress, self.core.position
         at = "between loops" if position.loop is None else f"{position.loop} batch {position.batch_idx}"
         return f"{at}, epoch {progress.epoch}, global step {progress.global_step}"
 
     @property
-    def _keeps_files(self) -> bool:
-        saves = self.stage == "fit" and any(callback.writes_to for callback in self.callbacks)
-        return saves or bool(self.trainer.loggers)
+    def estimated_steps(self) -> int | float:
+        """The optimizer steps of the whole run; infinite if neither data nor limits bound it.
 
-    def _stage_result(self, runner: StepRunner, move: BatchMover | None) -> Any:
-        if self.stage != "fit":
-            return self._evaluate(runner, move)
-        self._fit(runner, move)
-        return None
+        Read in `setup` of a fit, it builds the training loader, which the run then uses. Collective there.
+        """
+        core, data = self.core, self.data
+        data.estimate_was_read = True
+        if data.stage_data is None and core.stage == "fit":
+            return estimated_before_data(core, data)
+        return estimated_steps(core.trainer, core.callbacks, data)
 
-    def _fit(self, runner: StepRunner, move: BatchMover | None) -> None:
-        with self.profiling.span("set-up"):
-            loop = self._prepare_training(runner, move)
-        self._train(runner, move, loop)
+    # The stages
 
-    def _prepare_training(self, runner: StepRunner, move: BatchMover | None) -> TrainLoop:
-        with self.profiling.span("configure_optimizers"):
-            set_up_optimizers(self, self.checkpoints.regroup)
-        set_up_stopping(self)
-        if self._data().sources.get("validate"):
-            self.validate = build_validation(self, runner, move)
-        self.pass_over_training_data = build_training_pass(self, runner, move)
-        loop = self.loop = build_training(
-            self,
+    def _run(self) -> Any:
+        core = self.core
+        core.profiling.begin()
+        with core.profiling.span("set-up"):
+            prepared = self._prepare()
+        result = None
+        if core.stage == "fit":
+            self._fit(prepared)
+        else:
+            result = self._evaluate(prepared)
+        with core.profiling.span("taking down"):
+            self._tear_down()
+        return result
+
+    def _prepare(self) -> _Prepared:
+        """Set up what all stages have."""
+        core, data, checkpoints = self.core, self.data, self.checkpoints
+        trainer, strategy, profiling = core.trainer, core.strategy, core.profiling
+        apply_switches(trainer.deterministic, trainer.benchmark, trainer.detect_anomaly)
+        if trainer.seed is not None:
+            seed_rank(trainer.seed, 0)  # the same on every rank, for initialization
+        with profiling.span("setup_environment"):
+            strategy.setup_environment()
+        if trainer.loggers:
+            from drivetrain.loggers._other_ranks import quieten  # only runs that log need it
+
+            quieten(trainer.loggers, strategy.rank > 0)
+        self._connect_ranks()
+        self._attach()
+        if core.datamodule is not None:
+            attach(core.datamodule, trainer)
+        if not core.request.trial:
+            core.callbacks.configure()
+        core.callbacks.collect()
+        checkpoints.begin()
+        profiling.set_folder()
+        strategy.control.keep_records(self._log.folder)
+        with profiling.span("prepare_data"):
+            self._prepare_data()
+        self._call_setup_hooks()
+        self._check_folders()
+        data.seed = checkpoints.open()
+        if core.stage == "fit":
+            checkpoints.check_what_is_left()
+        if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
+            tell_of_unseeded(core.module, trainer.seed)
+        reloading = self._load_data()
+        stage_data = data.loaded
+        profiling.set_loaders(stage_data.loaders or stage_data.evaluated)
+        checkpoints.check_data()
+        with profiling.span("setup_module"):
+            runner = profiling.call("forward", self._set_up_module(stage_data))
+        if trainer.seed is not None and strategy.data_rank > 0:
+            seed_rank(trainer.seed, strategy.data_rank)
+        return _Prepared(runner, profiling.mover(batch_mover(core.module, core.datamodule, strategy)), reloading)
+
+    def _fit(self, prepared: _Prepared) -> None:
+        with self.core.profiling.span("set-up"):
+            training, monitors = self._prepare_training(prepared)
+        self._train(prepared, training.loop, monitors)
+
+    def _prepare_training(self, prepared: _Prepared) -> tuple[Training, Monitors]:
+        from drivetrain._engine.fused_optimizers import suggest_fused_optimizers  # only training needs these
+        from drivetrain._engine.monitors import Monitors
+        from drivetrain._engine.optimizer_setup import set_up_optimizers
+
+        core, data, checkpoints = self.core, self.data, self.checkpoints
+        runner, move, reloading = prepared.runner, prepared.move, prepared.reloading
+        assert self._trainables is not None
+        with core.profiling.span("configure_optimizers"):
+            self.optimization = optimization = set_up_optimizers(
+                core, self._trainables, self._memory.components, checkpoints.regroup
+            )
+        self.stopping = stopping = build_stopping(core, data)
+        validate = build_validation(core, data, stopping, runner, move) if data.validates else None
+        monitors = Monitors(core, data, optimization.schedulers)
+        self.training = training = build_training(
+            TrainingInputs(core, data, optimization, stopping, self._trainables, checkpoints.requests, validate),
             runner,
             move,
-            settle=self.settle,
-            save=self.checkpoints.save_before_leaving,
-            after_first_batch=self.monitors.after_first_batch,
+            settle=self._check_changes,
+            save=checkpoints.save_before_leaving,
+            after_first_batch=monitors.after_first_batch,
         )
-        if self._reloading is not None:
-            self._reloading.feed(loop, runner, move)
-        self.checkpoints.load()
-        if not self.trial:
-            say_once(self.strategy.precision.describe())
-        advice = None if self.trial else suggest_fused_optimizers(self.optimizers)
-        if advice is not None:
-            say_once(advice)
-        return loop
+        if reloading is not None:
+            reloading.connect(training.loop, stopping, runner, move)
+        checkpoints.load()
+        if not core.request.trial:
+            say_once(core.strategy.precision.describe())
+            advice = suggest_fused_optimizers(optimization.optimizers)
+            if advice is not None:
+                say_once(advice)
+        return training, monitors
 
-    def _train(self, runner: StepRunner, move: BatchMover | None, loop: TrainLoop) -> None:
-        hooks = self.hooks
-        ended_before = self.checkpoints.ended_before
-        if self.strategy.rank == 0 and ended_before is None and self.trainer.loggers:
-            from drivetrain._engine.run_loggers import begin_logging  # by runs that log
+    def _train(self, prepared: _Prepared, loop: TrainLoop, monitors: Monitors) -> None:
+        core, checkpoints, ending = self.core, self.checkpoints, self._ending
+        hooks, strategy, progress = core.hooks, core.strategy, core.progress
+        ended_before = checkpoints.ended_before
+        if strategy.rank == 0 and ended_before is None and core.trainer.loggers:
+            from drivetrain._engine.run_loggers import begin_logging  # only runs that log need it
 
-            begin_logging(self.trainer.loggers, self.folder.rewinds_to, self.hyper_parameters())
+            begin_logging(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
         for hook in hooks.on_fit_start:
             hook()
-        if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
-            try_validation(self, runner, move, self.monitors.note_validation)
-        self.metrics.enter("train", reset=self.checkpoints.opened is None)
+        if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
+            run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
+        core.metrics.enter("train", reset=checkpoints.opened is None)
         self._signals.wait_for_the_run()
         for hook in hooks.on_train_start:
             hook()
-        self.checkpoints.keep_trainables()
+        checkpoints.keep_trainables()
         if ended_before is None:
-            with self.profiling.span("set-up"):
-                self.checkpoints.rehearse()
-            self._note_beginning()
-            self._trained = True
+            with core.profiling.span("set-up"):
+                checkpoints.rehearse()
+            self._record_beginning()
+            ending.has_trained = True
             loop.run()
-        self.metrics.enter(None)
-        self.progress.cut_short = self.progress.batch_idx > 0 and not self.stop.leaving
-        if self.stop.leaving:
-            self._leave(self.stop.leaving)
+        core.metrics.enter(None)
+        leaving = self.stopping.stop.leaving
+        progress.cut_short = progress.batch_idx > 0 and not leaving
+        if leaving:
+            self._leave(leaving)
             return
         for hook in (*hooks.on_train_end, *hooks.on_fit_end):
             hook()
-        self.draws.end()
-        self.saves.run()
-        self.checkpoints.finish()
-        if self.strategy.rank == 0 and not self.trial:
+        self.data.rng_replay.end()
+        checkpoints.requests.run()
+        checkpoints.finish()
+        if strategy.rank == 0 and not core.request.trial:
             reasons = loop.why_it_ended() if ended_before is None else [ended_before]
-            self._why = "; ".join(reasons)
-            self._ended_by = reasons, ended_before is not None
+            ending.set_reasons(reasons, nothing_left=ended_before is not None)
 
-    def _note_beginning(self) -> None:
-        data, batches = self._data(), self.trainer.num_training_batches
-        facts = {**self.made_of.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.folder.trains({**facts, "batch_size": data.batch_size}, self.seed, data.batch_size)
+    def _record_beginning(self) -> None:
+        data, batches = self.data.loaded, self.core.trainer.num_training_batches
+        facts = {**self._memory.components.get("data", {}), "batches": batches if batches != math.inf else None}
+        self.core.folder.trains({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
-    def _asked_to_leave(self, number: int) -> None:
-        self.stop.signal = number
-        if self.strategy.rank == 0:
+    def _evaluate(self, prepared: _Prepared) -> Any:
+        core, data, runner, move = self.core, self.data, prepared.runner, prepared.move
+        core.strategy.setup_optimizers([])
+        if core.strategy.world_size > 1:
+            core.strategy.broadcast_module(core.module)
+        self.checkpoints.load_weights()
+        if core.stage == "predict":
+            evaluate: Callable[[], Any] = build_prediction(core, data, runner, move)
+        else:
+            evaluate = build_evaluation(core, data, core.stage, runner, move)
+        with core.profiling.span(NAMES[core.stage]):
+            return evaluate()
+
+    # Signals
+
+    def _on_signal(self, number: int) -> None:
+        self.stopping.stop.signal = number
+        if self.core.strategy.rank == 0:
             name = signal.Signals(number).name
-            does = "the trial ends after this step" if self.trial else "the run saves its last whole step and ends"
-            logger.warning("%s: %s; once more, and it ends at once.", name, does)
+            trial = self.core.request.trial
+            does = "the trial ends after this step" if trial else "the run saves its last whole step and ends"
+            logger.warning("%s: %s. A second signal ends it at once.", name, does)
 
     def _leave(self, number: int) -> None:
-        """End what a signal has cut short: it is saved, and neither the epoch nor the training is over."""
+        """End a run that a signal cut short. It is saved already; neither its epoch nor its training is over."""
         self._signals.answered = True
-        self._left_with = interruption(number)
-        self.draws.end()
+        self._ending.exit_error = error = interruption(number)
+        self.data.rng_replay.end()
         self.checkpoints.finish()
-        if self.strategy.rank == 0 and not self.trial:
-            reason = self._why = f"{signal.Signals(number).name} asked it to save and leave"
-            self._ended_by = [reason], False
-        for hook in self._on_exception():
-            hook(self._left_with)
+        if self.core.strategy.rank == 0 and not self.core.request.trial:
+            self._ending.set_reasons([f"{signal.Signals(number).name} asked it to save and leave"])
+        for hook in self._exception_hooks():
+            hook(error)
 
-    def _evaluate(self, runner: StepRunner, move: BatchMover | None) -> Any:
-        self.strategy.setup_optimizers([])
-        if self.strategy.world_size > 1:
-            self.strategy.broadcast_module(self.module)
-        self.checkpoints.load_weights()
-        if self.stage == "predict":
-            evaluate: Callable[[], Any] = build_prediction(self, runner, move)
-        else:
-            evaluate = build_evaluation(self, self.stage, runner, move)
-        with self.profiling.span(NAMES[self.stage]):
-            return evaluate()
+    def _requeue(self, number: int) -> None:
+        if self.core.strategy.rank == 0:
+            from drivetrain._engine.requeue import requeue  # only preempted runs need it
+
+            requeue(number, os.environ)
 
     # Set-up
 
+    def _connect_ranks(self) -> None:
+        """Pass the strategy's control plane, which exists from now on, to the parts that use it."""
+        core, strategy, world = self.core, self.core.strategy, self._topology.world
+        check_control_plane(strategy, self._topology.placement)
+        check_devices_apart(strategy)
+        if world is not None and strategy.world_size > 1:
+            strategy.control.external_failures = world.failures
+        self.data.rng_replay.device = strategy.device
+        core.metrics.control = self.data.lengths.control = strategy.control
+        core.metrics.speaks = strategy.is_data_leader
+        core.metrics.objects.group = partial(getattr, strategy, "data_group")
+
     def _prepare_data(self) -> None:
-        if self.strategy.local_rank == 0:
-            if self.given.datamodule is not None:
-                self.given.datamodule.prepare_data()
-            self.module.prepare_data()
-        self.strategy.control.agree("the end of prepare_data")
+        core = self.core
+        if core.strategy.local_rank == 0:
+            if core.datamodule is not None:
+                core.datamodule.prepare_data()
+            core.module.prepare_data()
+        core.strategy.control.agree("the end of prepare_data")
 
-    def _assemble(self) -> None:
-        if not self.trial:
-            self.own = checked_callbacks(self.module.configure_callbacks(), "configure_callbacks returned")
-        self._take_callbacks()
+    def _call_setup_hooks(self) -> None:
+        core, datamodule = self.core, self.core.datamodule
+        setups: list[Callable[[str], None]] = [*core.hooks.setup]
+        if datamodule is not None:
+            setups.insert(0, core.profiling.call(f"{type(datamodule).__name__}.setup", datamodule.setup))
+        self._plan_teardowns()
+        for setup in setups:
+            setup(core.stage)
+        core.callbacks.set_up_appended(core.stage, self.checkpoints.claim_for_late)
+        self._plan_teardowns()
 
-    def _take_callbacks(self) -> None:
-        given = self._given_callbacks = checked_callbacks(self.trainer.callbacks, "trainer.callbacks holds")
-        self.callbacks = with_own(given, self.own)
-        self._hooks = self.profiling.hooks(HookTable(self.trainer, self.module, self.callbacks))
-        for callback in self.callbacks:
-            let_log(callback, self.module)
+    def _plan_teardowns(self) -> None:
+        datamodule = self.core.datamodule
+        self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.core.hooks.teardown]
 
-    def _come_since(self) -> list[Callback]:
-        """The callbacks that somebody has appended to ``trainer.callbacks`` since they were taken."""
-        taken = {id(callback) for callback in self._given_callbacks}
-        return [callback for callback in self.trainer.callbacks if id(callback) not in taken]
+    def _check_folders(self) -> None:
+        """Check that files can be written where the callbacks and the loggers are going to write them."""
+        core = self.core
+        writing = list(core.callbacks) if core.stage == "fit" else []
+        if core.trainer.loggers or any(callback.writes_to for callback in writing):
+            from drivetrain._engine.write_checks import check_folders
 
-    def settle(self) -> None:
-        """Look, as an epoch begins, what its hooks have changed."""
-        late = self._come_since()
-        if late:
-            raise ConfigurationError(
-                f"{type(late[0]).__name__} was appended to trainer.callbacks after the set-up.",
-                "who hears of what is looked up once, before training: it would never be called.",
-                "append it in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
-            )
-        self.trainables.settle()
+            # Prediction logs nothing.
+            check_folders(core.strategy, writing, [] if core.stage == "predict" else core.trainer.loggers)
+
+    def _load_data(self) -> Reloading | None:
+        """Build the loaders; returns what builds them again, if they are to be reloaded."""
+        core, data, strategy, trainer = self.core, self.data, self.core.strategy, self.core.trainer
+        data.cursor.world_size = strategy.data_world_size
+        data_split = DataSplit(strategy.data_rank, strategy.data_world_size, data.seed, trainer.use_distributed_sampler)
+        load = partial(StageData, trainer, core.stage, core.module, data.given, data_split, strategy.control)
+        with core.profiling.span("loaders"):
+            if core.stage != "fit" or not trainer.reload_dataloaders_every_n_epochs:
+                data.stage_data = load()
+                return None
+            from drivetrain._engine.reloading import Reloading  # only runs that reload need it
+
+            reloading = Reloading(core, data, self._memory.components, load)
+            reloading.begin(self.checkpoints.opened)
+            return reloading
 
     def _set_up_module(self, data: StageData) -> StepRunner:
-        module, strategy = self.module, self.strategy
+        core, module, strategy = self.core, self.core.module, self.core.strategy
         strategy.take_settings(self._settings(data))
-        with strategy.module_init_context(), self.profiling.span("configure_model"):
+        with strategy.module_init_context(), core.profiling.span("configure_model"):
             module.configure_model()
-        self._attach()  # what it has built, too
+        self._attach()  # the modules that configure_model built
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             from drivetrain._engine.lazy_parameters import refuse_lazy
 
             refuse_lazy(module)
-        if self.stage == "fit":
-            self.checkpoints.restore_trainables()  # a strategy wraps what trains
+        if core.stage == "fit":
+            self.checkpoints.restore_trainables()  # before the strategy wraps the parameters that train
         strategy.check(module)
-        facts = {"stage": self.stage, **settings_alike(self.trainer), **data.facts(), **facts_about(module)}
-        check_ranks_agree(strategy.control, facts)  # before anything is wrapped, which would only hang
-        self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
+        facts = {"stage": core.stage, **settings_alike(core.trainer), **data.facts(), **facts_about(module)}
+        check_ranks_agree(strategy.control, facts)  # before wrapping, which would hang if ranks differed
+        self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics)
         run_step = strategy.setup_module(module)
         check_set_up(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
         hold(module)
-        if self.stage == "fit":
+        if core.stage == "fit":
             self._trainables = Trainables(module, strategy)
         return runner
 
-    def _attach(self) -> None:
-        """Let the module, and every module within it that logs and reads as well, reach the run."""
-        for one in self.module.modules():
-            if isinstance(one, TrainModule):
-                attach(one, self.trainer)
-
     def _settings(self, data: StageData) -> RunSettings:
-        trainer = self.trainer
+        trainer = self.core.trainer
         return RunSettings(
-            self.stage,
+            self.core.stage,
             trainer.accumulate_grad_batches,
             trainer.gradient_clip_val,
             trainer.gradient_clip_algorithm,
             data.batch_size,
-            self.module.automatic_optimization,
+            self.core.module.automatic_optimization,
         )
 
-    # Reads
+    def _attach(self) -> None:
+        """Let the module, and every `TrainModule` within it, reach the run."""
+        for child in self.core.module.modules():
+            if isinstance(child, TrainModule):
+                attach(child, self.core.trainer)
 
-    @property
-    def monitors(self) -> Monitors:
-        """Compares what is monitored with what is logged."""
-        if self._monitors is None:
-            from drivetrain._engine.monitors import Monitors  # for training
+    def _check_changes(self) -> None:
+        """Check, as an epoch begins, what hooks have changed since the last one."""
+        self.core.callbacks.refuse_appended()
+        assert self._trainables is not None
+        self._trainables.settle()
 
-            self._monitors = Monitors(self)
-        return self._monitors
+    def _data_rank(self) -> tuple[int, int]:
+        return self.core.strategy.data_rank, self.core.strategy.data_world_size
 
-    @property
-    def estimated_steps(self) -> int | float:
-        """Optimizer steps of the whole run; infinite where neither data nor limits bound it.
-
-        In `setup` of a fit the training loader is asked for, which the run then reads. Collective there.
-        """
-        self.estimate_was_read = True
-        if self.data is None and self.stage == "fit":
-            return estimated_before_data(self)
-        return estimated_steps(self, self.data)
-
-    def _data(self) -> StageData:
-        assert self.data is not None
-        return self.data
-
-    def _set_up(self) -> None:
-        datamodule, hooks = self.given.datamodule, self.hooks
-        setups: list[Callable[[str], None]] = [*hooks.setup]
-        if datamodule is not None:
-            setups.insert(0, self.profiling.call(f"{type(datamodule).__name__}.setup", datamodule.setup))
-        self._plan_teardowns()
-        for setup in setups:
-            setup(self.stage)
-        while late := self._come_since():
-            self._take_callbacks()
-            self.checkpoints.claim_for_late()
-            for callback in late:
-                callback.setup(self.trainer, self.module, self.stage)
-        if len(self.trainer.callbacks) < len(self._given_callbacks):  # some were taken out
-            self._take_callbacks()
-        self._plan_teardowns()
-
-    def _on_exception(self) -> list[Callable[[BaseException], None]]:
-        datamodule = self.given.datamodule
-        return [*([] if datamodule is None else [datamodule.on_exception]), *self.hooks.on_exception]
-
-    def _plan_teardowns(self) -> None:
-        datamodule = self.given.datamodule
-        self._teardowns = [*([] if datamodule is None else [datamodule.teardown]), *self.hooks.teardown]
+    def _checkpoint_parts(self) -> CheckpointParts:
+        loop = None if self.training is None else self.training.loop
+        return CheckpointParts(self.optimization, self.stopping, self._trainables, loop)
 
     # The end
 
+    def _tear_down(self) -> None:
+        core, strategy = self.core, self.core.strategy
+        release(core.module)
+        strategy.restore_module()
+        while self._teardowns:
+            self._teardowns.pop(0)(core.stage)
+        self._finish("success" if self._ending.exit_error is None else "interrupted")
+        core.profiling.compare_ranks()
+        self._ending.log(self.checkpoints.written)
+        strategy.control.leave()
+        strategy.teardown()
+
     def _finish(self, status: str) -> None:
-        if self.data is not None:
-            self.data.close()
-        if self.strategy.rank > 0:
-            return
-        problem = None
-        if self.trainer.loggers:
-            from drivetrain._engine.run_loggers import finish_logging  # by runs that log
-
-            with self.profiling.span("logging"):
-                problem = finish_logging(self.trainer, status)
-        if problem is not None:
-            status, self._why = "failed", _in_short(problem)
-        self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
-        if problem is not None:
-            raise problem
-
-    def _say_ending(self) -> None:
-        if self._ended_by is not None and self.strategy.rank == 0:
-            reasons, nothing_left = self._ended_by
-            lines = [how_it_ended(reasons, self.progress, nothing_left, time.monotonic() - self._began)]
-            if self.trainer.settings["enable_progress_bar"].value and not self.trainer.barebones:
-                from drivetrain._engine.run_summary import left_behind
-
-                lines += left_behind(self, self.checkpoints.written)
-            logger.info("\n".join(lines))
+        """Close the loaders, the loggers and the run's record."""
+        if self.data.stage_data is not None:
+            self.data.stage_data.close()
+        if self.core.strategy.rank == 0:
+            self._ending.record(status)
 
     def _detach(self) -> None:
+        core = self.core
         if self._trainables is not None:
             self._trainables.end()
-        release(self.module)
-        for one in self.module.modules():
-            if isinstance(one, TrainModule):
-                detach(one)
-        for callback in self.callbacks:
-            let_log(callback, None)
-        self.strategy.precision.at_floor = None
+        release(core.module)
+        for child in core.module.modules():
+            if isinstance(child, TrainModule):
+                detach(child)
+        core.callbacks.detach()
+        core.strategy.precision.at_floor = None
         if self._compiled is not None:
             self._compiled.undo()
-        if self.given.datamodule is not None:
-            detach(self.given.datamodule)
+        if core.datamodule is not None:
+            detach(core.datamodule)
+
+    def _exception_hooks(self) -> list[Callable[[BaseException], None]]:
+        datamodule = self.core.datamodule
+        return [*([] if datamodule is None else [datamodule.on_exception]), *self.core.hooks.on_exception]
 
     def _fail(self, error: BaseException) -> BaseException:
-        """Tell hooks and ranks, let go of everything, and return what to raise."""
-        with self.profiling.span("failure"):
-            return self._let_go(error)
+        """Report a failure to hooks and ranks, tear everything down, and return the error to raise."""
+        with self.core.profiling.span("failure"):
+            return self._tear_down_failed(error)
 
-    def _let_go(self, error: BaseException) -> BaseException:
-        control = self.strategy.control
+    def _tear_down_failed(self, error: BaseException) -> BaseException:
+        core, ending = self.core, self._ending
+        strategy, control = core.strategy, core.strategy.control
         error = error_to_report(control, error)
-        note_where(error, self)
+        note_where(error, core, self.training is not None)
         note_inference_tensors(error)
-        failure = Failure.of_exception(self.strategy.rank, error)
+        failure = Failure.of_exception(strategy.rank, error)
         tell_others(control, failure)
         self._log.add_failure(error, failure.traceback)
-        release(self.module)
+        release(core.module)
         calls: list[Callable[[], Any]] = []
-        if self._hooks is not None:
-            calls += [lambda hook=hook: hook(error) for hook in self._on_exception()]  # type: ignore[misc]
-            calls += [lambda hook=hook: hook(self.stage) for hook in self._teardowns]  # type: ignore[misc]
+        if core.callbacks.collected:
+            calls += [partial(hook, error) for hook in self._exception_hooks()]
+            calls += [partial(hook, core.stage) for hook in self._teardowns]
         status = "interrupted" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
-        self._why = _in_short(error)
-        self._ended_by = ([self._why.partition("\n")[0][:_LONGEST_LINE]], False) if self._trained else None
-        calls += [self.checkpoints.abandon, lambda: self._finish(status), self._say_ending, self.strategy.teardown]
+        ending.set_failure(error)
+        calls += [self.checkpoints.abandon, partial(self._finish, status)]
+        calls += [lambda: ending.log(self.checkpoints.written), strategy.teardown]  # known once `abandon` has waited
         for call in calls:
             try:
                 call()
             except Exception:
-                logger.exception("While a failed run was taken down, this failed too:")
-        cause, told_by = cause_of(control, self.place.world, failure, error)
+                logger.exception("Tearing down the failed run raised another error:")
+        cause, told_by = cause_of(control, self._topology.world, failure, error)
         cause = as_asked(cause, self._awaited)
         if told_by is not None:
-            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
+            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed the same way and shows the traceback"
         if cause is not error:
             self._log.add_cause(cause)
         return cause
-
-
-def _in_short(error: BaseException) -> str:
-    text = str(error)  # Ctrl-C and an assert have none
-    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:_LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""Puts the training loop together: every feature picks its code path here, before the first step."""
+"""Builds the training loop. Each feature selects its code path here, before the first step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,170 +13,167 @@ from torch.optim import Optimizer
 
 from drivetrain._config.arguments import duration
 from drivetrain._engine.batches import BatchMover, moved
-from drivetrain._engine.session_state import SessionState
+from drivetrain._engine.run_callbacks import RunCallbacks
+from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stopping, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
-from drivetrain._engine.stage_loaders import Dealing, find_loaders
+from drivetrain._engine.stage_loaders import DataSplit, find_loaders
 from drivetrain._engine.window_snapshot import WindowOpening
 from drivetrain._loops.closure_step import ClosureStep
-from drivetrain._loops.epoch_checks import EpochWatch
+from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
-from drivetrain._loops.loader_lengths import Tally
-from drivetrain._loops.manual_step import ManualStep, OverriddenSteps
-from drivetrain._loops.schedulers import Outlook, Schedulers
-from drivetrain._loops.step import AutomaticStep, TrainStep
-from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._loops.loader_lengths import BatchCount
+from drivetrain._loops.manual_step import ManualStep, OverriddenOptimizerStep
+from drivetrain._loops.progress import Reporting
+from drivetrain._loops.schedulers import Schedulers, StepEstimate
+from drivetrain._loops.step import AutomaticStep, OptimizerStep, TrainStep
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.train import EpochData, TrainLimits, TrainLoop
+from drivetrain._loops.train import Checkpointing, EpochData, Schedule, TrainingProgress, TrainLimits
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import (
+    Batches,
     MicroBatch,
-    Pairs,
-    dealt_windows,
     exchanged_windows,
+    sharded_windows,
     single_windows,
-    weighed_windows,
+    weighted_windows,
 )
 from drivetrain.data._batch_copies import own_memory
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
+from drivetrain.run_context import RunContext
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
 
 
 def build_training(
-    run: SessionState,
+    parts: TrainingInputs,
     runner: StepRunner,
     move: BatchMover | None,
     *,
     settle: Callable[[], None],
     save: Callable[[], None],
     after_first_batch: Callable[[], None],
-) -> TrainLoop:
-    """Return the loop that trains the run's module.
+) -> Training:
+    """Build the training loop.
 
     Args:
-        run: gets what runs it, with manual optimization.
-        runner: the strategy's callable that every step runs through.
-        move: brings a batch to the device.
-        settle: called as an epoch begins.
-        save: writes what a later run goes on from, where this one is asked to leave. Collective.
-        after_first_batch: called once, after the first micro-batch, on one rank.
+        parts: the parts of the run.
+        runner: calls a step of the module; what `Strategy.setup_module` returned.
+        move: moves a batch to the device; None if batches stay where they are.
+        settle: called after the hooks that begin an epoch.
+        save: writes the checkpoint from which a run that ends early is resumed. Collective.
+        after_first_batch: called once on rank 0, after the first micro-batch.
     """
-    trainer, metrics, strategy = run.trainer, run.metrics, run.strategy
-    step = run.profiling.step(_step(run, runner))
+    core, data, stopping = parts.core, parts.data, parts.stopping
+    trainer, metrics, strategy, module = core.trainer, core.metrics, core.strategy, core.module
+    inner = _build_step(parts, runner)
+    step = core.profiling.step(inner)
     if trainer.detect_anomaly:
         from drivetrain._loops.anomaly import AnomalyStep
 
-        step = AnomalyStep(step, run.progress, strategy.rank)
+        step = AnomalyStep(step, core.progress, strategy.rank)
     if strategy.rank == 0:
-        strategy.precision.at_floor = _SaysOnce()
-    module = run.module
-    scheduler_step = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
-    data = run.data
-    assert data is not None
-    return run.profiling.train_loop(
-        step=step,
-        data=epoch_data(run, move),
-        hooks=run.hooks,
-        metrics=metrics,
-        progress=run.progress,
-        position=run.position,
-        limits=TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps),
-        stop=run.stop,
-        schedulers=Schedulers(
-            run.schedulers if module.automatic_optimization else [],
-            scheduler_step,
-            metrics.agreed,
-            lambda: list(metrics.callback_metrics()),
-            Outlook(estimated_steps(run, data), None if run.reload else data.train_length, run.estimate_was_read),
-            tells=strategy.rank == 0,
-        ),
-        validation=ValidationPlan(
-            run.validate,
-            trainer.val_check_interval,
-            trainer.check_val_every_n_epoch,
-            data.train_length,
-            run.stop,
-            metrics,
-            tells=strategy.control.rank == 0,
-            changes=run.reload is not None,
-        ),
+        strategy.precision.at_floor = _LossScaleWarning()
+    limits = TrainLimits(trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps)
+    loop = core.profiling.train_loop(
+        step,
+        epoch_data(core, data, move),
+        hooks=core.hooks,
         control=strategy.control,
-        lengths=run.lengths,
-        log=run.logger_call(),
-        pacing=run.pacing(),
-        saves=run.saves,
-        draws=run.draws,
-        save=save,
-        settle=settle,
-        watch=EpochWatch(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
-        opening=run.opening,
-        reload=run.reload,
+        progress=TrainingProgress(core.progress, core.position, limits, stopping.stop),
+        reporting=Reporting(metrics, core.logger_call(), core.pacing(), data.lengths),
+        checkpointing=Checkpointing(parts.saves, save, stopping.snapshot, data.rng_replay),
+        schedule=Schedule(
+            schedulers=_build_schedulers(parts),
+            validation=ValidationPlan(
+                parts.validate,
+                trainer.val_check_interval,
+                trainer.check_val_every_n_epoch,
+                data.train_length,
+                stopping.stop,
+                metrics,
+                warns=strategy.control.rank == 0,
+                reloads=data.reload is not None,
+            ),
+            reload=data.reload,
+            after_epoch_hooks=settle,
+            checks=EpochChecks(step, metrics, type(module).__name__, strategy.rank == 0, after_first_batch),
+        ),
     )
+    manual = inner if isinstance(inner, ManualStep) else None
+    return Training(loop, manual, build_training_pass(core, data, runner, move))
 
 
-def epoch_data(run: SessionState, move: BatchMover | None) -> EpochData:
-    """Return what an epoch is trained on, as the run's data are now."""
-    data = run.data
-    assert data is not None
-    assert data.train is not None
-    tally = Tally("training loader", data.train.length, not data.train.static, run.lengths)
-    ended = _Ended()
+def epoch_data(core: RunCore, data: RunData, move: BatchMover | None) -> EpochData:
+    """Return the training data of an epoch, from the loaders as they are now."""
+    source = data.train
+    count = BatchCount("training loader", source.length, not source.static, data.lengths)
+    end = _EndOfData()
     return EpochData(
-        micro_batches=run.profiling.windows(_micro_batches(run, move, tally, ended)),
-        exhausted=lambda: ended.seen,
+        micro_batches=core.profiling.windows(_micro_batches(core, data, move, count, end)),
+        exhausted=lambda: end.reached,
         length=data.train_length,
-        certain=data.train_certain or data.train.stateful,
-        tally=tally,
+        certain=data.loaded.train_certain or source.stateful,
+        count=count,
     )
 
 
-def build_training_pass(run: SessionState, runner: StepRunner, move: BatchMover | None) -> Callable[[], None]:
-    """Return what runs the module's training step over an epoch's data and trains nothing."""
+def build_training_pass(
+    core: RunCore, data: RunData, runner: StepRunner, move: BatchMover | None
+) -> Callable[[], None]:
+    """Return a function that runs the training step over an epoch's data without training."""
 
     def run_pass() -> None:
-        from drivetrain._loops.statistics_pass import pass_over_training_data  # by whoever asks for it
+        from drivetrain._loops.statistics_pass import pass_over_training_data
 
-        data = run.data
-        assert data is not None
-        assert data.train is not None
-        pass_over_training_data(
-            data.train,
-            data.train_limit,
-            module=run.module,
-            runner=runner,
-            strategy=run.strategy,
-            metrics=run.metrics,
-            move=move,
-        )
+        wrapped = WrappedModule(core.module, runner, core.strategy)
+        pass_over_training_data(data.train, data.loaded.train_limit, wrapped, core.metrics, move)
 
     return run_pass
 
 
-def set_up_stopping(run: SessionState) -> None:
-    """Settle who may end the run early, and where: within a window that has several micro-batches, too."""
-    trainer = run.trainer
+def build_stopping(core: RunCore, data: RunData) -> Stopping:
+    """Build what may end training early, and the snapshot with which it may end within a window."""
+    trainer = core.trainer
     max_time = None if trainer.max_time is None else duration(trainer.max_time)
-    run.stop = StopRequest(run.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
-    source = None if run.data is None else run.data.train
-    if source is not None and run.leaves_on_signals and run.module.automatic_optimization:
-        run.opening = WindowOpening(
-            run.module, source, run.draws, run.metrics, run.progress, lambda: trainer.accumulate_grad_batches
+    stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
+    snapshot = None
+    if core.saves_on_signals and core.module.automatic_optimization:
+        snapshot = WindowOpening(
+            core.module,
+            data.train,
+            data.rng_replay,
+            core.metrics,
+            core.progress,
+            lambda: trainer.accumulate_grad_batches,
         )
+    return Stopping(stop, snapshot)
 
 
-def estimated_steps(run: SessionState, data: StageData | None) -> int | float:
-    """Return the optimizer steps of the whole run by limits and lengths; infinite where neither bounds it."""
-    trainer = run.trainer
-    length = run.first_length
-    if length is None and data is not None:
-        length = data.train_length
+def estimated_steps(trainer: RunContext, callbacks: RunCallbacks, data: RunData) -> int | float:
+    """Return the optimizer steps of the whole run by its limits and the data's length; infinite without a bound."""
+    length = data.train_length if data.first_length is None else data.first_length
+    return _steps_of(trainer, callbacks, length)
+
+
+def estimated_before_data(core: RunCore, data: RunData) -> int | float:
+    """Return `estimated_steps` in ``setup``: builds the training loader, which the run then uses. Collective."""
+    strategy, given = core.strategy, data.given
+    data.given = replace(given, built_train_loaders=find_loaders("train", given.train, given.datamodule, core.module))
+    data_split = DataSplit(strategy.data_rank, strategy.data_world_size, 0, core.trainer.use_distributed_sampler)
+    loaded = StageData(core.trainer, "train", core.module, data.given, data_split, strategy.control)
+    loaded.close()
+    return _steps_of(core.trainer, core.callbacks, loaded.train_length)
+
+
+def _steps_of(trainer: RunContext, callbacks: RunCallbacks, length: int | None) -> int | float:
     if length is None or trainer.max_epochs in (None, -1):
         return math.inf if trainer.max_steps == -1 else trainer.max_steps
-    schedule = next((one for one in run.callbacks if one.window_of(0) is not None), None)
+    schedule = next((callback for callback in callbacks if callback.window_of(0) is not None), None)
     if schedule is None:
         steps = math.ceil(length / trainer.accumulate_grad_batches) * trainer.max_epochs
     else:
@@ -186,38 +182,28 @@ def estimated_steps(run: SessionState, data: StageData | None) -> int | float:
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
-def estimated_before_data(run: SessionState) -> int | float:
-    """Return the same in ``setup``: the training loader is asked for, which the run then reads. Collective."""
-    strategy, given = run.strategy, run.given
-    run.given = replace(given, asked_for=find_loaders("train", given.train, given.datamodule, run.module))
-    dealing = Dealing(strategy.data_rank, strategy.data_world_size, 0, run.trainer.use_distributed_sampler)
-    data = StageData(run.trainer, "train", run.module, run.given, dealing, strategy.control)
-    data.close()
-    return estimated_steps(run, data)
-
-
-class _SaysOnce:
-    """Says that the loss scale has come to its floor."""
+class _LossScaleWarning:
+    """Warns once that the loss scale has reached its minimum."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._warned = False
 
     def __call__(self, scale: float) -> None:
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             logger.warning(
-                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite over and over, "
-                "small as the loss was made, and each such step was skipped. Look whether the loss itself is NaN "
+                "The loss scale has fallen to its floor, 2^%d: gradients in fp16 were not finite again and again, "
+                "however small the scaled loss, and each such step was skipped. Check whether the loss itself is NaN "
                 "(detect_anomaly=True, NonFiniteGuard), or train in 'bf16-mixed'. Said once.",
                 round(math.log2(scale)),
             )
 
 
 def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
-    """Return a runner whose steps run in the precision's forward context; the same one where it has none."""
+    """Return a runner that enters the precision's forward context; ``runner`` itself if there is no context."""
     if not precision.has_forward_context:
         return runner
-    # One context, entered anew by each step: building it costs more than entering it.
+    # One context object for all steps: building it costs more than entering it.
     context = precision.forward_context()
 
     def run(step: Callable[..., Any], *args: Any) -> Any:
@@ -227,59 +213,68 @@ def under_context(runner: StepRunner, precision: Precision) -> StepRunner:
     return run
 
 
-def _step(run: SessionState, runner: StepRunner) -> TrainStep:
-    module, strategy, hooks = run.module, run.strategy, run.hooks
-    takes = StepArguments(module.training_step)
-    arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
-    if not module.automatic_optimization:
-        _check_manual(run)
-        run.manual = ManualStep(module, runner, strategy, run.handles, hooks, run.metrics, run.trainables, arguments)
-        return run.manual
-    kind: Callable[..., TrainStep] = AutomaticStep
-    if run.closure:
-        assert run.data is not None
-        assert run.data.train is not None
-        kind = partial(ClosureStep, lasting=run.data.train.lasting and run.reload is None)
-        if strategy.precision.scales_loss:
-            raise ConfigurationError(
-                f"precision={strategy.precision.name!r} with {type(run.optimizers[0]).__name__}.",
-                "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
-                "use precision='bf16-mixed' or '32-true'.",
-            )
-    steps = None
-    if is_overridden("optimizer_step", module, TrainModule):
-        steps = OverriddenSteps(module, run.handles, run.progress)
-    return kind(
-        module,
-        runner,
-        strategy,
-        run.optimizers,
-        hooks,
-        run.metrics,
-        run.trainables,
-        _clipping(run),
-        arguments,
-        steps,
-        _unscales_apart(run),
+def _build_schedulers(parts: TrainingInputs) -> Schedulers:
+    core, data = parts.core, parts.data
+    metrics, module = core.metrics, core.module
+    override = module.lr_scheduler_step if is_overridden("lr_scheduler_step", module, TrainModule) else None
+    estimate = StepEstimate(
+        estimated_steps(core.trainer, core.callbacks, data),
+        None if data.reload else data.train_length,
+        data.estimate_was_read,
+    )
+    return Schedulers(
+        parts.optimization.schedulers if module.automatic_optimization else [],
+        override,
+        metrics.agreed,
+        lambda: list(metrics.callback_metrics()),
+        estimate,
+        warns=core.strategy.rank == 0,
     )
 
 
-def _check_manual(run: SessionState) -> None:
-    trainer = run.trainer
-    for name, value, idle in (
+def _build_step(parts: TrainingInputs, runner: StepRunner) -> TrainStep:
+    core, data, optimization = parts.core, parts.data, parts.optimization
+    module, strategy = core.module, core.strategy
+    wrapped = WrappedModule(module, runner, strategy)
+    takes = StepArguments(module.training_step)
+    arguments = None if takes.takes_batch_idx and not takes.takes_dataloader_idx else takes
+    if not module.automatic_optimization:
+        _check_manual(core)
+        return ManualStep(wrapped, optimization.handles, core.hooks, core.metrics, parts.trainables, arguments)
+    override = None
+    if is_overridden("optimizer_step", module, TrainModule):
+        override = OverriddenOptimizerStep(module, optimization.handles, core.progress)
+    clip = _build_clipping(core, optimization.gradient_norm)
+    optimizer_step = OptimizerStep(optimization.optimizers, clip, override, _unscales_first(core))
+    step_parts = wrapped, core.hooks, core.metrics, parts.trainables, optimizer_step, arguments
+    if not optimization.closure:
+        return AutomaticStep(*step_parts)
+    if strategy.precision.scales_loss:
+        raise ConfigurationError(
+            f"precision={strategy.precision.name!r} with {type(optimization.optimizers[0]).__name__}.",
+            "it evaluates the loss several times a step, and each evaluation may overflow by itself.",
+            "use precision='bf16-mixed' or '32-true'.",
+        )
+    return ClosureStep(*step_parts, keeps_batches=data.train.lasting and data.reload is None)
+
+
+def _check_manual(core: RunCore) -> None:
+    trainer = core.trainer
+    for name, value, neutral in (
         ("accumulate_grad_batches", trainer.accumulate_grad_batches, 1),
         ("gradient_clip_val", trainer.gradient_clip_val, None),
     ):
-        if value != idle and not (name == "gradient_clip_val" and value == 0):
+        if value != neutral and not (name == "gradient_clip_val" and value == 0):
             raise ConfigurationError(
                 f"{name}={value} with manual optimization.",
-                "training_step runs backward and steps itself.",
-                f"drop {name}; step every so many batches, or call self.clip_gradients, in training_step.",
+                "training_step runs backward and steps the optimizers itself.",
+                f"drop {name}; step after several batches, or call self.clip_gradients, in training_step.",
             )
 
 
-def _clipping(run: SessionState) -> Callable[[Sequence[Optimizer]], Any] | None:
-    trainer, module, strategy = run.trainer, run.module, run.strategy
+def _build_clipping(core: RunCore, norm: GradientNorm) -> Callable[[Sequence[Optimizer]], Any] | None:
+    """Return the function that clips gradients; None without clipping."""
+    trainer, module, strategy = core.trainer, core.module, core.strategy
     value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
     if is_overridden("configure_gradient_clipping", module, TrainModule):
 
@@ -292,80 +287,81 @@ def _clipping(run: SessionState) -> Callable[[Sequence[Optimizer]], Any] | None:
         return None
 
     def clip(optimizers: Sequence[Optimizer]) -> None:
-        run.gradient_norm = strategy.clip_gradients(optimizers, value, algorithm)
+        norm.value = strategy.clip_gradients(optimizers, value, algorithm)
 
     return clip
 
 
-def _unscales_apart(run: SessionState) -> bool:
-    """Whether scaled gradients are unscaled in a pass of their own: where nothing clips, or somebody looks before."""
-    trainer, module, strategy = run.trainer, run.module, run.strategy
-    looked_at = bool(run.hooks.on_before_optimizer_step) or is_overridden(
+def _unscales_first(core: RunCore) -> bool:
+    """Return whether scaled gradients are unscaled in a separate pass, rather than by clipping.
+
+    They are if nothing clips them, or if a hook reads them before.
+    """
+    trainer, module, strategy = core.trainer, core.module, core.strategy
+    read_by_hooks = bool(core.hooks.on_before_optimizer_step) or is_overridden(
         "configure_gradient_clipping", module, TrainModule
     )
     clips = trainer.gradient_clip_val and not is_overridden("clip_gradients", strategy, Strategy)
     precision = strategy.precision
-    return precision.scales_loss and (looked_at or not clips or not precision.clips_scaled)
+    return precision.scales_loss and (read_by_hooks or not clips or not precision.clips_scaled)
 
 
-class _Ended:
-    """Knows whether the data of the epoch under way came to its end."""
+class _EndOfData:
+    """Records whether the current epoch's data has ended."""
 
     def __init__(self) -> None:
-        self.seen = False
+        self.reached = False
 
-    def follow(self, pairs: Pairs) -> Pairs:
-        """Return ``pairs``, at whose end it is known."""
-        yield from pairs
-        self.seen = True
+    def follow(self, batches: Batches) -> Batches:
+        """Yield ``batches``, and record their end."""
+        yield from batches
+        self.reached = True
 
 
 def _micro_batches(
-    run: SessionState, move: BatchMover | None, tally: Tally, ended: _Ended
+    core: RunCore, data: RunData, move: BatchMover | None, count: BatchCount, end: _EndOfData
 ) -> Callable[[int, int], Iterator[MicroBatch]]:
-    """Return what begins an epoch: ``micro_batches(epoch, first)``."""
-    data, strategy, trainer, module = run.data, run.strategy, run.trainer, run.module
-    assert data is not None
-    assert data.train is not None
-    source = run.profiling.source(data.train)
+    """Return the function ``micro_batches(epoch, first)`` that iterates over an epoch."""
+    strategy, trainer, module, train_limit = core.strategy, core.trainer, core.module, data.loaded.train_limit
+    source = core.profiling.source(data.train)
     weigh = module.batch_weight if is_overridden("batch_weight", module, TrainModule) else None
     if not module.automatic_optimization:
         weigh = None
     ranks = strategy.data_world_size
     exchanged = ranks > 1 and (weigh is not None or not source.static)
     read_ahead = source.in_process and (exchanged or strategy.device.type == "cuda")
-    trained = (lambda: run.progress.batch_idx) if read_ahead else None
+    trained = (lambda: core.progress.batch_idx) if read_ahead else None
 
     def begin(epoch: int, first: int) -> Iterator[MicroBatch]:
-        limit, size = data.train_limit, trainer.accumulate_grad_batches
-        origin = run.cursor.origin(epoch)
-        # What is left of an epoch that began under another dealing ends with its data.
+        limit, size = train_limit, trainer.accumulate_grad_batches
+        origin = data.cursor.origin(epoch)
+        # An epoch that was begun at another world size ends with its data.
         room = None if limit is None or (origin.samples and limit == source.length) else max(0, limit - first)
-        # The epoch's order stays the first one's where the run overfits a few batches.
+        # With overfit_batches every epoch has the order of the first one.
         order = 0 if trainer.overfit_batches else epoch
-        pairs = source.epoch(order, first, origin)
-        ended.seen = False
-        if source.stateful:  # at its end it may begin anew, and a checkpoint would keep that for the epoch's place
-            pairs = ended.follow(pairs)
+        batches = source.epoch(order, first, origin)
+        end.reached = False
+        if source.stateful:  # at its end it may restart, and its own position would then be wrong in a checkpoint
+            batches = end.follow(batches)
         if not origin.samples:
-            pairs = tally.follow(pairs, first)
-        pairs = run.draws.follow(pairs, first, trained)
+            batches = count.follow(batches, first)
+        batches = data.rng_replay.follow(batches, first, trained)
         if source.to_compare:
-            from drivetrain._loops.data_order_checks import compared  # for whoever has such data
+            from drivetrain._loops.data_order_checks import compare_ranks
 
-            pairs = compared(pairs, source, "training loader", strategy)
+            batches = compare_ranks(batches, source, "training loader", strategy)
         shares = None if exchanged or weigh is not None else source.shares(order, first, origin)
         lasting = source.lasting
         if not lasting and shares is None and (size > 1 or (exchanged and not source.stateful)):
-            # These wait for their turn while others are read, which the loader may write into the same memory.
-            pairs = ((own_memory(batch), share) for batch, share in pairs)
+            # A window is read before it is trained on, and the loader may overwrite batches meanwhile.
+            batches = ((own_memory(batch), share) for batch, share in batches)
             lasting = True
         if room is not None:
-            pairs = islice(pairs, room)
+            batches = islice(batches, room)
             shares = shares and islice(shares, room)
         if exchanged:
             micro_batches = exchanged_windows(
-                pairs,
+                batches,
                 size,
                 strategy.control,
                 weigh,
@@ -373,14 +369,14 @@ def _micro_batches(
                 ranks,
                 strategy.is_data_leader,
                 last=getattr(source, "last", NO_BATCH),
-                ahead=not source.stateful,
+                read_ahead=not source.stateful,
             )
         elif ranks == 1 and size == 1 and weigh is None:
-            micro_batches = single_windows(pairs)
+            micro_batches = single_windows(batches)
         elif weigh is not None:
-            micro_batches = weighed_windows(pairs, size, weigh)
+            micro_batches = weighted_windows(batches, size, weigh)
         else:
-            micro_batches = dealt_windows(pairs, size, ranks, shares)
+            micro_batches = sharded_windows(batches, size, ranks, shares)
         return moved(micro_batches, move, ahead=not source.stateful, lasting=lasting)
 
     return begin

@@ -118,7 +118,7 @@ class WindowOpening:
 
     def go_back(self) -> None:
         """Count as before the window, and let what is saved from here on be as it was then, where it was noted."""
-        self._progress.back_to_the_window()
+        self._progress.reset_to_window_start()
         # Between a window's step and the next one's opening nothing is as it was noted.
         self._in_force = self._taken is not None and self._taken.batch_idx == self._progress.batch_idx
 

@@ -1,4 +1,4 @@
-"""Training with an optimizer that evaluates the loss anew within its step, as LBFGS does."""
+"""The training step for an optimizer that evaluates the loss again within its step, as L-BFGS does."""
 
 from __future__ import annotations
 
@@ -10,152 +10,172 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from drivetrain._loops.configured_optimizers import is_torchs
-from drivetrain._loops.step import AutomaticStep
-from drivetrain._loops.uneven_inputs import Muted
+from drivetrain._loops.configured_optimizers import is_torch_optimizer
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.step import AutomaticStep, OptimizerStep
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
+from drivetrain._loops.trainables import Trainables
+from drivetrain._loops.uneven_inputs import LoggingPaused
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
+from drivetrain._metrics import MetricStore
 from drivetrain.data._batch_copies import own_containers, own_memory
 
 
 class ClosureStep(AutomaticStep):
-    """Hands the optimizer a closure over the whole window, on all ranks.
+    """Passes the optimizer a closure that evaluates the whole window on all ranks.
 
-    Its gradients are there before the optimizer steps, as those who go elsewhere before they ask expect it (SAM). Asked
-    where the window's micro-batches were computed, the closure returns what they gave; elsewhere it runs them again.
-    It returns the loss of all ranks together: line search and stopping rules that went by a local loss would decide
-    differently on each rank, and the replicas would part.
+    The window's gradients are computed before the optimizer steps, since some optimizers (SAM) use them and move the
+    parameters before they call the closure. If the parameters have not moved, the closure returns the loss that was
+    computed; otherwise it runs the window again. It returns the mean loss of all ranks: with a local loss, line search
+    and stopping rules would decide differently on each rank, and the replicas would diverge.
 
     Args:
-        args: see `AutomaticStep`.
-        lasting: a batch stays as it is while later ones are read.
+        wrapped: see `AutomaticStep`, as for the others.
+        hooks: see there.
+        metrics: see there.
+        trainables: see there.
+        step: see there; it has one optimizer.
+        arguments: see there.
+        keeps_batches: a batch stays unchanged while the loader reads later ones.
     """
 
-    def __init__(self, *args: Any, lasting: bool) -> None:
-        super().__init__(*args)
-        self._lasting = lasting
+    def __init__(
+        self,
+        wrapped: WrappedModule,
+        hooks: HookTable,
+        metrics: MetricStore,
+        trainables: Trainables,
+        step: OptimizerStep,
+        arguments: StepArguments | None,
+        *,
+        keeps_batches: bool,
+    ) -> None:
+        super().__init__(wrapped, hooks, metrics, trainables, step, arguments)
+        self._keeps_batches = keeps_batches
         self._window: list[tuple[MicroBatch, int]] = []
         self._window_loss: torch.Tensor | None = None
 
-    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
-        if micro.opens:
-            self._window = []
-            self._window_loss = None
-        # It is run again: after `training_step`, which may take it apart, and after the loader has gone on, which may
-        # write the next one into the same memory.
-        own = own_containers if micro.closes or self._lasting else own_memory
-        kept = micro.with_batch(own(micro.batch))
-        self._window.append((kept, batch_idx))
-        return super().micro_batch(micro, batch_idx)
+    def zero_grad(self) -> None:
+        self._window, self._window_loss = [], None
+        super().zero_grad()
 
-    def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
-        output = super().forward_backward(micro, batch_idx)
-        if output is not None and micro.weight:
+    def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
+        # The closure may run it again after `training_step` has modified the batch, and after the loader has written
+        # the next one into the same memory.
+        copy = own_containers if micro_batch.closes or self._keeps_batches else own_memory
+        self._window.append((micro_batch.with_batch(copy(micro_batch.batch)), batch_idx))
+        return self._run(micro_batch, batch_idx)
+
+    def _run(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
+        """Run forward and backward, and add the loss to the window's."""
+        output = super().forward_backward(micro_batch, batch_idx)
+        if output is not None and micro_batch.weight:
             assert self._loss is not None
-            part = self._loss.detach() * micro.scale
-            self._window_loss = part if self._window_loss is None else self._window_loss + part
+            scaled = self._loss.detach() * micro_batch.scale
+            self._window_loss = scaled if self._window_loss is None else self._window_loss + scaled
         return output
 
-    def close_window(self, micro: MicroBatch) -> bool:
-        window_weight = micro.window_weight
-        part = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
+    def clip_and_step(self, micro_batch: MicroBatch) -> bool:
+        window_weight = micro_batch.window_weight
+        contributed = 1.0 if not window_weight else 1.0 - self._skipped / window_weight
         if (self._skipped or not window_weight) and not self._rescale(window_weight):
             return False
-        if self._watches:
-            self._close()
+        if self._tracks_trainables:
+            self._close_trainables()
         (optimizer,) = self.optimizers
         for hook in self._before_step:
             hook(optimizer)
         if self._clip is not None:
             self._clip(self.optimizers)
-        standing = None if is_torchs(optimizer) else Standing(optimizer)
-        asked = False
+        snapshot = None if is_torch_optimizer(optimizer) else ParameterSnapshot(optimizer)
+        called = False
 
         def closure() -> torch.Tensor:
-            nonlocal asked
-            if asked or (standing is not None and self._anywhere(standing.has_moved())):
-                self._evaluate()
+            nonlocal called
+            if called or (snapshot is not None and self._on_any_rank(snapshot.has_moved())):
+                self._evaluate_again()
                 if self._skipped:
                     self._rescale(window_weight)
                 if self._clip is not None:
                     self._clip(self.optimizers)
-            asked = True
+            called = True
             loss = self._window_loss
             if self.strategy.world_size > 1:
-                # A rank that only joins does not know in which dtype the others computed theirs.
+                # A joining rank does not know the dtype of the other ranks' losses.
                 loss = torch.zeros((), device=self.strategy.device) if loss is None else loss
                 loss = loss.to(self.strategy.device, torch.float64)
             assert loss is not None
-            # As its gradients are, the loss is the mean over what contributed.
-            return self.strategy.reduce(loss if part == 1.0 else loss / part, "mean")
+            # The loss is normalized like its gradients: by the weights that contributed.
+            return self.strategy.reduce(loss if contributed == 1.0 else loss / contributed, "mean")
 
-        if self._step_optimizers is not None:
-            return self._step_optimizers(self._loss, closure)
+        if self._override is not None:
+            return self._override(self._loss, closure)
         return self.strategy.optimizer_step(optimizer, closure)
 
-    def _anywhere(self, here: bool) -> bool:
-        """Whether it is so on any rank: where parameters are sharded, this one's part may not tell."""
+    def _on_any_rank(self, moved: bool) -> bool:
+        """Return whether ``moved`` is true on any rank: this rank's shard of a parameter may be unchanged."""
         if self.strategy.world_size == 1:
-            return here
-        return bool(self.strategy.reduce(torch.tensor(float(here), device=self.strategy.device), "max") > 0)
+            return moved
+        return bool(self.strategy.reduce(torch.tensor(float(moved), device=self.strategy.device), "max") > 0)
 
     def drop_window(self) -> None:
         super().drop_window()
         self._window = []
 
-    def _evaluate(self) -> None:
-        """Run the window again at the optimizer's current point; nothing is logged twice."""
+    def _evaluate_again(self) -> None:
+        """Run the window with the parameters as they are now, without logging."""
         (optimizer,) = self.optimizers
         zero_grad(optimizer)
         window, self._window_loss = self._window, None
-        muted = Muted(self._metrics)
-        self._metrics.joining = False  # it differs between the window's micro-batches: each says so for itself
+        paused = LoggingPaused(self._metrics)
+        self._metrics.joining = False  # each of the window's micro-batches sets it if this rank joins it
         try:
             with torch.enable_grad():
-                for micro, batch_idx in window:
-                    super().micro_batch(replace(micro, opens=False, batch=own_containers(micro.batch)), batch_idx)
+                for micro_batch, batch_idx in window:
+                    self._run(replace(micro_batch, batch=own_containers(micro_batch.batch)), batch_idx)
         finally:
-            muted.end()
+            paused.end()
 
 
-class Standing:
-    """Where an optimizer's parameters and gradients are, to tell whether it has moved since.
+class ParameterSnapshot:
+    """Detects whether an optimizer has changed its parameters or gradients since this object was created.
 
-    Optimizers that want a closure come in two kinds: some ask for it where they stand, others take the gradients that
-    are there, go elsewhere and ask for it then. Nothing but where they are when they ask tells them apart.
+    Some optimizers call the closure before they change anything; others use the gradients, move the parameters and
+    call it then. Only comparing the tensors tells which.
     """
 
-    __slots__ = ("_marks", "_optimizer", "_sizes")
+    __slots__ = ("_norms", "_optimizer", "_versions")
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._marks = self._marked()
-        self._sizes = self._sized()
+        self._versions = self._current_versions()
+        self._norms = self._current_norms()
 
     def has_moved(self) -> bool:
-        """Whether anything changed, be it through ``.data``. Waits for the device where nothing did."""
-        if self._marks != self._marked():
+        """Return whether a tensor changed, including through ``.data``. Waits for the device if no version changed."""
+        if self._versions != self._current_versions():
             return True
-        sizes = self._sized()
-        if self._sizes is None or sizes is None:
+        norms = self._current_norms()
+        if self._norms is None or norms is None:
             return True
-        return any(not torch.equal(now, then) for now, then in zip(sizes, self._sizes, strict=True))
+        return any(not torch.equal(now, before) for now, before in zip(norms, self._norms, strict=True))
 
-    def _held(self) -> Iterator[Tensor | None]:
+    def _tensors(self) -> Iterator[Tensor | None]:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter
                 yield parameter.grad
 
-    def _marked(self) -> list[tuple[int, int]]:
-        return [(id(one), -1 if one is None else one._version) for one in self._held()]
+    def _current_versions(self) -> list[tuple[int, int]]:
+        return [(id(tensor), -1 if tensor is None else tensor._version) for tensor in self._tensors()]
 
     @torch.no_grad()
-    def _sized(self) -> list[Tensor] | None:
-        """The norms of all tensors; None where they cannot be had in double precision, which tells small steps."""
-        tensors: list[Any] = [one.detach() for one in self._held() if one is not None]
-        # The attribute and not the class: importing DTensor takes long, and without it there is none.
-        local = [one.to_local() if hasattr(one, "to_local") else one for one in tensors]
-        if any(one.is_sparse or one.is_complex() or one.device.type == "mps" for one in local):
+    def _current_norms(self) -> list[Tensor] | None:
+        """Return the tensors' norms in float64, which shows small steps; None if a tensor does not support that."""
+        tensors: list[Any] = [tensor.detach() for tensor in self._tensors() if tensor is not None]
+        # Checks the attribute rather than the class, since importing DTensor is slow.
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        if any(tensor.is_sparse or tensor.is_complex() or tensor.device.type == "mps" for tensor in local):
             return None
         return list(torch._foreach_norm(local, 2, dtype=torch.float64)) if local else []

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returned, read into one form."""
+"""Parses and validates the result of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from drivetrain.strategies._optimizer_state import parameter_names
 from drivetrain.strategies.strategy import Strategy
 
 _INTERVALS = ("epoch", "step")
-_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
+_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name", "strict", "reduce_on_plateau")
 
-_KEYS_BESIDE = ("optimizer", "lr_scheduler", "monitor", "closure")
-_KEYS_OF_A_DICT = "its keys are 'optimizer', 'lr_scheduler', 'monitor' and 'closure'."
+_DICT_KEYS = ("optimizer", "lr_scheduler", "monitor", "closure")
+_DICT_KEYS_TEXT = "its keys are 'optimizer', 'lr_scheduler', 'monitor' and 'closure'."
 _FORMS = (
     "return an optimizer; a list of them; (optimizers, schedulers) as two lists; a dict {'optimizer': o, "
     "'lr_scheduler': s}, where s is a scheduler or {'scheduler', 'interval', 'frequency', 'monitor', 'strict', "
     "'reduce_on_plateau', 'name'}, and with "
-    "'closure': True for an optimizer that evaluates the loss anew; or None."
+    "'closure': True for an optimizer that evaluates the loss again in its step; or None."
 )
 
 
@@ -34,13 +34,13 @@ class SchedulerConfig:
     """A learning-rate scheduler and when it steps.
 
     Attributes:
-        scheduler: what ``step`` is called on.
+        scheduler: the scheduler.
         interval: "epoch" or "step" (optimizer steps).
-        frequency: every how many of them.
-        monitor: the logged value a plateau scheduler follows.
-        name: what `LearningRateMonitor` calls it.
-        strict: refuse a ``monitor`` that nobody logged; else the scheduler is not stepped then, which is said once.
-        plateau: whether ``step`` takes the monitored value, as that of `ReduceLROnPlateau` does.
+        frequency: the number of intervals between two steps of the scheduler.
+        monitor: the logged value that a plateau scheduler monitors.
+        name: its name in `LearningRateMonitor`.
+        strict: raise an error if ``monitor`` was not logged; otherwise skip the step and warn once.
+        plateau: ``step`` takes the monitored value, as in `ReduceLROnPlateau`.
     """
 
     scheduler: Any
@@ -56,15 +56,15 @@ class SchedulerConfig:
 
     @property
     def reduce_on_plateau(self) -> bool:
-        """`plateau`, by Lightning's name."""
+        """`plateau` under its name in Lightning."""
         return self.plateau
 
 
-def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Read any form that ``configure_optimizers`` may return, but for what `asks_for_closure` reads.
+def parse_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers that ``configure_optimizers`` returned, in any supported form.
 
     Raises:
-        ConfigurationError: it is no such form; names what was found.
+        ConfigurationError: the result is not supported; names its type.
     """
     if configured is None:
         return [], []
@@ -78,32 +78,33 @@ def read_optimizers(configured: Any) -> tuple[list[Optimizer], list[SchedulerCon
             return optimizers, [_scheduler(part) for part in configured[1]]
         if configured and all(isinstance(part, Mapping) for part in configured):
             pairs = [_from_dict(part) for part in configured]
-            return [one for found, _ in pairs for one in found], [one for _, found in pairs for one in found]
+            optimizers = [optimizer for of_dict, _ in pairs for optimizer in of_dict]
+            return optimizers, [scheduler for _, of_dict in pairs for scheduler in of_dict]
         return [_optimizer(part) for part in configured], []
-    raise _not_a_form(configured)
+    raise _unsupported(configured)
 
 
-def asks_for_closure(configured: Any, optimizers: Sequence[Optimizer], automatic: bool) -> bool:
-    """Whether an optimizer that ``configure_optimizers`` returned evaluates the loss anew within its step.
+def needs_engine_closure(configured: Any, optimizers: Sequence[Optimizer], automatic: bool) -> bool:
+    """Return whether the engine has to pass the optimizer a closure that evaluates the loss again.
 
     Raises:
-        ConfigurationError: what it says under ``"closure"`` cannot be.
+        ConfigurationError: the value of ``"closure"`` is invalid.
     """
     dicts = [configured] if isinstance(configured, Mapping) else configured if isinstance(configured, Sequence) else []
-    said = [part["closure"] for part in dicts if isinstance(part, Mapping) and "closure" in part]
+    requested = [part["closure"] for part in dicts if isinstance(part, Mapping) and "closure" in part]
     needed = [optimizer for optimizer in optimizers if needs_closure(optimizer)]
-    for value in said:
+    for value in requested:
         if not isinstance(value, bool):
             raise ConfigurationError(
                 f"configure_optimizers: 'closure': {value!r}.",
-                "it says whether the optimizer is given a closure, which the engine makes.",
+                "it says whether the engine passes the optimizer a closure.",
                 "use True or False; to write a closure, set self.automatic_optimization = False and call "
                 "optimizer.step(closure).",
             )
         if value and not automatic:
             raise ConfigurationError(
                 "configure_optimizers: 'closure': True with manual optimization.",
-                "the engine steps no optimizer there, and makes no closure.",
+                "the engine does not step optimizers then, and makes no closure.",
                 "leave it out, and call optimizer.step(closure) in training_step.",
             )
         if not value and needed and len(optimizers) == 1:
@@ -112,45 +113,45 @@ def asks_for_closure(configured: Any, optimizers: Sequence[Optimizer], automatic
                 "it cannot step without one.",
                 "leave it out.",
             )
-    return bool(needed) or any(said)
+    return bool(needed) or any(requested)
 
 
 def _from_dict(configured: Mapping[str, Any]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    unknown = [key for key in configured if key not in _KEYS_BESIDE]
+    unknown = [key for key in configured if key not in _DICT_KEYS]
     if "optimizer" not in configured or unknown:
         problem = f"unknown keys {unknown}" if unknown else "no 'optimizer'"
-        hint = nearest(str(unknown[0]), _KEYS_BESIDE) if unknown else ""
-        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _KEYS_OF_A_DICT, _FORMS)
+        hint = nearest(str(unknown[0]), _DICT_KEYS) if unknown else ""
+        raise ConfigurationError(f"configure_optimizers returned a dict with {problem}.{hint}", _DICT_KEYS_TEXT, _FORMS)
     schedulers, monitor = [], configured.get("monitor")
     if configured.get("lr_scheduler") is not None:
         schedulers = [_scheduler(configured["lr_scheduler"])]
         if schedulers[0].monitor is None:
             schedulers[0].monitor = _checked_monitor(monitor)
-    elif monitor is not None and "lr_scheduler" not in configured:  # None is a scheduler that is switched off
+    elif monitor is not None and "lr_scheduler" not in configured:  # an explicit None means no scheduler
         raise ConfigurationError(
             f"configure_optimizers: 'monitor': {monitor!r} without an 'lr_scheduler'.",
-            "nothing would go by it.",
-            "drop it, or return the scheduler beside it.",
+            "no scheduler would use it.",
+            "drop it, or return the scheduler in the same dict.",
         )
     return [_optimizer(configured["optimizer"])], schedulers
 
 
 def _optimizer(value: Any) -> Optimizer:
     if not isinstance(value, Optimizer):
-        raise _not_a_form(value)
+        raise _unsupported(value)
     return value
 
 
 def _scheduler(value: Any) -> SchedulerConfig:
     if not isinstance(value, Mapping):
         if not callable(getattr(value, "step", None)):
-            raise _not_a_form(value)
+            raise _unsupported(value)
         return SchedulerConfig(value)
     for key in value:
-        if key not in _KEYS:
+        if key not in _SCHEDULER_KEYS:
             raise ConfigurationError(
-                f"configure_optimizers: unknown key {key!r} beside a scheduler.{nearest(str(key), _KEYS)}",
-                f"the keys are {', '.join(_KEYS)}.",
+                f"configure_optimizers: unknown key {key!r} in a scheduler's dict.{nearest(str(key), _SCHEDULER_KEYS)}",
+                f"the keys are {', '.join(_SCHEDULER_KEYS)}.",
                 _FORMS,
             )
     if "scheduler" not in value:
@@ -170,11 +171,14 @@ def _scheduler(value: Any) -> SchedulerConfig:
         )
     scheduler, strict, plateau = value["scheduler"], value.get("strict", True), value.get("reduce_on_plateau")
     if not callable(getattr(scheduler, "step", None)):
-        raise _not_a_form(scheduler)
-    for key, given, known in (("strict", strict, (True, False)), ("reduce_on_plateau", plateau, (True, False, None))):
-        if not any(given is one for one in known):
+        raise _unsupported(scheduler)
+    for key, value_of_switch, allowed in (
+        ("strict", strict, (True, False)),
+        ("reduce_on_plateau", plateau, (True, False, None)),
+    ):
+        if not any(value_of_switch is choice for choice in allowed):
             raise ConfigurationError(
-                f"configure_optimizers: {key!r}: {given!r}.", "it is a switch.", "use True or False."
+                f"configure_optimizers: {key!r}: {value_of_switch!r}.", "it is a switch.", "use True or False."
             )
     if plateau is False and isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
@@ -196,7 +200,7 @@ def _checked_monitor(monitor: Any) -> str | None:
     return monitor
 
 
-def _not_a_form(value: Any) -> ConfigurationError:
+def _unsupported(value: Any) -> ConfigurationError:
     return ConfigurationError(
         f"configure_optimizers returned {'a list holding ' if not isinstance(value, Sequence) else ''}"
         f"a {type(value).__name__}.",
@@ -212,10 +216,10 @@ def check_optimizers(
     automatic: bool,
     closure: bool = False,
 ) -> None:
-    """Refuse optimizers and schedulers that cannot train ``module``.
+    """Check that optimizers and schedulers can train ``module``.
 
     Raises:
-        ConfigurationError: names the parameter, the optimizer or the scheduler.
+        ConfigurationError: they cannot; names the parameter, the optimizer or the scheduler.
     """
     names = parameter_names(module)
     owner: dict[int, int] = {}
@@ -226,45 +230,45 @@ def check_optimizers(
                     raise ConfigurationError(
                         f"Optimizer {number} ({type(optimizer).__name__}) holds a parameter of shape "
                         f"{tuple(parameter.shape)} that is not the module's.",
-                        "it would train something that nobody saves, moves or synchronises.",
+                        "it would train a tensor that is not saved, moved or synchronised.",
                         "assign the layer to the module (self.layer = ...), and pass its parameters.",
                     )
-                before = owner.setdefault(id(parameter), number)
-                if automatic and before != number:
+                other = owner.setdefault(id(parameter), number)
+                if automatic and other != number:
                     raise ConfigurationError(
-                        f"Optimizers {before} and {number} share the parameter {names[id(parameter)]!r}.",
-                        "in automatic optimization all of them step after one backward, so it would move twice.",
+                        f"Optimizers {other} and {number} share the parameter {names[id(parameter)]!r}.",
+                        "with automatic optimization all optimizers step after each backward: it would move twice.",
                         "give them disjoint parameters, or set self.automatic_optimization = False.",
                     )
     if automatic and closure and len(optimizers) > 1:
         first = next((number for number, optimizer in enumerate(optimizers) if needs_closure(optimizer)), None)
         which = "One" if first is None else f"Optimizer {first} ({type(optimizers[first]).__name__})"
         raise ConfigurationError(
-            f"{which} evaluates the loss anew in its step, and there are {len(optimizers)} optimizers.",
-            "the others would step on gradients of a point that it has left.",
+            f"{which} evaluates the loss again in its step, and there are {len(optimizers)} optimizers.",
+            "the others would step with gradients from before its step.",
             "use it alone, or set self.automatic_optimization = False.",
         )
     for config in schedulers:
         if config.plateau and config.monitor is None and automatic:
             raise ConfigurationError(
                 f"{type(config.scheduler).__name__} without a 'monitor'.",
-                "it steps by the value of a logged metric.",
+                "its step needs the value of a logged metric.",
                 "return {'optimizer': o, 'lr_scheduler': {'scheduler': s, 'monitor': 'val_loss'}}.",
             )
         held = getattr(config.scheduler, "optimizer", None)
         if held is not None and all(held is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
                 f"The scheduler {type(config.scheduler).__name__} is over an optimizer that was not returned.",
-                "its learning rates would move nothing.",
+                "its learning rates would have no effect.",
                 "return the optimizer that the scheduler was built with.",
             )
 
 
 def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse the last group of ``optimizer``, just added, where it cannot train ``module``.
+    """Check that the last parameter group of ``optimizer``, just added, can train ``module``.
 
     Raises:
-        ConfigurationError: names the parameter, or its shape.
+        ConfigurationError: it cannot; names the parameter, or its shape.
     """
     names = parameter_names(module)
     others = {
@@ -278,61 +282,61 @@ def check_group(module: TrainModule, optimizer: Optimizer, optimizers: Sequence[
         if id(parameter) not in names:
             raise ConfigurationError(
                 f"add_param_group: a parameter of shape {tuple(parameter.shape)} is not the module's.",
-                "it would train something that nobody saves, moves or synchronises.",
+                "it would train a tensor that is not saved, moved or synchronised.",
                 "assign the layer to the module (self.layer = ...) first, and add its parameters.",
             )
         if module.automatic_optimization and id(parameter) in others:
             raise ConfigurationError(
                 f"add_param_group: another optimizer holds {names[id(parameter)]!r} already.",
-                "in automatic optimization all of them step after one backward, so it would move twice.",
+                "with automatic optimization all optimizers step after each backward: it would move twice.",
                 "add it to one of them alone, or set self.automatic_optimization = False.",
             )
 
 
-# Optimizers that evaluate the loss anew within their step
+# Optimizers that evaluate the loss again within their step
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether the signature of ``optimizer.step`` says that it cannot do without a closure, as LBFGS's does."""
-    # Schedulers patch `step` on the object; the class tells.
+    """Return whether ``optimizer.step`` requires a closure by its signature, as that of LBFGS does."""
+    # Reads the class, since schedulers patch `step` on the instance.
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` is one of torch's, all of which evaluate a closure before they do anything else."""
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether ``step`` is one of torch's, all of which evaluate a closure before anything else."""
     return type(optimizer).step.__module__.startswith("torch.optim")
 
 
 def evaluates_once(optimizer: Optimizer) -> bool:
-    """Whether a closure may as well be evaluated before a step without one."""
-    return is_torchs(optimizer) and not needs_closure(optimizer)
+    """Return whether calling the closure before a step without one has the same effect."""
+    return is_torch_optimizer(optimizer) and not needs_closure(optimizer)
 
 
 def explain_missing_closure(error: Exception, optimizer: Optimizer, strategy: Strategy) -> None:
-    """Raise what became of a step without a closure as an error of ours; return where it is something else.
+    """Raise a `ConfigurationError` if ``error`` came from a missing closure; otherwise return.
 
     Raises:
-        ConfigurationError: names both ways to give the optimizer one, and what refuses it under ``strategy``.
+        ConfigurationError: says how to pass the optimizer a closure, and whether ``strategy`` supports closures.
     """
     if isinstance(error, DrivetrainError) or not _misses_closure(error):
         return
-    said = f": {error}" if str(error) else ""
-    ways = (
+    message = f": {error}" if str(error) else ""
+    fix = (
         "return {'optimizer': optimizer, 'closure': True} from configure_optimizers; or set "
         "self.automatic_optimization = False and call optimizer.step(closure) in training_step."
     )
-    refusing = []
+    changes = []
     if not strategy.takes_closures:
-        refusing.append("use strategy='ddp' or 'fsdp', since this one evaluates nothing within a step")
+        changes.append("use strategy='ddp' or 'fsdp', since this one does not support closures")
     if strategy.precision.scales_loss:
-        refusing.append("use precision='bf16-mixed' or '32-true', since scaled gradients serve no closure")
-    if refusing:
-        ways = f"take another optimizer; or {' and '.join(refusing)}, and {ways}"
+        changes.append("use precision='bf16-mixed' or '32-true', since closures do not support scaled gradients")
+    if changes:
+        fix = f"use another optimizer; or {' and '.join(changes)}, and {fix}"
     raise ConfigurationError(
-        f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{said}.",
-        "it evaluates the loss anew within its step, whatever its signature says.",
-        ways,
+        f"{type(optimizer).__name__}.step was called without a closure and ended in {type(error).__name__}{message}.",
+        "it evaluates the loss again within its step, although its signature does not require a closure.",
+        fix,
     ) from error
 
 
@@ -341,7 +345,7 @@ def _misses_closure(error: Exception) -> bool:
         return False
     if "closure" in str(error).lower():
         return True
-    # An assertion need not say anything: then the frame that it failed in tells.
+    # An assertion may have no message: the frame in which it failed shows that `closure` was None.
     trace, local = error.__traceback__, {}
     called_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
     while trace is not None:

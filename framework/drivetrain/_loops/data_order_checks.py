@@ -1,51 +1,48 @@
-"""Ranks that read what they should not: different orders of one data set, or all of them the same part of a stream."""
+"""Checks that ranks read the right data: the same order of a data set, and different parts of a stream."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 from drivetrain._distributed.control_plane import spread
+from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.data._order_fingerprint import FirstSight
-from drivetrain.data._sharding import Share
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
 
-Pairs = Iterator[tuple[Any, Share]]
 
+def compare_ranks(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
+    """Return ``batches``, and compare between ranks what was read, before the first batch is used.
 
-def compared(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -> Pairs:
-    """Return ``pairs``; as the first of them comes, ranks compare what they have read.
-
-    One small exchange in a run for each source whose order is not the engine's own. It comes before the batch is used.
+    Costs one small exchange a run, for each source whose order is not determined by the engine.
 
     Args:
-        pairs: this rank's batches of an epoch.
-        source: where they come from, while its ``to_compare`` holds.
-        name: what the loader is called.
-        strategy: the ranks.
+        batches: this rank's batches of an epoch.
+        source: their source, while its ``to_compare`` is true.
+        name: the loader's name.
+        strategy: the strategy.
 
     Raises:
-        ConfigurationError: on every rank, as the first batch is read: they go through different orders.
+        ConfigurationError: the ranks read different orders. Raised on every rank as the first batch is read.
     """
-    return chain(_first(pairs, source, name, strategy), pairs)
+    return chain(_compare_first(batches, source, name, strategy), batches)
 
 
-def _first(pairs: Pairs, source: BatchSource, name: str, strategy: Strategy) -> Pairs:
-    pair = next(pairs, None)
+def _compare_first(batches: Batches, source: BatchSource, name: str, strategy: Strategy) -> Batches:
+    pair = next(batches, None)
     by_rank = strategy.control.gather_objects((strategy.data_rank, [tuple(sight) for sight in source.seen_first()]))
     data_ranks = [data_rank for data_rank, _ in by_rank]
-    for told in zip(*(seen for _, seen in by_rank), strict=True):
-        sights = [FirstSight(*sight) for sight in told]
+    for of_ranks in zip(*(seen for _, seen in by_rank), strict=True):
+        sights = [FirstSight(*sight) for sight in of_ranks]
         if sights[0].common:
             _check_order(sights, name)
         elif strategy.rank == 0:
-            _tell_of_equal_batches(sights, data_ranks, name)
+            _warn_of_equal_batches(sights, data_ranks, name)
     if pair is not None:
         yield pair
 
@@ -58,20 +55,21 @@ def _check_order(sights: Sequence[FirstSight], name: str) -> None:
     ranks = " and ".join(f"rank(s) {ranks}" for ranks in by_digest.values())
     raise ConfigurationError(
         f"{sampler}, the sampler of the {name}, draws different orders on {ranks}.",
-        "each rank goes through the whole order and takes its part of it: of different orders some samples would be "
-        "read twice, and others not at all.",
-        f"let {sampler} draw from the global generator of torch, Python or NumPy, which is alike on all ranks while it "
-        "draws, or from one that is seeded alike; use_distributed_sampler=False leaves each rank its own order.",
+        "each rank iterates over the whole order and takes its part of it: with different orders some samples would be "
+        "read twice and others not at all.",
+        f"let {sampler} draw from the global generator of torch, Python or NumPy, which is the same on all ranks while "
+        "it draws, or from one that has the same seed on all of them; use_distributed_sampler=False leaves each rank "
+        "its own order.",
     )
 
 
-def _tell_of_equal_batches(sights: Sequence[FirstSight], data_ranks: Sequence[int], name: str) -> None:
+def _warn_of_equal_batches(sights: Sequence[FirstSight], data_ranks: Sequence[int], name: str) -> None:
     ranks = len(set(data_ranks))
     if ranks == 1 or sights[0].digest is None or len({sight.digest for sight in sights}) > 1:
         return
     logger.warning(
-        "The first batch of the %s is the same on all ranks. %s seems to be read whole by each of them, so that every "
-        "sample counts %d times: give each rank a part of its own, such as drivetrain.data.split_by_rank(%s(...)). "
+        "The first batch of the %s is the same on all ranks. Each rank seems to read the whole of %s, so that every "
+        "sample counts %d times: give each rank its own part, for example by drivetrain.data.split_by_rank(%s(...)). "
         "Said once.",
         name,
         sights[0].name,

@@ -1,4 +1,4 @@
-"""What only an epoch as a whole shows: a loss that is never finite, a training_step that never steps."""
+"""Warns of problems that show in an epoch as a whole: a loss that is never finite, optimizers that never step."""
 
 from __future__ import annotations
 
@@ -17,72 +17,72 @@ from drivetrain._metrics import MetricStore
 logger = logging.getLogger("drivetrain")
 
 
-class EpochWatch:
-    """Looks after an epoch's first micro-batch and after its last, and makes no Python call for those between.
+class EpochChecks:
+    """Checks the loss after an epoch's first and last micro-batch, without a Python call for those in between.
 
     Args:
-        step: whose losses.
-        metrics: what a manual ``training_step`` logs stands for its loss.
-        module: the module's class, for what is said.
-        tells: whether this rank says what is amiss.
-        after_first: called once, after the first micro-batch that this run trains on.
+        step: the training step, which has the last loss.
+        metrics: the logged values, which include the loss under manual optimization.
+        module: the name of the module's class, for messages.
+        warns: whether this rank checks and warns.
+        after_first: called once, after the first micro-batch of this run.
     """
 
     def __init__(
-        self, step: TrainStep, metrics: MetricStore, module: str, tells: bool, after_first: Callable[[], None]
+        self, step: TrainStep, metrics: MetricStore, module: str, warns: bool, after_first: Callable[[], None]
     ) -> None:
         self._step = step
         self._metrics = metrics
         self._module = module
-        self._tells = tells
+        self._warns = warns
         self._after_first: Callable[[], None] | None = after_first
-        self._first: Mapping[str, Any] | None = None
-        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None  # a loss, and what it was before a validation
-        self._said_loss = False
-        self._said_steps = False
+        self._first: Mapping[str, Any] | None = None  # the losses after the epoch's first micro-batch
+        self._before_validation: tuple[torch.Tensor, torch.Tensor] | None = None  # a loss and its copy
+        self._warned_of_loss = False
+        self._warned_of_steps = False
 
     def follow(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Return an epoch's micro-batches, after the first of which it is looked at."""
+        """Return an epoch's micro-batches, with a check after the first of them."""
         self._first = None
-        return chain(islice(micro_batches, 1), self._look(), micro_batches) if self._tells else micro_batches
+        return chain(islice(micro_batches, 1), self._check_first(), micro_batches) if self._warns else micro_batches
 
     def before_validation(self) -> None:
-        """Copy the last loss: it may be the epoch's last, and compiled steps of a validation may write over it."""
+        """Copy the last loss: it may be the epoch's last, and compiled steps of a validation may overwrite it."""
         loss = self._step.last_loss
-        if self._tells and loss is not None:
-            self._kept = loss, loss.detach().clone()
+        if self._warns and loss is not None:
+            self._before_validation = loss, loss.detach().clone()
 
     def end(self, epoch: int) -> None:
-        """Say what came of the epoch. Waits for the device."""
-        if not self._tells:
+        """Check the epoch that ended, and warn. Waits for the device."""
+        if not self._warns:
             return
-        if not self._said_loss:
-            self._look_at_losses(epoch)
-        if self._first is not None and self._step.never_steps and not self._said_steps:
-            self._said_steps = True
+        if not self._warned_of_loss:
+            self._check_losses(epoch)
+        if self._first is not None and self._step.never_steps and not self._warned_of_steps:
+            self._warned_of_steps = True
             logger.warning(
-                "%s.training_step went through epoch %d and called step() of none of self.optimizers(): in manual "
-                "optimization nobody else does, and nothing was trained. Said once.",
+                "%s.training_step went through epoch %d and did not call step() of any of self.optimizers(). With "
+                "manual optimization the engine does not step optimizers, so nothing was trained. Said once.",
                 self._module,
                 epoch,
             )
 
-    def _look(self) -> Iterator[MicroBatch]:
+    def _check_first(self) -> Iterator[MicroBatch]:
         yield from ()
         self._first = self._copied_losses()
         if self._after_first is not None:
             call, self._after_first = self._after_first, None
             call()
 
-    def _look_at_losses(self, epoch: int) -> None:
+    def _check_losses(self, epoch: int) -> None:
         last = self._losses()
         first = last if self._first is None else self._first
         for name, value in last.items():
             if name in first and not _is_finite(value) and not _is_finite(first[name]):
-                self._said_loss = True
+                self._warned_of_loss = True
                 logger.warning(
-                    "In epoch %d %s was %s after the first micro-batch, and %s after the last: nothing is learnt "
-                    "any more. Look at the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
+                    "In epoch %d %s was %s after the first micro-batch and %s after the last: the module no longer "
+                    "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
                     "stop at the first such value. Said once.",
                     epoch,
                     name,
@@ -92,17 +92,17 @@ class EpochWatch:
                 return
 
     def _copied_losses(self) -> dict[str, Any]:
-        # Copies: a compiled step, or a hook, may write to the tensor again.
-        return {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in self._losses().items()}
+        # A compiled step or a hook may overwrite the tensor.
+        return {name: loss.clone() if isinstance(loss, torch.Tensor) else loss for name, loss in self._losses().items()}
 
     def _losses(self) -> dict[str, Any]:
         loss = self._step.last_loss
         if loss is not None:
-            if self._kept is not None and self._kept[0] is loss:
-                return {"the loss": self._kept[1]}
+            if self._before_validation is not None and self._before_validation[0] is loss:
+                return {"the loss": self._before_validation[1]}
             return {"the loss": loss.detach()}
         entries = self._metrics.entries.values()
-        # Other values may be infinite on purpose: the best so far, a perplexity.
+        # Other values may be infinite on purpose, such as the best value so far, or a perplexity.
         logged = (entry for entry in entries if entry.on_step and entry.last is not None)
         return {entry.name: entry.last for entry in logged if "loss" in entry.name.lower()}
 

@@ -1,4 +1,4 @@
-"""Leaving an evaluation within training before its end, for a signal's sake, as if it had not begun."""
+"""Interrupts a validation within training when the run is preempted, and undoes its effects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain._loops.stopping import StopRequest
-from drivetrain._loops.uneven_inputs import Buffers
+from drivetrain._loops.uneven_inputs import BufferSnapshot
 from drivetrain._metrics import MetricStore
 from drivetrain._metrics.metric_objects import metric_state, set_metric_state
 from drivetrain._runtime.transfer import row_major
@@ -18,16 +18,16 @@ from drivetrain.strategies.strategy import Strategy
 
 
 class EarlyExit:
-    """Knows whether the ranks leave, and puts back what an evaluation that is left has changed.
+    """Lets all ranks exit a validation early, and restores buffers and metric objects then.
 
-    Buffers and metric objects come back. Where hooks have put other weights in place for its time, averages for one, it
-    goes on to its end: what they put back there must be what is saved.
+    If hooks have replaced the weights for the validation, by averages for example, it runs to its end, where hooks put
+    the trained weights back: those must be saved.
 
     Args:
-        stop: who asks to leave.
-        module: the user's.
-        metrics: where steps log.
-        strategy: where.
+        stop: the requests to end the run.
+        module: the user's module.
+        metrics: the logged values.
+        strategy: the strategy.
     """
 
     def __init__(self, stop: StopRequest, module: nn.Module, metrics: MetricStore, strategy: Strategy) -> None:
@@ -35,87 +35,89 @@ class EarlyExit:
         self._module = module
         self._metrics = metrics
         self._strategy = strategy
-        self._held = False
-        self._weights: list[Tensor] = []
-        self._buffers: Buffers | None = None
+        self._must_finish = False
+        self._weights_at_start: list[Tensor] = []
+        self._buffers: BufferSnapshot | None = None
         self._objects: Sequence[tuple[Any, dict[str, Any]]] = ()
 
     def at_once(self) -> bool:
-        """Whether the ranks leave before the evaluation begins. Collective."""
-        self._stop.agree_anew("the beginning of a validation run")
+        """Return whether the ranks exit before the validation begins. Collective."""
+        self._stop.agree_after_pause("the beginning of a validation run")
         return self._stop.leaves_together()
 
     def begin(self) -> None:
-        """Take note of what there is, before any hook of the evaluation."""
-        self._weights = self._sums()
-        self._buffers = Buffers(self._module)
+        """Record the state before any hook of the validation is called."""
+        self._weights_at_start = self._checksums()
+        self._buffers = BufferSnapshot(self._module)
         self._objects = [(metric, metric_state(metric)) for metric in self._metrics.objects.all().values()]
 
     def after_hooks(self) -> None:
-        """Find out whether the hooks that begin it have changed the weights. Collective."""
-        self._held = self._have_changed("the hooks that begin a validation run")
+        """Check whether the hooks that begin the validation changed the weights. Collective."""
+        self._must_finish = self._weights_changed("the hooks that begin a validation run")
 
-    def look(self) -> Callable[[], bool] | None:
-        """Return what says, after each micro-batch, whether to leave; None where the evaluation goes on to its end."""
-        return None if self._held else self._leaves
+    def exit_check(self) -> Callable[[], bool] | None:
+        """Return a function to call after each micro-batch, which returns whether to exit; None to run to the end."""
+        return None if self._must_finish else self._exits
 
-    def _leaves(self) -> bool:
+    def _exits(self) -> bool:
         if not self._stop.leaves_here():
             return False
-        if not self._held:
-            # Ranks whose forwards are collective are all here. Else each goes by its own weights, which are alike.
+        if not self._must_finish:
+            # With collective forwards all ranks are here. Otherwise each checks its own weights, which are the same.
             together = self._strategy.collective_forward or self._strategy.world_size == 1
-            self._held = self._have_changed("leaving a validation run") if together else self._differ()
-        if self._held:
+            self._must_finish = (
+                self._weights_changed("leaving a validation run") if together else self._weights_differ()
+            )
+        if self._must_finish:
             self._stop.stay()
-        return not self._held
+        return not self._must_finish
 
-    def is_left(self, alike: bool) -> bool:
-        """Whether the ranks leave, after a loader's last micro-batch or the one that they have left at.
+    def has_exited(self, alike: bool) -> bool:
+        """Return whether the ranks exit, after a loader's last micro-batch or the one at which they stopped.
 
-        Collective, unless their forwards are: one that is through waits here for those that have more to do.
+        Collective unless forwards are: a rank that has finished waits here for the others.
 
         Args:
-            alike: each rank has as many micro-batches.
+            alike: all ranks have the same number of micro-batches.
         """
         if self._strategy.collective_forward or self._strategy.world_size == 1:
             return self._stop.leaving > 0
-        self._stop.come_together("the end of a validation loader", alike=alike)
+        self._stop.agree_when_all_arrive("the end of a validation loader", alike=alike)
         if not self._stop.leaves_together():
             return False
-        self._held = self._have_changed("leaving a validation run")
-        if self._held:
+        self._must_finish = self._weights_changed("leaving a validation run")
+        if self._must_finish:
             self._stop.stay()
-        return not self._held
+        return not self._must_finish
 
     def undo(self) -> None:
-        """Put back what the evaluation has changed, if it has begun."""
+        """Restore what the validation has changed, if it has begun."""
         if self._buffers is None:
             return
-        self._buffers.put_back()
+        self._buffers.restore()
         for metric, state in self._objects:
             set_metric_state(metric, state)
         self._metrics.enter(self._metrics.stage)
 
     def end(self) -> None:
-        """Hold on to nothing."""
-        self._weights, self._buffers, self._objects = [], None, ()
+        """Release the recorded state."""
+        self._weights_at_start, self._buffers, self._objects = [], None, ()
 
-    def _have_changed(self, purpose: str) -> bool:
-        """Whether the weights of any rank are others than as the evaluation began. Collective."""
-        (changed,) = self._strategy.control.agree(purpose, self._differ())
+    def _weights_changed(self, purpose: str) -> bool:
+        """Return whether the weights of any rank have changed since the validation began. Collective."""
+        (changed,) = self._strategy.control.agree(purpose, self._weights_differ())
         return changed > 0
 
-    def _differ(self) -> bool:
-        now = self._sums()
-        return len(now) != len(self._weights) or any(
-            one.shape != other.shape or not torch.equal(one, other)
-            for one, other in zip(self._weights, now, strict=True)
+    def _weights_differ(self) -> bool:
+        now = self._checksums()
+        return len(now) != len(self._weights_at_start) or any(
+            before.shape != after.shape or not torch.equal(before, after)
+            for before, after in zip(self._weights_at_start, now, strict=True)
         )
 
     @torch.no_grad()
-    def _sums(self) -> list[Tensor]:
-        """A sum of the bits of all that this rank would save of the parameters, two for each, on their devices."""
+    def _checksums(self) -> list[Tensor]:
+        """Return sums of the bits of the parameters that this rank would save, one tensor for each device."""
         parameters = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         sums: dict[torch.device, list[Tensor]] = {}
         for name, value in self._strategy.model_state().items():
@@ -127,7 +129,7 @@ class EarlyExit:
 
 
 def _has_bits(tensor: Tensor) -> bool:
-    """Whether it lies in memory as numbers one after the other, whatever it means by them: others are not compared."""
+    """Return whether the tensor is a plain strided one, whose memory can be summed; others are not compared."""
     plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
     return plain and tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 

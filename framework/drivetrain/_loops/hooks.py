@@ -1,4 +1,4 @@
-"""Which hooks somebody overrode, resolved once into flat tuples of bound calls."""
+"""The overridden hooks, resolved once into flat tuples of bound calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOKS: tuple[str, ...] = tuple(
 
 
 def is_overridden(name: str, owner: object, base: type) -> bool:
-    """Whether ``owner`` has a method ``name`` of its own: its class's, or one set on the object. None is none."""
+    """Return whether ``owner`` overrides method ``name`` of ``base`` in its class, or on the instance (not by None)."""
     own = getattr(owner, "__dict__", {})
     if name in own:
         return own[name] is not None
@@ -29,12 +29,12 @@ def is_overridden(name: str, owner: object, base: type) -> bool:
 
 
 class HookTable:
-    """For each hook, the calls to make: callbacks by descending priority, the module, then callbacks below zero.
+    """The calls of each hook in order: callbacks by descending priority, the module, callbacks of negative priority.
 
-    ``table.on_train_batch_start`` is a tuple, empty where nobody overrides the hook. A callback's entries already
-    carry ``(trainer, module)``, so that every entry of a hook takes the same arguments.
+    ``table.on_train_batch_start`` is a tuple, empty if the hook is not overridden. Callbacks' entries are bound to
+    ``(trainer, module)``, so that all entries of a hook take the same arguments.
 
-    ``table.early[name]`` and ``table.late[name]`` split it after the module's own hook.
+    ``table.early[name]`` ends with the module's own hook, and ``table.late[name]`` holds the calls after it.
     """
 
     def __init__(self, trainer: RunContext, module: Any, callbacks: Sequence[Callback]) -> None:
@@ -55,7 +55,7 @@ class HookTable:
             self.late[name] = tuple(last)
 
     def __getattr__(self, name: str) -> tuple[Call, ...]:
-        # Reached once a name: afterwards the tuple is an ordinary attribute.
+        # Called once for each name: afterwards the tuple is an ordinary attribute.
         if name not in HOOKS:
             raise AttributeError(name)
         calls = self.early[name] + self.late[name]

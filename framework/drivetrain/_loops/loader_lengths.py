@@ -1,4 +1,4 @@
-"""Lengths that prove wrong: ``len(loader)`` is what a loader says, and only its data tell how many batches it has."""
+"""Warnings of loaders whose ``len()`` differs from the number of batches that they yield."""
 
 from __future__ import annotations
 
@@ -6,122 +6,124 @@ import logging
 from collections.abc import Iterator
 from itertools import chain, count, islice
 from operator import itemgetter
-from typing import Any
 
 from drivetrain._distributed.control_plane import ControlPlane, spread
-from drivetrain.data._sharding import Share
+from drivetrain._loops.windows import Batches
 
 logger = logging.getLogger("drivetrain")
 
-Pairs = Iterator[tuple[Any, Share]]
-
-_FAR = 4
-"""So many times its length a loader may give before that is said without waiting for its end, which may never come."""
+_EXCESS = 4
+"""A loader that yields this many times its length is reported at once: its end may never come."""
 
 
 class Lengths:
-    """Takes note of loaders whose length proves wrong, and says so once for each of them, on rank 0.
+    """Collects loaders whose length proved wrong, and warns once of each, on rank 0.
 
     Args:
-        control: the way to the other ranks, whose loaders may be their own.
+        control: the control plane, since each rank may have its own loader.
     """
 
     def __init__(self, control: ControlPlane) -> None:
         self.control = control
-        self._said: set[str] = set()
-        self._wrong: dict[str, tuple[int, int, bool]] = {}
+        self._reported: set[str] = set()
+        self._wrong: dict[str, tuple[int, int, bool]] = {}  # by loader: length, batches yielded, whether it ended
 
     @property
     def noticed(self) -> bool:
-        """Whether this rank has something to say, for the ranks to count who has."""
+        """Whether this rank has a wrong length to report."""
         return bool(self._wrong)
 
-    def note(self, loader: str, said: int | None, came: int, over: bool) -> None:
-        """Compare what ``loader`` said with what came: all there is where it is ``over``, else so many at least."""
-        if said is not None and loader not in self._said and (came != said if over else came > said):
-            self._wrong[loader] = said, came, over
+    def note(self, loader: str, length: int | None, count: int, over: bool) -> None:
+        """Compare a loader's length with the batches that it yielded.
+
+        Args:
+            loader: the loader's name.
+            length: its length; None if it has none.
+            count: the batches that it yielded.
+            over: whether it ended; otherwise it has at least ``count`` batches.
+        """
+        if length is not None and loader not in self._reported and (count != length if over else count > length):
+            self._wrong[loader] = length, count, over
 
     def settle(self, ranks: int) -> None:
-        """Say what was noted. Collective where ``ranks``, those that have noted something, are any."""
+        """Warn of the wrong lengths. Collective if ``ranks``, the number of ranks that noticed one, is not 0."""
         if not ranks:
             return
         wrong, self._wrong = self._wrong, {}
-        found = self.control.gather_objects(wrong)
-        for loader in dict.fromkeys(name for one in found for name in one):
-            self._say(loader, [one.get(loader) for one in found])
+        by_rank = self.control.gather_objects(wrong)
+        for loader in dict.fromkeys(name for of_rank in by_rank for name in of_rank):
+            self._warn(loader, [of_rank.get(loader) for of_rank in by_rank])
 
-    def hurry(self, loader: str, said: int, came: int) -> None:
-        """Say at once, where this is rank 0, that ``loader`` has given far more than it said. Not collective."""
+    def report_now(self, loader: str, length: int, count: int) -> None:
+        """Warn, on rank 0, that a loader has yielded far more than its length. Not collective."""
         if self.control.rank == 0:
-            self._say(loader, [(said, came, False)])
+            self._warn(loader, [(length, count, False)])
 
-    def _say(self, loader: str, found: list[tuple[int, int, bool] | None]) -> None:
-        if self.control.rank == 0 and loader not in self._said:
-            counts = {one: ranks for one, ranks in spread(found).items() if one is not None}
-            alike = sum(map(len, counts.values())) == len(found) and len(counts) == 1
-            told = [
-                f"{said} micro-batches an epoch, and {'' if over else 'at least '}{came} came"
+    def _warn(self, loader: str, by_rank: list[tuple[int, int, bool] | None]) -> None:
+        if self.control.rank == 0 and loader not in self._reported:
+            counts = {wrong: ranks for wrong, ranks in spread(by_rank).items() if wrong is not None}
+            alike = sum(map(len, counts.values())) == len(by_rank) and len(counts) == 1
+            descriptions = [
+                f"{length} micro-batches an epoch, and {'' if over else 'at least '}{count} came"
                 + ("" if alike else f" on rank(s) {ranks}")
-                for (said, came, over), ranks in counts.items()
+                for (length, count, over), ranks in counts.items()
             ]
             logger.warning(
-                "The length of the %s proved wrong: it said %s. Nothing was cut off or waited for; but what goes by "
-                "that length (estimated_stepping_batches, parts of an epoch such as val_check_interval=0.5) is wrong "
-                "as well. Look at __len__ of its sampler or data set; torch's estimate for an iterable data set knows "
-                "nothing of what its workers get. Said once.",
+                "The length of the %s proved wrong: it said %s. All batches are used, and no rank waits for missing "
+                "ones; but values derived from that length (estimated_stepping_batches, fractions of an epoch such as "
+                "val_check_interval=0.5) are wrong as well. Check __len__ of its sampler or data set; torch's estimate "
+                "for an iterable data set does not know how its workers split it. Said once.",
                 loader,
-                "; ".join(told),
+                "; ".join(descriptions),
             )
-        self._said.add(loader)
+        self._reported.add(loader)
 
 
-class Tally:
-    """Knows whether the data of an epoch came to their end, and how many micro-batches there were.
-
-    None of it is a Python call for each batch.
+class BatchCount:
+    """Counts the micro-batches of an epoch's data and detects its end, without a Python call for each batch.
 
     Args:
-        loader: what it is called.
-        said: micro-batches of an epoch by its length, on this rank; None where nothing says.
-        own: each rank counts its own.
-        lengths: told.
+        loader: the loader's name.
+        length: micro-batches of an epoch on this rank by the loader's length; None if it has none.
+        by_rank: each rank counts its own batches.
+        lengths: receives a length that is wrong.
     """
 
-    def __init__(self, loader: str, said: int | None, own: bool, lengths: Lengths) -> None:
+    def __init__(self, loader: str, length: int | None, by_rank: bool, lengths: Lengths) -> None:
         self._loader = loader
-        self._said = said
-        self._own = own
+        self._length = length
+        self._by_rank = by_rank
         self._lengths = lengths
         self._followed = False
-        self._counted: Iterator[int] = count()
+        self._counter: Iterator[int] = count()
         self._over = False
 
-    def follow(self, pairs: Pairs, first: int) -> Pairs:
-        """Return ``pairs``, an epoch's batches from ``first`` on, whose end is taken note of."""
+    def follow(self, batches: Batches, first: int) -> Batches:
+        """Return ``batches``, an epoch's batches from number ``first`` on, and count them as they are read."""
         self._followed, self._over = True, False
-        if self._own:
-            self._counted = count(first)
-            pairs = map(itemgetter(0), zip(pairs, self._counted, strict=False))
-        if self._said is not None and self._said * _FAR > first:
-            pairs = chain(islice(pairs, self._said * _FAR - first), self._beyond(pairs), pairs)
-        return chain(pairs, self._end())
+        if self._by_rank:
+            self._counter = count(first)
+            batches = map(itemgetter(0), zip(batches, self._counter, strict=False))
+        if self._length is not None and self._length * _EXCESS > first:
+            batches = chain(islice(batches, self._length * _EXCESS - first), self._report_excess(batches), batches)
+        return chain(batches, self._end())
 
     def settle(self, trained: int) -> None:
-        """Tell what came of the epoch, of which this rank has ``trained`` on so many micro-batches."""
+        """Note whether the epoch's length was wrong; this rank has trained on ``trained`` micro-batches of it."""
         if not self._followed:
             return
         self._followed = False
-        if self._over or not self._own:
-            came = next(self._counted) if self._own else trained
-            self._lengths.note(self._loader, self._said, came, self._over)
+        if self._over or not self._by_rank:
+            yielded = next(self._counter) if self._by_rank else trained
+            self._lengths.note(self._loader, self._length, yielded, self._over)
 
-    def _end(self) -> Pairs:
+    def _end(self) -> Batches:
         yield from ()
         self._over = True
 
-    def _beyond(self, pairs: Pairs) -> Pairs:
-        pair = next(pairs, None)
+    def _report_excess(self, batches: Batches) -> Batches:
+        pair = next(batches, None)
         if pair is not None:
-            assert self._said is not None
-            self._lengths.hurry(self._loader, self._said, self._said * _FAR + 1)
+            assert self._length is not None
+            self._lengths.report_now(self._loader, self._length, self._length * _EXCESS + 1)
             yield pair

@@ -1,4 +1,4 @@
-"""Manual optimization: ``training_step`` runs backward and steps itself."""
+"""Manual optimization: ``training_step`` runs backward and steps the optimizers itself."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch.optim import Optimizer
 from drivetrain._loops.configured_optimizers import evaluates_once, explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.progress import Progress
-from drivetrain._loops.step import enters_sync
+from drivetrain._loops.step import syncs_in_context
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
-from drivetrain._loops.uneven_inputs import leaving_no_trace
+from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies._trainable import TRAINS
-from drivetrain.strategies.strategy import StepRunner, Strategy
+from drivetrain.strategies.strategy import Strategy
 
 
 class Contexts(NamedTuple):
-    """In which a forward runs, and what is outside of it where ``training_step`` does both."""
+    """The precision's context of a forward, and the context that suspends it for a backward or a step within it."""
 
     forward: Callable[[], AbstractContextManager[Any]]
     outside: Callable[[], AbstractContextManager[Any]]
@@ -35,18 +36,17 @@ _NO_CONTEXTS = Contexts(nullcontext, nullcontext)
 
 
 class OptimizerHandle:
-    """An optimizer as ``self.optimizers()`` gives it: its ``step`` goes through strategy and precision.
+    """An optimizer as ``self.optimizers()`` returns it: its ``step`` goes through the strategy and the precision.
 
-    Every other attribute is the optimizer's own.
+    All other attributes are the optimizer's.
 
     Args:
-        optimizer: which.
-        strategy: where it steps.
-        before_step: hooks to call before it does.
-        passes_closure: whether a closure evaluates the loss anew and reaches the optimizer; else it is called once,
-            before the step.
-        weights_changed: to be called when they have; None where nobody keeps what was derived from them.
-        contexts: of a forward, and of what is outside of it, such as a step; None where neither does anything.
+        optimizer: the optimizer.
+        strategy: the strategy that steps it.
+        before_step: hooks to call before it steps.
+        passes_closure: pass a closure on to the optimizer; otherwise it is called once, before the step.
+        weights_changed: called after the weights have changed; None if nothing derived from them is cached.
+        contexts: the precision's contexts; None if it has none.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class OptimizerHandle:
         self._weights_changed = weights_changed or _nothing
         self._contexts = contexts
         self.share = 1.0
-        """What this rank's loss counts in the mean over ranks: zero where it only joins."""
+        """The factor of this rank's loss in the mean over ranks; 0 while it joins without data."""
         self.stepped: bool | None = None
-        """Whether the last `step` was made; None before the first."""
+        """Whether the last call of `step` updated the weights; None before the first call."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step; returns the closure's loss, of its first evaluation, where there is a closure.
+        """Step the optimizer; return the loss of the closure's first evaluation, or None without a closure.
 
-        The optimizer evaluates it as often as it likes, and gets the mean loss of all ranks. For torch's own but LBFGS,
-        which would do so once, it is evaluated here.
+        The optimizer may call the closure any number of times; it returns the mean loss of all ranks. Torch's
+        own optimizers, except LBFGS, would call it once before they step: for them it is called here.
 
         Raises:
-            ConfigurationError: there is no closure, and the optimizer cannot do without.
+            ConfigurationError: the optimizer needs a closure and got none.
         """
         if closure is not None and self._passes_closure:
             return self._step_with(closure)
@@ -102,11 +102,11 @@ class OptimizerHandle:
         losses: list[Any] = []
         contexts = self._contexts or _NO_CONTEXTS
 
-        def evaluated() -> Any:
+        def evaluate() -> Any:
             self._weights_changed()
             with contexts.forward():
                 loss = closure()
-            if loss is not None and self._strategy.world_size > 1:  # line search and stopping rules decide alike
+            if loss is not None and self._strategy.world_size > 1:  # so that line search decides alike on every rank
                 loss = self._strategy.reduce(torch.as_tensor(loss).detach() * self.share, "mean")
             if not losses:
                 for hook in self._before_step:
@@ -115,16 +115,16 @@ class OptimizerHandle:
             return loss
 
         with contexts.outside():
-            self.stepped = self._step_optimizer(self.optimizer, evaluated)
+            self.stepped = self._step_optimizer(self.optimizer, evaluate)
         self._weights_changed()
         return losses[0] if losses else None
 
     def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put something around the optimizer's step."""
+        """Wrap the optimizer's step; ``around`` takes "optimizer" and the function, and returns the wrapped one."""
         self._step_optimizer = around("optimizer", self._step_optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
+        """Clear the gradients of the optimizer's parameters."""
         self.optimizer.zero_grad(set_to_none)
 
     def __getattr__(self, name: str) -> Any:
@@ -134,38 +134,38 @@ class OptimizerHandle:
         return f"OptimizerHandle({self.optimizer!r})"
 
 
-def handles_of(
+def build_optimizer_handles(
     optimizers: Sequence[Optimizer], strategy: Strategy, hooks: HookTable, automatic: bool, closure: bool
 ) -> list[OptimizerHandle]:
-    """Return what ``self.optimizers()`` gives.
+    """Return the handles that ``self.optimizers()`` returns, one for each optimizer.
 
     Args:
-        optimizers: one handle for each.
-        strategy: where they step.
-        hooks: who overrode what.
-        automatic: whether the engine steps them, and calls the hooks.
-        closure: whether it gives them a closure that evaluates the loss anew.
+        optimizers: the optimizers.
+        strategy: the strategy that steps them.
+        hooks: the overridden hooks.
+        automatic: automatic optimization: the engine steps the optimizers and calls the hooks.
+        closure: the engine passes the optimizers a closure.
     """
     if automatic:
         return [OptimizerHandle(optimizer, strategy, (), closure) for optimizer in optimizers]
     before_step = hooks.on_before_optimizer_step
-    weights_changed, contexts = changed_weights_of(strategy), contexts_of(strategy)
+    weights_changed, contexts = resolve_weights_changed(strategy), resolve_contexts(strategy)
     return [
         OptimizerHandle(optimizer, strategy, before_step, not evaluates_once(optimizer), weights_changed, contexts)
         for optimizer in optimizers
     ]
 
 
-def contexts_of(strategy: Strategy) -> Contexts | None:
-    """The contexts of ``strategy.precision``; None where there is nothing to leave for a backward or a step."""
+def resolve_contexts(strategy: Strategy) -> Contexts | None:
+    """Return the contexts of ``strategy.precision``; None if a backward or a step need not suspend any."""
     precision = strategy.precision
     if not is_overridden("outside_forward", precision, Precision):
         return None
     return Contexts(precision.forward_context, precision.outside_forward)
 
 
-def changed_weights_of(strategy: Strategy) -> Callable[[], None] | None:
-    """What ``strategy.precision.weights_changed`` comes to; None for nothing."""
+def resolve_weights_changed(strategy: Strategy) -> Callable[[], None] | None:
+    """Return ``strategy.precision.weights_changed``; None if it is not overridden and does nothing."""
     precision = strategy.precision
     return precision.weights_changed if is_overridden("weights_changed", precision, Precision) else None
 
@@ -175,54 +175,50 @@ def _nothing() -> None:
 
 
 class ManualStep:
-    """Runs ``training_step`` and leaves the rest to it.
+    """Runs ``training_step``, which runs backward and steps the optimizers itself.
 
     Args:
-        module: whose ``training_step`` is run.
-        runner: the strategy's callable that every step runs through.
-        strategy: where.
-        handles: what ``self.optimizers()`` gives.
-        hooks: who overrode what.
-        metrics: where values are logged.
-        trainables: watches what trains.
-        arguments: builds the step's arguments where it does not take both.
+        wrapped: the module and the strategy that runs it.
+        handles: the optimizers that ``self.optimizers()`` returns.
+        hooks: the overridden hooks.
+        metrics: the logged values.
+        trainables: tracks which parameters train.
+        arguments: builds the arguments of ``training_step``; None if it takes ``(batch, batch_idx)``.
     """
 
     def __init__(
         self,
-        module: TrainModule,
-        runner: StepRunner,
-        strategy: Strategy,
+        wrapped: WrappedModule,
         handles: Sequence[OptimizerHandle],
         hooks: HookTable,
         metrics: MetricStore,
         trainables: Trainables,
-        arguments: Callable[[Any, int], tuple[Any, ...]] | None,
+        arguments: StepArguments | None,
     ) -> None:
-        self._module = module
-        self._run = runner
-        self._strategy = strategy
+        self._module = wrapped.module
+        self._run = wrapped.runner
+        self._strategy = strategy = wrapped.strategy
         self._handles = handles
         self._metrics = metrics
         self._trainables = trainables
         self._arguments = arguments
         self._before_backward = hooks.on_before_backward
         self._after_backward = hooks.on_after_backward
-        self._weights_changed = changed_weights_of(strategy) or _nothing
-        self._contexts = contexts_of(strategy)
-        self._enters_sync = enters_sync(strategy)
+        self._weights_changed = resolve_weights_changed(strategy) or _nothing
+        self._contexts = resolve_contexts(strategy)
+        self._syncs_in_context = syncs_in_context(strategy)
         self._scales_loss = strategy.precision.scales_loss
         self._scale = 1.0
         self._toggled: tuple[Any, AbstractContextManager[None]] | None = None
         self._has_stepped = False
-        self._changes = self._count_changes()
+        self._versions_at_start = self._sum_versions()
         self._backward: Callable[[torch.Tensor], object] = strategy.backward
 
     def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put something around backward and the optimizers' steps, before the first of them.
+        """Wrap backward and the optimizers' steps, before the first step.
 
         Args:
-            around: takes "backward" or "optimizer", and what does it.
+            around: takes "backward" or "optimizer" and the function to wrap; returns the wrapped function.
         """
         self._backward = around("backward", self._backward)
         for handle in self._handles:
@@ -235,66 +231,75 @@ class ManualStep:
         handles = self._handles
         if not handles or self._has_stepped or any(handle.stepped is not None for handle in handles):
             return False
-        return self._count_changes() == self._changes  # else it steps the optimizers themselves, without the handles
+        # `training_step` may step the optimizers directly, without the handles.
+        return self._sum_versions() == self._versions_at_start
 
-    def _count_changes(self) -> int:
+    def _sum_versions(self) -> int:
+        """Return the sum of the parameters' version counters, which an in-place update increments."""
         groups = [group for handle in self._handles for group in handle.optimizer.param_groups]
         return sum(parameter._version for group in groups for parameter in group["params"])
 
-    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
-        watch = self._trainables
-        if watch.watches:
-            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
-                watch.settle()
-            watch.open = True
-        # The strategy averages over all ranks; those without data count for nothing.
-        self._scale = self._strategy.data_world_size / micro.ranks
+    def zero_grad(self) -> None:
+        """Do nothing: ``training_step`` clears gradients itself."""
+
+    def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
+        trainables = self._trainables
+        if trainables.checks_each_window:
+            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+                trainables.settle()
+            trainables.window_open = True
+        # The strategy averages over all ranks; a rank without data must not count in the mean.
+        self._scale = self._strategy.data_world_size / micro_batch.ranks
         for handle in self._handles:
             handle.stepped = None
-            handle.share = 0.0 if micro.joins else self._scale
-        arguments = (micro.batch, batch_idx) if self._arguments is None else self._arguments(micro.batch, batch_idx)
+            handle.share = 0.0 if micro_batch.joins else self._scale
+        arguments = (
+            (micro_batch.batch, batch_idx) if self._arguments is None else self._arguments(micro_batch.batch, batch_idx)
+        )
         try:
-            if micro.joins:
-                with leaving_no_trace(self._module, self._metrics), self._strategy.without_gradient():
+            if micro_batch.joins:
+                with without_side_effects(self._module, self._metrics), self._strategy.without_gradient():
                     output = self._run(self._module.training_step, *arguments)
             else:
                 output = self._run(self._module.training_step, *arguments)
         except BaseException:
             if self._toggled is not None:  # the module outlives the run
-                self._take_back_toggle()
+                self._untoggle()
             raise
         if self._toggled is not None:
             self._refuse_open_toggle(self._toggled[0])
-        if watch.watches:
-            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
-                watch.refuse_within(toggles=True)
-            watch.open = False
+        if trainables.checks_each_window:
+            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+                trainables.refuse_within(toggles=True)
+            trainables.window_open = False
         return {} if output is None else output
 
     def backward(self, loss: torch.Tensor) -> None:
-        """What ``self.manual_backward`` does."""
+        """Run backward; called by ``self.manual_backward``."""
         for hook in self._before_backward:
             hook(loss)
-        watch = self._trainables
-        if watch.open and (watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags):
-            watch.refuse_within(unfrozen_only=True)
+        trainables = self._trainables
+        if trainables.window_open and (
+            trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags
+        ):
+            trainables.refuse_within(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
-        if self._contexts is None and not self._enters_sync:
+        if self._contexts is None and not self._syncs_in_context:
             self._backward(loss)
         else:
             with (self._contexts or _NO_CONTEXTS).outside(), self._strategy.gradient_sync(True):
                 self._backward(loss)
-        # What changes the weights from here on need not be a step of ours.
+        # The weights may now be changed by code other than `OptimizerHandle.step`.
         self._weights_changed()
         for hook in self._after_backward:
             hook()
 
     def toggle(self, optimizer: Any) -> None:
-        """What ``self.toggle_optimizer`` does."""
+        """Disable gradients of parameters outside ``optimizer``; called by ``self.toggle_optimizer``."""
         if self._toggled is not None:
             raise ConfigurationError(
-                f"toggle_optimizer({_kind(optimizer)}), while {_kind(self._toggled[0])} is toggled.",
-                "the parameters of both would be without a gradient.",
+                f"toggle_optimizer({_name(optimizer)}), while {_name(self._toggled[0])} is toggled.",
+                "no parameter of either would get a gradient.",
                 "call self.untoggle_optimizer first, or use with self.toggled_optimizer(optimizer).",
             )
         context = self._strategy.training_only(optimizer)
@@ -302,30 +307,30 @@ class ManualStep:
         self._toggled = (optimizer, context)
 
     def untoggle(self, optimizer: Any) -> None:
-        """What ``self.untoggle_optimizer`` does."""
+        """Undo `toggle`; called by ``self.untoggle_optimizer``."""
         if self._toggled is None or _plain(self._toggled[0]) is not _plain(optimizer):
-            what = "none is" if self._toggled is None else f"{_kind(self._toggled[0])} is another one, and"
+            toggled = "none" if self._toggled is None else f"another one, {_name(self._toggled[0])},"
             raise ConfigurationError(
-                f"untoggle_optimizer({_kind(optimizer)}), but {what} toggled.",
-                "it takes back what toggle_optimizer did to the parameters of the others.",
+                f"untoggle_optimizer({_name(optimizer)}), but {toggled} is toggled.",
+                "it undoes what toggle_optimizer did to the parameters of the others.",
                 "call it once after each toggle_optimizer, with the same optimizer.",
             )
-        self._take_back_toggle()
+        self._untoggle()
 
-    def _take_back_toggle(self) -> None:
+    def _untoggle(self) -> None:
         assert self._toggled is not None
         context, self._toggled = self._toggled[1], None
         context.__exit__(None, None, None)
 
     def _refuse_open_toggle(self, optimizer: Any) -> None:
-        self._take_back_toggle()
+        self._untoggle()
         raise ConfigurationError(
-            f"{type(self._module).__name__}.training_step ended with {_kind(optimizer)} toggled.",
-            "the other optimizers' parameters would train no more.",
+            f"{type(self._module).__name__}.training_step ended with {_name(optimizer)} toggled.",
+            "the parameters of the other optimizers would no longer train.",
             "call self.untoggle_optimizer, or use with self.toggled_optimizer(optimizer).",
         )
 
-    def close_window(self, micro: MicroBatch) -> bool:
+    def clip_and_step(self, micro_batch: MicroBatch) -> bool:
         if any(handle.stepped is not None for handle in self._handles):
             self._has_stepped = True
             if self._scales_loss:
@@ -341,17 +346,17 @@ def _plain(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
 
 
-def _kind(optimizer: Any) -> str:
+def _name(optimizer: Any) -> str:
     return type(_plain(optimizer)).__name__
 
 
-class OverriddenSteps:
-    """Steps through ``TrainModule.optimizer_step`` where the module overrides it.
+class OverriddenOptimizerStep:
+    """Steps the optimizers through a module's override of ``TrainModule.optimizer_step``.
 
     Args:
-        module: whose hook is called.
+        module: the module.
         handles: one for each optimizer.
-        progress: tells epoch and batch index.
+        progress: the counters, for epoch and batch index.
     """
 
     def __init__(self, module: TrainModule, handles: Sequence[OptimizerHandle], progress: Progress) -> None:
@@ -360,11 +365,11 @@ class OverriddenSteps:
         self._progress = progress
 
     def __call__(self, loss: torch.Tensor | None, closure: Callable[[], Any] | None = None) -> bool:
-        """Call the hook for each optimizer; False where one of them was made to skip or was not stepped.
+        """Call ``optimizer_step`` for each optimizer; return whether all of them stepped.
 
         Args:
-            loss: the window's last, which the hook's closure returns.
-            closure: what evaluates the loss anew, where the optimizer needs that.
+            loss: the loss of the window's last micro-batch, which the default closure returns.
+            closure: evaluates the loss again; None if the optimizer does not need that.
         """
         detached = None if loss is None else loss.detach()
         for handle in self._handles:

@@ -1,4 +1,4 @@
-"""What `predict` keeps: outputs in the host's memory, which nobody else writes to, and their way to the other ranks."""
+"""Moves the outputs of `predict` to host memory, and exchanges them between ranks."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _HOST = torch.device("cpu")
 
 
 def on_host(output: Any, lasting: bool) -> Any:
-    """Return ``output`` with its tensors on the CPU: what is kept takes none of the device's memory.
+    """Return ``output`` with its tensors on the CPU, so that it takes no device memory.
 
     Args:
-        output: what a step returned: tensors in collections of any depth, and anything else.
-        lasting: the loader does not write the next batch over this one, of which ``output`` may be a part.
+        output: the output of a step: tensors in collections of any depth, and other objects.
+        lasting: the loader does not overwrite the batch, of which ``output`` may be a part.
     """
-    moved = map_tensors(output, _moved)
+    moved = map_tensors(output, _to_host)
     return moved if lasting else own_memory(moved)
 
 
 def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
-    """Return what each rank has kept, by rank, on every rank. Objects of the user's own travel as pickles.
+    """Return the outputs of all ranks, by rank, on every rank. They are sent as pickles.
 
     Raises:
-        ConfigurationError: something cannot be pickled.
+        ConfigurationError: an output cannot be pickled.
     """
     if control.world_size == 1:
         return [kept]
@@ -43,31 +43,31 @@ def exchange(kept: list[Any], control: ControlPlane) -> list[list[Any]]:
         _HostPickler(stream, pickle.HIGHEST_PROTOCOL).dump(kept)
     except Exception as error:
         raise ConfigurationError(
-            f"predict_step returned what cannot be sent to the other ranks: {error}",
-            "every rank gets the outputs of all, and objects travel as pickles.",
+            f"predict_step returned an object that cannot be sent to the other ranks: {error}",
+            "every rank gets the outputs of all ranks, which are sent as pickles.",
             "return tensors, or write the outputs in on_predict_batch_end and call predict with "
             "return_predictions=False.",
         ) from error
-    return [pickle.loads(one) for one in control.gather_bytes(stream.getvalue())]
+    return [pickle.loads(pickled) for pickled in control.gather_bytes(stream.getvalue())]
 
 
-def _moved(value: Any) -> Any:
+def _to_host(value: Any) -> Any:
     if isinstance(value, Tensor):
-        # A copy here, too: a view would keep, and a pickle would send, all that it is a view of, and what the module
-        # goes on writing to would change under the hand.
+        # Copied on the CPU too: a view would keep alive, and a pickle would send, its whole base, and the module may go
+        # on writing to it.
         return value.clone() if value.device == _HOST else value.to(_HOST)
-    if isinstance(value, nn.Module):  # it would move itself, and it may be the model's
+    if isinstance(value, nn.Module):  # `to` would move it in place, and it may be part of the model
         return value
-    with contextlib.suppress(Exception):  # a `to` that means something else
-        here = value.to(_HOST)
+    with contextlib.suppress(Exception):  # `to` may be an unrelated method
+        moved = value.to(_HOST)
         if isinstance(value, PackedSequence) or isinstance(getattr(value, "batch_size", None), torch.Size):
-            return own_memory(here)  # on the CPU already, it (or a TensorDict) would still be a view
-        return value if here is None else here
+            return own_memory(moved)  # if it was on the CPU, it may still be a view
+        return value if moved is None else moved
     return value
 
 
 class _HostPickler(pickle.Pickler):
-    """Sends the tensors within a user's own objects from the CPU, to the CPU."""
+    """Pickles tensors within users' objects as CPU tensors, so that they are unpickled on the CPU."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.device != _HOST and not value.is_meta:

@@ -4,89 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from drivetrain._loops.evaluate import evaluating, evaluation_pairs
+from drivetrain._loops.evaluate import EvaluationData, evaluating, evaluation_batches
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.loader_lengths import Lengths
-from drivetrain._loops.progress import Position
-from drivetrain._loops.step_arguments import StepArguments
-from drivetrain._loops.uneven_inputs import leaving_no_trace
-from drivetrain._metrics import MetricStore
+from drivetrain._loops.progress import Position, Reporting
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
+from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain.data._batch_source import BatchSource
 from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies.strategy import StepRunner, Strategy
 
-if TYPE_CHECKING:
-    from drivetrain._loops.progress_reports import Pacing
-
-There = Callable[[Sequence[Any] | None, int, int], bool]
+IsPredicted = Callable[[Sequence[Any] | None, int, int], bool]
+"""``is_predicted(indices, batch_idx, dataloader_idx)``: whether an earlier run has written a batch's predictions."""
 
 
 class PredictLoop:
-    """Runs ``predict_step`` over one or several loaders and gathers what it returns.
+    """Runs ``predict_step`` over one or several loaders and gathers the outputs.
 
     Args:
-        module: whose step is run.
-        runner: the strategy's callable that every step runs through.
-        strategy: where.
-        hooks: who overrode what.
-        metrics: told the stage, in which nothing may be logged.
-        position: told the batch that it has come to.
-        sources: one for each loader.
-        limits: micro-batches of each loader at most; None for all.
-        lengths: says which loader's length proved wrong.
-        move: brings a batch to the device: ``move(batch, dataloader_idx)``; None where it is there already.
+        wrapped: the module and the strategy that runs it.
+        hooks: the overridden hooks.
+        position: the batch being processed.
+        data: the loaders.
+        reporting: where progress is reported; nothing may be logged.
         inference_mode: run in `torch.inference_mode` rather than `torch.no_grad`.
-        pacing: tells callbacks how far it has come; None where none wants to know.
-        keeps: keep what the steps return, for `run` to return it.
-        before: asked once, returns what tells of a batch whether its outputs are there from an earlier run:
-            ``there(indices, batch_idx, dataloader_idx)``, each of which must say so. Empty where nothing was.
+        keeps: keep the outputs and return them from `run`.
+        before: called once; returns the functions that say whether a batch was predicted by an earlier run. A batch is
+            skipped if all of them say so. Empty if there is no earlier run.
     """
 
     def __init__(
         self,
+        wrapped: WrappedModule,
         *,
-        module: TrainModule,
-        runner: StepRunner,
-        strategy: Strategy,
         hooks: HookTable,
-        metrics: MetricStore,
         position: Position,
-        sources: Sequence[BatchSource],
-        limits: Sequence[int | None],
-        lengths: Lengths,
-        move: Callable[[Any, int], Any] | None,
+        data: EvaluationData,
+        reporting: Reporting,
         inference_mode: bool,
-        pacing: Pacing | None,
         keeps: bool,
-        before: Callable[[], Sequence[There]],
+        before: Callable[[], Sequence[IsPredicted]],
     ) -> None:
-        self._module = module
-        self._run = runner
-        self._strategy = strategy
+        self._module = module = wrapped.module
+        self._run = wrapped.runner
+        self._strategy = wrapped.strategy
         self._hooks = hooks
-        self._metrics = metrics
+        self._metrics = reporting.metrics
         self._position = position
-        self._sources = sources
-        self._limits = limits
-        self._lengths = lengths
-        self._move = move
+        self._sources = data.sources
+        self._limits = data.limits
+        self._lengths = reporting.lengths
+        self._move = data.move
         self._inference_mode = inference_mode
-        self._pacing = pacing
+        self._pacing = reporting.pacing
         self._keeps = keeps
         self._before = before
-        self._there: Sequence[There] = ()
-        # The plain one predicts alike on every loader.
-        several = len(sources) > 1 and is_overridden("predict_step", module, TrainModule)
+        self._predicted_checks: Sequence[IsPredicted] = ()
+        # The default predict_step does not depend on the loader.
+        several = len(data.sources) > 1 and is_overridden("predict_step", module, TrainModule)
         self._arguments = StepArguments(module.predict_step, several)
 
     def run(self) -> list[Any] | None:
-        """Predict; returns each micro-batch's output in data-set order, on every rank; a list for each loader.
+        """Predict; return the outputs of all micro-batches in data set order, on every rank.
 
-        None where nothing is kept.
+        Returns:
+            A list of outputs; with several loaders a list of them for each; None if outputs are not kept.
         """
         hooks = self._hooks
         self._strategy.sync_buffers(self._module)
@@ -95,8 +79,8 @@ class PredictLoop:
             self._metrics.enter("predict")
             for hook in (*hooks.on_predict_start, *hooks.on_predict_epoch_start):
                 hook()
-            self._there = () if self._keeps else self._before()
-            own = [
+            self._predicted_checks = () if self._keeps else self._before()
+            outputs_here = [
                 self._predict(index, source, limit)
                 for index, (source, limit) in enumerate(zip(self._sources, self._limits, strict=True))
             ]
@@ -109,85 +93,85 @@ class PredictLoop:
             return None
         from drivetrain._loops.outputs import exchange
 
-        outputs = [_merged(exchange(part, self._strategy.control)) for part in own]
+        outputs = [_merge(exchange(of_loader, self._strategy.control)) for of_loader in outputs_here]
         return outputs[0] if len(outputs) == 1 else outputs
 
     def _predict(self, index: int, source: BatchSource, limit: int | None) -> list[tuple[int, int, Any]]:
-        from drivetrain._loops.outputs import on_host  # by whoever predicts
+        from drivetrain._loops.outputs import on_host
 
         several = len(self._sources) > 1
         kept, position = [], self._position
         name = f"prediction loader {index}" if several else "prediction loader"
         before = position.enter("prediction")
-        came = first = self._first(index, source, limit) if self._there else 0
-        told = source.tell_indices()
-        pairs = evaluation_pairs(source, self._strategy, name, first)
-        pairs = islice(pairs, None if limit is None else limit - first)
+        count = first = self._first_to_predict(index, source, limit) if self._predicted_checks else 0
+        indices_of_batches = source.tell_indices()
+        batches = evaluation_batches(source, self._strategy, name, first)
+        batches = islice(batches, None if limit is None else limit - first)
         if self._pacing is not None:
             self._pacing.before += first
-            pairs = self._pacing.follow(pairs)
-        for batch_idx, (given, share) in enumerate(pairs, first):
+            batches = self._pacing.follow(batches)
+        for batch_idx, (host_batch, share) in enumerate(batches, first):
             position.batch_idx = batch_idx
-            indices = None if told is None else next(told, None)
+            indices = None if indices_of_batches is None else next(indices_of_batches, None)
             position.indices = None if share.joins else indices
-            came += not share.joins or share.start >= 0  # nobody else's batch counts
-            is_there = bool(self._there) and (share.joins or self._is_there(indices, batch_idx, index))
-            if self._together and self._there and self._all_there(is_there):
+            count += not share.joins or share.start >= 0  # the loader's own batch, not one of another rank
+            predicted = bool(self._predicted_checks) and (share.joins or self._is_predicted(indices, batch_idx, index))
+            if self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted):
                 continue
-            if (share.joins or is_there) and not self._together:
+            if (share.joins or predicted) and not self._collective:
                 continue
-            batch = given if self._move is None else self._move(given, index)
+            batch = host_batch if self._move is None else self._move(host_batch, index)
             arguments = self._arguments(batch, batch_idx, index)
-            if share.joins or is_there:
-                with leaving_no_trace(self._module, self._metrics):
+            if share.joins or predicted:
+                with without_side_effects(self._module, self._metrics):
                     self._run(self._module.predict_step, *arguments)
                 continue
-            where = (batch, batch_idx, index) if several else (batch, batch_idx)
+            hook_arguments = (batch, batch_idx, index) if several else (batch, batch_idx)
             for hook in self._hooks.on_predict_batch_start:
-                hook(*where)
+                hook(*hook_arguments)
             output = self._run(self._module.predict_step, *arguments)
             for hook in self._hooks.on_predict_batch_end:
-                hook(output, *where)
+                hook(output, *hook_arguments)
             if self._keeps:
                 start = share.start if source.static else batch_idx
                 kept.append((start, batch_idx, on_host(output, source.lasting)))
-            del output  # not held while the next step computes
+            del output  # frees its memory before the next step
         position.leave(before)
         position.indices = None
         if self._pacing is not None:
-            self._pacing.before += came - first
-        self._lengths.note(name, source.length, came, over=limit is None or came < limit)
+            self._pacing.before += count - first
+        self._lengths.note(name, source.length, count, over=limit is None or count < limit)
         return kept if self._strategy.is_data_leader else []
 
     @property
-    def _together(self) -> bool:
-        """Whether a forward needs every rank, also one that has nothing to predict."""
+    def _collective(self) -> bool:
+        """Whether a forward needs every rank, including ranks that have nothing to predict."""
         return self._strategy.collective_forward
 
-    def _first(self, index: int, source: BatchSource, limit: int | None) -> int:
-        """Return the micro-batch to begin with: what is there before it is not even read, where that can be told."""
+    def _first_to_predict(self, index: int, source: BatchSource, limit: int | None) -> int:
+        """Return the first micro-batch that was not predicted; without reading data, so 0 if indices are unknown."""
         first, shares, indices = 0, source.shares(0), source.indices(0)
         if shares is not None and indices is not None:
-            for share, ours in islice(zip(shares, indices, strict=False), limit):
-                if not share.joins and not self._is_there(ours, first, index):
+            for share, batch_indices in islice(zip(shares, indices, strict=False), limit):
+                if not share.joins and not self._is_predicted(batch_indices, first, index):
                     break
                 first += 1
-        return min(self._strategy.control.gather_objects(first)) if self._together else first
+        return min(self._strategy.control.gather_objects(first)) if self._collective else first
 
-    def _is_there(self, indices: Sequence[Any] | None, batch_idx: int, index: int) -> bool:
-        return all(there(indices, batch_idx, index) for there in self._there)
+    def _is_predicted(self, indices: Sequence[Any] | None, batch_idx: int, index: int) -> bool:
+        return all(check(indices, batch_idx, index) for check in self._predicted_checks)
 
-    def _all_there(self, is_there: bool) -> bool:
-        """Whether no rank has anything to predict. Collective."""
-        return not self._strategy.control.all_reduce_async(torch.tensor([float(not is_there)])).wait().item()
+    def _is_predicted_on_all_ranks(self, predicted: bool) -> bool:
+        """Return whether no rank has this batch left to predict. Collective."""
+        return not self._strategy.control.all_reduce_async(torch.tensor([float(not predicted)])).wait().item()
 
 
-def _merged(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
-    """Put all ranks' outputs in the order of the data set; where that is unknown, by micro-batch and then rank."""
+def _merge(by_rank: list[list[tuple[int, int, Any]]]) -> list[Any]:
+    """Sort all ranks' outputs by position in the data set; if that is unknown, by micro-batch and then rank."""
     if len(by_rank) == 1:
         return [output for _, _, output in by_rank[0]]
-    everything = [
-        (start, batch_idx, rank, output) for rank, part in enumerate(by_rank) for start, batch_idx, output in part
+    outputs = [
+        (start, batch_idx, rank, output) for rank, of_rank in enumerate(by_rank) for start, batch_idx, output in of_rank
     ]
-    everything.sort(key=lambda item: item[:3])
-    return [output for *_, output in everything]
+    outputs.sort(key=lambda item: item[:3])
+    return [output for *_, output in outputs]

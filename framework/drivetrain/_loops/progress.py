@@ -1,15 +1,22 @@
-"""How far a run has come."""
+"""How far a run has come: its counters, the batch being processed, and where values are reported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from drivetrain._loops.loader_lengths import Lengths
+    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._metrics import MetricStore
 
 
 @dataclass(slots=True)
 class Progress:
-    """The counters of a run. Plain attributes, written by the loops."""
+    """The counters of a run. The loops write the attributes."""
 
     epoch: int = 0
     """Epochs completed."""
@@ -18,20 +25,20 @@ class Progress:
     batch_idx: int = 0
     """Micro-batches of the current epoch that this rank has trained on."""
     micro_batches: int = 0
-    """Micro-batches this rank has trained on in all."""
+    """Micro-batches that this rank has trained on in all epochs."""
     samples_seen: int = 0
-    """Samples trained on by all ranks together."""
+    """Samples that all ranks together have trained on."""
     epoch_samples: int = 0
-    """Those of the current epoch: how far its order was gone through."""
+    """Samples of the current epoch that all ranks together have trained on."""
     within_window: bool = False
-    """Whether micro-batches were trained on whose step is not made yet."""
+    """Whether a window is open: micro-batches were trained on and their optimizer step has not been made."""
     window: tuple[int, int] = (0, 0)
-    """Micro-batches of the epoch, and samples, before the window under way."""
+    """`batch_idx` and `samples_seen` when the current window opened."""
     cut_short: bool = False
-    """Whether training is over, and its last epoch ended before its data: a run that goes on is still within it."""
+    """Whether training ended before its last epoch's data did: a resumed run continues that epoch."""
 
-    def back_to_the_window(self) -> None:
-        """Count as before the window whose step is not made: weights and optimizers are as they were then."""
+    def reset_to_window_start(self) -> None:
+        """Reset the counters to the start of the open window, from which weights and optimizers are unchanged."""
         if self.within_window:
             batch_idx, samples = self.window
             self.micro_batches -= self.batch_idx - batch_idx
@@ -39,10 +46,12 @@ class Progress:
             self.batch_idx, self.samples_seen, self.within_window = batch_idx, samples, False
 
     def state_dict(self) -> dict[str, int]:
-        of_this_run = ("within_window", "window", "cut_short")
-        return {name: value for name, value in asdict(self).items() if name not in of_this_run}
+        """Return the counters that a checkpoint stores."""
+        not_saved = ("within_window", "window", "cut_short")
+        return {name: value for name, value in asdict(self).items() if name not in not_saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the counters that `state_dict` returned."""
         for name in self.state_dict():
             if name in state:
                 setattr(self, name, int(state[name]))
@@ -50,23 +59,40 @@ class Progress:
 
 @dataclass(slots=True)
 class Position:
-    """Which loop goes through batches now, and at which. The loops write it; a failure leaves it as it was then."""
+    """The loop that is running and the batch that it processes. After a failure it still names that batch."""
 
     loop: str | None = None
-    """"training", "evaluation" or "prediction"; None between them."""
+    """"training", "evaluation" or "prediction"; None between loops."""
     batch_idx: int = 0
-    """The index of the micro-batch that the loop has come to."""
+    """The index of the current micro-batch."""
     weight: float = 0.0
-    """Over how many items its loss is a mean; of training's."""
+    """The weight of training's current micro-batch: the number of items that its loss is a mean of."""
     indices: Sequence[Any] | None = None
-    """The data-set indices of its samples; of prediction's, where they are known."""
+    """The data set indices of the current samples of prediction; None if they are unknown."""
 
     def enter(self, loop: str) -> tuple[str | None, int]:
-        """Go through batches from the first; returns what to `leave` with: the loop that has to wait, and its batch."""
+        """Set the running loop, at batch 0; return the previous loop and batch, to be passed to `leave`."""
         before = self.loop, self.batch_idx
         self.loop, self.batch_idx = loop, 0
         return before
 
     def leave(self, before: tuple[str | None, int]) -> None:
-        """Be through, with no failure."""
+        """Restore the loop and batch that `enter` returned."""
         self.loop, self.batch_idx = before
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Where a loop reports values, its progress, and loaders whose length is wrong.
+
+    Attributes:
+        metrics: the logged values.
+        log: sends a dict of numbers to the loggers; None without loggers.
+        pacing: reports the progress of an epoch to callbacks; None if no callback wants it.
+        lengths: warns of loaders whose length proved wrong.
+    """
+
+    metrics: MetricStore
+    log: Callable[[Mapping[str, Tensor | float]], None] | None
+    pacing: Pacing | None
+    lengths: Lengths

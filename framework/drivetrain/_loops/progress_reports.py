@@ -1,4 +1,4 @@
-"""Who is told, now and then, how far a loop has come."""
+"""Reports the progress of a loop to callbacks at intervals."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ Item = TypeVar("Item")
 
 
 class Pacing:
-    """Tells how many micro-batches are made, every so many of them.
+    """Calls callbacks with the number of micro-batches done, at intervals.
 
     Args:
-        told: called with the micro-batches made.
-        every: micro-batches of an evaluation between two calls.
+        callbacks: called with the number of micro-batches done.
+        every: micro-batches of an evaluation between two reports.
     """
 
-    def __init__(self, told: Sequence[Callable[[int], None]], every: int) -> None:
-        self._told = told
+    def __init__(self, callbacks: Sequence[Callable[[int], None]], every: int) -> None:
+        self._callbacks = callbacks
         self._every = every
         self.before = 0
-        """Micro-batches of the loaders before the one that `follow` goes through."""
+        """Micro-batches of the loaders before the current one."""
 
-    def tell(self, batches: int) -> None:
-        """Tell how many micro-batches are made, besides those of `before`."""
-        for call in self._told:
+    def report(self, batches: int) -> None:
+        """Report ``batches`` micro-batches of the current loader, in addition to `before`."""
+        for call in self._callbacks:
             call(self.before + batches)
 
     def follow(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Return ``items``; every so many of them it is told, and no Python call comes between the others."""
-        return chain.from_iterable(self._parts(items))
+        """Return ``items``, with a report every ``every`` items and no Python call for the others."""
+        return chain.from_iterable(self._blocks(items))
 
-    def _parts(self, items: Iterator[Item]) -> Iterator[Iterable[Item]]:
+    def _blocks(self, items: Iterator[Item]) -> Iterator[Iterable[Item]]:
         done = 0
         for first in items:
             if done:
-                self.tell(done)
+                self.report(done)
             yield chain((first,), islice(items, self._every - 1))
             done += self._every

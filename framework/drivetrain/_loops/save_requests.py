@@ -1,4 +1,4 @@
-"""Checkpoints that are asked for: written, or gone back to, once all hooks of the event are through."""
+"""Requests by hooks to write a checkpoint or to roll back to one, carried out after all hooks of the event."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Callable
 
 
 class SaveRequests:
-    """What waits to be written.
+    """The pending requests.
 
-    Hooks only ask, alike on every rank. The loop writes after the last hook of the event, so that the state is whole,
-    and at the end of an open window, whose gradients no checkpoint holds. Who goes back writes nothing before.
+    Hooks request a checkpoint on every rank. The loop writes it after the last hook of the event, so that the state is
+    complete, and not within a window, because checkpoints contain no gradients. A rollback cancels pending checkpoints.
     """
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
-        """In the order they were asked for; the loop looks whether there are any."""
+        """The requests in order. The loop checks whether there are any."""
         self.back: Callable[[], None] | None = None
-        """Loads an earlier checkpoint: for the loop to call once it has let go of the epoch's data."""
+        """Loads an earlier checkpoint; the loop calls it after it has left the epoch. None without a rollback."""
 
     def ask(self, save: Callable[[], None]) -> None:
-        """Call ``save`` at the next moment at which a run could be resumed."""
+        """Request that ``save`` is called at the next point at which a run can be resumed."""
         self.waiting.append(save)
 
     def go_back(self, load: Callable[[], None]) -> None:
-        """Leave the epoch at the next moment at which a run could be resumed, and go on from what ``load`` loads."""
+        """Request a rollback: leave the epoch at the next such point, call ``load`` and continue from there."""
         self.back = load
-        self.waiting.append(load)  # where the loop looks
+        self.waiting.append(load)  # makes the loop call `run`
 
     def run(self) -> None:
-        """Write all that waits."""
+        """Write the requested checkpoints, unless a rollback was requested."""
         waiting = self.waiting[:]
         self.waiting.clear()
         if self.back is not None:

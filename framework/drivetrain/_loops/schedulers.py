@@ -1,4 +1,4 @@
-"""Stepping learning-rate schedulers: once an optimizer step or an epoch, alike on all ranks."""
+"""Steps learning-rate schedulers, by optimizer steps or epochs, with the same values on all ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ StepScheduler = Callable[[Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """What a schedule may have been built on.
+class StepEstimate:
+    """The estimate of a run's length that a schedule may have been built on.
 
     Attributes:
-        steps: optimizer steps of the whole run, as they were estimated.
-        length: micro-batches of an epoch that this rests on; None where it does not.
-        asked: whether anybody asked for the estimate.
+        steps: estimated optimizer steps of the run.
+        length: micro-batches of an epoch on which the estimate is based; None if it is not based on a length.
+        was_read: whether `estimated_stepping_batches` was read.
     """
 
     steps: int | float = math.inf
     length: int | None = None
-    asked: bool = False
+    was_read: bool = False
 
 
 class Schedulers:
@@ -36,11 +36,11 @@ class Schedulers:
 
     Args:
         configs: the schedulers.
-        step: the module's ``lr_scheduler_step`` where it overrides it; None for the plain way.
-        monitored: returns a logged value by name, the same on every rank, or None where nobody has logged it.
-        known: names of what is logged, for the error.
-        outlook: how long the run should take.
-        tells: whether this rank says what is amiss.
+        step: the module's ``lr_scheduler_step``; None if the module does not override it.
+        monitored: returns a logged value by name, the same on every rank, or None if it was not logged.
+        logged_names: returns the names of the logged values, for errors.
+        estimate: the estimated length of the run.
+        warns: whether this rank warns.
     """
 
     def __init__(
@@ -48,65 +48,65 @@ class Schedulers:
         configs: Sequence[SchedulerConfig],
         step: StepScheduler | None,
         monitored: Callable[[str], float | None],
-        known: Callable[[], Sequence[str]],
-        outlook: Outlook | None = None,
-        tells: bool = True,
+        logged_names: Callable[[], Sequence[str]],
+        estimate: StepEstimate | None = None,
+        warns: bool = True,
     ) -> None:
-        self._outlook = outlook or Outlook()
-        self._tells = tells
-        self._said: set[str] = set()
+        self._estimate = estimate or StepEstimate()
+        self._warns = warns
+        self._warned: set[str] = set()
         self._by_step = [config for config in configs if config.interval == "step"]
         self._by_epoch = [config for config in configs if config.interval == "epoch"]
         self._step = step
         self._monitored = monitored
-        self._known = known
+        self._logged_names = logged_names
         self.has_step_schedulers = bool(self._by_step)
 
     def after_step(self, global_step: int) -> None:
-        """Step those that go by optimizer steps.
+        """Step the schedulers whose interval is an optimizer step.
 
         Raises:
-            ConfigurationError: one was built on a length that proved wrong, and has run out.
+            ConfigurationError: a schedule has ended because it was built on a wrong length.
         """
-        if global_step > self._outlook.steps:
-            self._after_the_last(global_step)
+        if global_step > self._estimate.steps:
+            self._after_estimated_end(global_step)
             return
         for config in self._by_step:
             if global_step % config.frequency == 0:
-                self._one(config)
+                self._step_scheduler(config)
 
     def after_epoch(self, epochs: int) -> None:
-        """Step those that go by epochs; ``epochs`` are completed."""
+        """Step the schedulers whose interval is an epoch; ``epochs`` are completed."""
         for config in self._by_epoch:
             if epochs % config.frequency == 0:
-                self._one(config)
+                self._step_scheduler(config)
 
-    def _after_the_last(self, global_step: int) -> None:
-        """Step where the run has made more steps than it was to make."""
+    def _after_estimated_end(self, global_step: int) -> None:
+        """Step schedulers after more optimizer steps than were estimated."""
         for config in self._by_step:
-            if self._outlook.asked and global_step == self._outlook.steps + 1 and _is_at_zero(config):
-                raise self._ran_out(config)
+            if self._estimate.was_read and global_step == self._estimate.steps + 1 and _is_at_zero(config):
+                raise self._schedule_ended(config)
             if global_step % config.frequency == 0:
                 try:
-                    self._one(config)
-                except ValueError as error:  # OneCycleLR's
-                    raise self._ran_out(config) from error
+                    self._step_scheduler(config)
+                except ValueError as error:  # raised by OneCycleLR
+                    raise self._schedule_ended(config) from error
 
-    def _ran_out(self, config: SchedulerConfig) -> ConfigurationError:
-        steps, length = self._outlook.steps, self._outlook.length
+    def _schedule_ended(self, config: SchedulerConfig) -> ConfigurationError:
+        steps, length = self._estimate.steps, self._estimate.length
         return ConfigurationError(
             f"{type(config.scheduler).__name__} ran out after {steps} steps, and there is more data.",
             f"trainer.estimated_stepping_batches was {steps}, by the training loader's length of {length} "
-            "micro-batches an epoch; more came.",
+            "micro-batches an epoch; there are more.",
             "correct len(loader), bound the epoch with limit_train_batches, or give the schedule steps of its own.",
         )
 
-    def _one(self, config: SchedulerConfig) -> None:
+    def _step_scheduler(self, config: SchedulerConfig) -> None:
         value = None
         if config.plateau and config.monitor is not None:
             value = self._monitored(config.monitor)
             if value is None:
-                self._missing(config, config.monitor)
+                self._handle_missing(config, config.monitor)
                 return
         if self._step is not None:
             self._step(config.scheduler, value)
@@ -115,23 +115,26 @@ class Schedulers:
         else:
             config.scheduler.step(value)
 
-    def _missing(self, config: SchedulerConfig, monitor: str) -> None:
-        known = self._known()
-        what = f"{type(config.scheduler).__name__} monitors {monitor!r}, which was not logged.{nearest(monitor, known)}"
-        listed = f"logged are: {', '.join(known) or 'no values'}."
+    def _handle_missing(self, config: SchedulerConfig, monitor: str) -> None:
+        names = self._logged_names()
+        problem = (
+            f"{type(config.scheduler).__name__} monitors {monitor!r}, which was not logged.{nearest(monitor, names)}"
+        )
+        logged = f"logged are: {', '.join(names) or 'no values'}."
         if config.strict:
             raise ConfigurationError(
-                what,
-                listed,
-                "log it before the scheduler steps, monitor another value, or pass over steps without it by "
-                "'strict': False.",
+                problem,
+                logged,
+                "log it before the scheduler steps, monitor another value, or skip such steps by 'strict': False.",
             )
-        if monitor not in self._said and self._tells:
-            logger.warning("%s %s It does not step then, because of 'strict': False. Said once.", what, listed)
-        self._said.add(monitor)
+        if monitor not in self._warned and self._warns:
+            logger.warning(
+                "%s %s The scheduler is not stepped then, because of 'strict': False. Said once.", problem, logged
+            )
+        self._warned.add(monitor)
 
 
 def _is_at_zero(config: SchedulerConfig) -> bool:
-    """Whether its optimizer stands still: what trains on would train nothing."""
+    """Return whether all learning rates of its optimizer are 0, so that further steps change nothing."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return optimizer is not None and all(float(group["lr"]) == 0.0 for group in optimizer.param_groups)

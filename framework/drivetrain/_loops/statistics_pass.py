@@ -1,4 +1,4 @@
-"""A pass over the training data that trains nothing: for statistics of weights that were put in the module."""
+"""A pass over the training data without training, to recompute statistics such as those of batch norm."""
 
 from __future__ import annotations
 
@@ -8,52 +8,46 @@ from typing import Any
 
 import torch
 
-from drivetrain._loops.evaluate import evaluation_pairs
-from drivetrain._loops.step_arguments import StepArguments
-from drivetrain._loops.uneven_inputs import Muted, leaving_no_trace
+from drivetrain._loops.evaluate import evaluation_batches
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
+from drivetrain._loops.uneven_inputs import LoggingPaused, without_side_effects
 from drivetrain._metrics import MetricStore
 from drivetrain.data._batch_source import BatchSource
-from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies.strategy import StepRunner, Strategy
 
 
 def pass_over_training_data(
     source: BatchSource,
     limit: int | None,
-    *,
-    module: TrainModule,
-    runner: StepRunner,
-    strategy: Strategy,
+    wrapped: WrappedModule,
     metrics: MetricStore,
     move: Callable[[Any, int], Any] | None,
 ) -> None:
     """Call ``training_step`` on an epoch's micro-batches, without gradients, hooks or logging. Collective.
 
     Args:
-        source: of the training data.
-        limit: micro-batches at most; None for all.
-        module: whose step; in train mode, as it was trained.
-        runner: the strategy's callable that every step runs through.
-        strategy: where.
-        metrics: where the step logs what is not to be kept.
-        move: brings a batch to the device; None where it is there already.
+        source: the source of training batches.
+        limit: the maximal number of micro-batches; None for all.
+        wrapped: the module, in train mode, and the strategy that runs it.
+        metrics: the logged values, to which nothing is added.
+        move: moves a batch to the device; None if it is there already.
     """
+    module, strategy, runner = wrapped.module, wrapped.strategy, wrapped.runner
     step = module.training_step
     arguments = StepArguments(step)
     metrics.enter("train", reset=False)
-    muted = Muted(metrics)
+    paused = LoggingPaused(metrics)
     try:
         with torch.no_grad():
-            pairs = islice(evaluation_pairs(source, strategy, "training loader"), limit)
-            for batch_idx, (given, share) in enumerate(pairs):
+            batches = islice(evaluation_batches(source, strategy, "training loader"), limit)
+            for batch_idx, (host_batch, share) in enumerate(batches):
                 if share.joins and not strategy.collective_forward:
                     continue
-                batch = given if move is None else move(given, 0)
+                batch = host_batch if move is None else move(host_batch, 0)
                 if share.joins:
-                    with leaving_no_trace(module, metrics):
+                    with without_side_effects(module, metrics):
                         runner(step, *arguments(batch, batch_idx))
                 else:
                     runner(step, *arguments(batch, batch_idx))
     finally:
-        muted.end()
+        paused.end()
         metrics.enter(None)

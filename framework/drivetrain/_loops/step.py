@@ -1,4 +1,4 @@
-"""What happens to a micro-batch, and to the window that it closes."""
+"""The training step: forward and backward of a micro-batch, and the optimizer step at the end of its window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from drivetrain._loops.configured_optimizers import explain_missing_closure
 from drivetrain._loops.hooks import HookTable, is_overridden
-from drivetrain._loops.step_arguments import StepArguments
+from drivetrain._loops.step_arguments import StepArguments, WrappedModule
 from drivetrain._loops.trainables import Trainables
-from drivetrain._loops.uneven_inputs import leaving_no_trace
+from drivetrain._loops.uneven_inputs import without_side_effects
 from drivetrain._loops.windows import MicroBatch
 from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
-from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
 from drivetrain.strategies._trainable import TRAINS
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -33,91 +32,105 @@ logger = logging.getLogger("drivetrain")
 
 ClipGradients = Callable[[Sequence[Optimizer]], Any]
 StepOptimizers = Callable[..., bool]
-"""Takes the last loss and, where the optimizer needs one, a closure; tells whether a step was made."""
+"""Takes the last loss and, where the optimizer needs one, a closure; returns whether the optimizers stepped."""
 
 
 class TrainStep(Protocol):
-    """One way of training: automatic, with closures, or manual."""
+    """How a micro-batch is trained on: with automatic optimization, with closures, or with manual optimization.
+
+    `TrainLoop` calls the methods in the order in which they are listed here.
+    """
 
     @property
     def last_loss(self) -> Tensor | None:
-        """The loss of the last micro-batch, of shape (); None where the engine does not see it."""
+        """The loss of the last micro-batch, of shape (); None with manual optimization."""
 
     @property
     def never_steps(self) -> bool:
-        """Whether this is left to ``training_step``, which has not done it yet."""
+        """Whether ``training_step`` has to step the optimizers itself and has not done so yet."""
 
-    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
-        """Train on one micro-batch; return what ``training_step`` returned."""
+    def zero_grad(self) -> None:
+        """Clear the gradients before a window's first micro-batch."""
 
-    def close_window(self, micro: MicroBatch) -> bool:
-        """Step after a window's last micro-batch; False where no step was made."""
+    def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
+        """Run forward and backward on one micro-batch; return the output of ``training_step``."""
+
+    def clip_and_step(self, micro_batch: MicroBatch) -> bool:
+        """Clip gradients and step the optimizers after a window's last micro-batch; return whether they stepped."""
 
     def drop_window(self) -> None:
-        """Forget an open window and its gradients."""
+        """Discard the open window and its gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The optimizers, and what happens to their gradients at the end of a window.
+
+    Attributes:
+        optimizers: stepped one after the other.
+        clip: clips their gradients; None without clipping.
+        override: calls the module's ``optimizer_step`` for each of them; None if the module does not override it.
+        unscale_first: unscale gradients before the hooks and ``clip``; otherwise ``clip`` unscales them.
+    """
+
+    optimizers: Sequence[Optimizer]
+    clip: ClipGradients | None = None
+    override: StepOptimizers | None = None
+    unscale_first: bool = False
 
 
 class AutomaticStep:
-    """Forward, backward, and after a window's last micro-batch the optimizers' step.
+    """Runs forward and backward, and steps the optimizers after a window's last micro-batch.
 
     Args:
-        module: whose ``training_step`` is run.
-        runner: the strategy's callable that every step runs through.
-        strategy: where.
-        optimizers: stepped together.
-        hooks: who overrode what.
-        metrics: where values are logged.
-        trainables: watches what trains.
-        clip: clips before a step; None where nothing is clipped.
-        step_optimizers: steps them where the module overrides ``optimizer_step``; None for the plain way.
-        unscales: whether scaled gradients are unscaled before anything else is done; else ``clip`` does it.
+        wrapped: the module and the strategy that runs it.
+        hooks: the overridden hooks.
+        metrics: the logged values.
+        trainables: tracks which parameters train.
+        step: the optimizers and how they are stepped.
+        arguments: builds the arguments of ``training_step``; None if it takes ``(batch, batch_idx)``.
     """
 
     def __init__(
         self,
-        module: TrainModule,
-        runner: StepRunner,
-        strategy: Strategy,
-        optimizers: Sequence[Optimizer],
+        wrapped: WrappedModule,
         hooks: HookTable,
         metrics: MetricStore,
         trainables: Trainables,
-        clip: ClipGradients | None,
+        step: OptimizerStep,
         arguments: StepArguments | None,
-        step_optimizers: StepOptimizers | None = None,
-        unscales: bool = False,
     ) -> None:
-        self.module = module
-        self.strategy = strategy
-        self.optimizers = tuple(optimizers)
-        self._training_step = called_by(runner, module.training_step, arguments)
+        self.module = wrapped.module
+        self.strategy = strategy = wrapped.strategy
+        self.optimizers = tuple(step.optimizers)
+        self._training_step = bind_step(wrapped.runner, wrapped.module.training_step, arguments)
         self._metrics = metrics
         self._trainables = trainables
-        self._watches = trainables.watches
-        self._clip = clip
-        self._step_optimizers = step_optimizers
+        self._tracks_trainables = trainables.checks_each_window
+        self._clip = step.clip
+        self._override = step.override
+        self._unscales_first = step.unscale_first
         self._before_zero_grad = hooks.on_before_zero_grad
         self._before_backward = hooks.on_before_backward
         self._after_backward = hooks.on_after_backward
         self._before_step = hooks.on_before_optimizer_step
         self._scales_loss = strategy.precision.scales_loss
-        self._unscales = unscales
-        self._backward = backward_of(strategy)
+        self._backward = resolve_backward(strategy)
         self._defers_sync = is_overridden("gradient_sync", strategy, Strategy)
-        self._enters_sync = enters_sync(strategy)
-        self._step_optimizer = step_of(strategy)
+        self._syncs_in_context = syncs_in_context(strategy)
+        self._step_optimizer = resolve_optimizer_step(strategy)
         self._none_allowed = strategy.world_size == 1 and strategy.accepts_none_loss
-        self._skipped = 0.0
+        self._skipped = 0.0  # weight of the window's micro-batches whose loss was None
         self._loss: Tensor | None = None
         self._warned = False
 
     never_steps = False
 
     def wrap(self, around: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put something around backward and clipping, before the first step.
+        """Wrap backward and clipping, before the first step.
 
         Args:
-            around: takes "backward" or "clipping", and what does it.
+            around: takes "backward" or "clipping" and the function to wrap; returns the wrapped function.
         """
         self._backward = around("backward", self._backward or operator.methodcaller("backward"))
         self._clip = None if self._clip is None else around("clipping", self._clip)
@@ -128,42 +141,49 @@ class AutomaticStep:
 
     # The hot path
 
-    def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
-        if micro.opens:
-            for hook in self._before_zero_grad:
-                for optimizer in self.optimizers:
-                    hook(optimizer)
+    def zero_grad(self) -> None:
+        # Before the forward, so that the old gradients' memory is free for its activations.
+        for hook in self._before_zero_grad:
             for optimizer in self.optimizers:
-                zero_grad(optimizer)  # before the forward, through which old gradients need not live
-            if self._watches:
-                watch = self._trainables
-                if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
-                    watch.settle()
-                watch.open = True
-        if micro.weight == 0:
-            return self._weightless(micro, batch_idx)
-        if not self._defers_sync or (micro.closes and not self._enters_sync):
-            return self.forward_backward(micro, batch_idx)
-        with self.strategy.gradient_sync(micro.closes):
-            return self.forward_backward(micro, batch_idx)
+                hook(optimizer)
+        for optimizer in self.optimizers:
+            zero_grad(optimizer)
+        if self._tracks_trainables:
+            trainables = self._trainables
+            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+                trainables.settle()
+            trainables.window_open = True
 
-    def forward_backward(self, micro: MicroBatch, batch_idx: int) -> Any:
-        """Run one micro-batch forward and backward, its loss scaled to its part of the window."""
-        output = self._training_step(micro.batch, batch_idx)
-        if self._watches:
-            watch = self._trainables
-            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
-                watch.refuse_within()
+    def forward_backward(self, micro_batch: MicroBatch, batch_idx: int, in_context: bool = False) -> Any:
+        """Run one micro-batch forward and backward, its loss scaled to its share of the window.
+
+        Args:
+            micro_batch: the micro-batch.
+            batch_idx: its index in the epoch.
+            in_context: the contexts that it needs have been entered. One method serves both cases: a call more would
+                cost every step.
+        """
+        if not in_context:
+            if micro_batch.weight == 0:
+                return self._run_weightless(micro_batch, batch_idx)
+            if self._defers_sync and (self._syncs_in_context or not micro_batch.closes):
+                with self.strategy.gradient_sync(micro_batch.closes):
+                    return AutomaticStep.forward_backward(self, micro_batch, batch_idx, in_context=True)
+        output = self._training_step(micro_batch.batch, batch_idx)
+        if self._tracks_trainables:
+            trainables = self._trainables
+            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+                trainables.refuse_within()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             if loss is None and self._none_allowed:
-                self._skipped += micro.weight
+                self._skipped += micro_batch.weight
                 return None
             self._refuse(loss, batch_idx)
         for hook in self._before_backward:
             hook(loss)
         self._loss = loss
-        scaled = loss if micro.scale == 1.0 else loss * micro.scale
+        scaled = loss if micro_batch.scale == 1.0 else loss * micro_batch.scale
         if self._backward is None:
             scaled.backward()
         else:
@@ -172,13 +192,13 @@ class AutomaticStep:
             hook()
         return output
 
-    def close_window(self, micro: MicroBatch) -> bool:
-        if (self._skipped or not micro.window_weight) and not self._rescale(micro.window_weight):
+    def clip_and_step(self, micro_batch: MicroBatch) -> bool:
+        if (self._skipped or not micro_batch.window_weight) and not self._rescale(micro_batch.window_weight):
             return False
-        if self._watches:
-            self._close()
+        if self._tracks_trainables:
+            self._close_trainables()
         strategy = self.strategy
-        if self._unscales:
+        if self._unscales_first:
             for optimizer in self.optimizers:
                 strategy.unscale(optimizer)
         for hook in self._before_step:
@@ -187,8 +207,8 @@ class AutomaticStep:
         if self._clip is not None:
             self._clip(self.optimizers)
         stepped = True
-        if self._step_optimizers is not None:
-            stepped = self._step_optimizers(self._loss)
+        if self._override is not None:
+            stepped = self._override(self._loss)
         else:
             for optimizer in self.optimizers:
                 try:
@@ -203,50 +223,51 @@ class AutomaticStep:
             strategy.finish_step()
         return stepped
 
-    # Rare turns
+    # Rare paths
 
-    def _close(self) -> None:
-        """From here on what trains may change again: the next window sees it."""
-        watch = self._trainables
-        if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
-            watch.refuse_within()
-        watch.open = False
+    def _close_trainables(self) -> None:
+        """Check that no parameter changed within the window, and let parameters change until the next one opens."""
+        trainables = self._trainables
+        if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+            trainables.refuse_within()
+        trainables.window_open = False
 
     def drop_window(self) -> None:
-        self._trainables.open = False
+        self._trainables.window_open = False
         self._skipped = 0.0
         self.strategy.forget_gradients()
         for optimizer in self.optimizers:
             zero_grad(optimizer)
 
-    def _weightless(self, micro: MicroBatch, batch_idx: int) -> Any:
-        """Run a micro-batch that weighs nothing: a rank without data, or a batch without items."""
-        sync = self.strategy.gradient_sync(micro.closes)
-        trace = leaving_no_trace(self.module, self._metrics) if micro.joins else nullcontext()
+    def _run_weightless(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
+        """Run a micro-batch of weight 0: this rank has no data left, or the batch has no items."""
+        sync = self.strategy.gradient_sync(micro_batch.closes)
+        trace = without_side_effects(self.module, self._metrics) if micro_batch.joins else nullcontext()
         with sync, trace, self.strategy.without_gradient():
-            return self.forward_backward(replace(micro, scale=1.0), batch_idx)
+            unscaled = replace(micro_batch, scale=1.0)
+            return AutomaticStep.forward_backward(self, unscaled, batch_idx, in_context=True)
 
     def _rescale(self, window_weight: float) -> bool:
-        """Divide the gradients by the weights that contributed; False where none did."""
+        """Normalize gradients by the weights of the micro-batches that had a loss; return False if none had."""
         skipped, self._skipped = self._skipped, 0.0
         contributed = window_weight - skipped
         if contributed <= 0:
             if not self._warned:
                 self._warned = True
-                self._tell_no_step(skipped > 0)
+                self._warn_of_no_step(skipped > 0)
             self.drop_window()
             return False
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         torch._foreach_mul_(gradients, window_weight / contributed)
         return True
 
-    def _tell_no_step(self, skipped: bool) -> None:
+    def _warn_of_no_step(self, skipped: bool) -> None:
         if not skipped:
             warnings.warn("A window made no step: its weights sum to zero. Said once.", stacklevel=3)
         elif self.strategy.rank == 0:
             logger.warning(
                 "A window made no step: %s.training_step returned None, or a loss that is None, for each of its "
-                "micro-batches. Unless that is meant, end it with return loss. Said once.",
+                "micro-batches. Unless that is intended, end training_step with return loss. Said once.",
                 type(self.module).__name__,
             )
 
@@ -255,13 +276,13 @@ class AutomaticStep:
         if loss is None:
             raise ConfigurationError(
                 f"{name} returned None for batch {batch_idx} on rank {self.strategy.rank}.",
-                "the other ranks wait for this one's gradients (under DeepSpeed, its engine does).",
-                "return a loss on every rank; a batch that should not count can weigh nothing (batch_weight).",
+                "the other ranks wait for this rank's gradients (under DeepSpeed, its engine does).",
+                "return a loss on every rank; give a batch that should not count the weight 0 (batch_weight).",
             )
         if isinstance(loss, Tensor) and loss.dim():
             raise ConfigurationError(
                 f"{name} returned a loss of shape {tuple(loss.shape)}.",
-                "backward starts from one number.",
+                "backward starts from a scalar.",
                 "return its mean().",
             )
         if isinstance(loss, Tensor):
@@ -269,7 +290,7 @@ class AutomaticStep:
                 f"{name} returned a loss that requires no gradient.",
                 "it is detached from every trainable parameter.",
                 "compute it from the module's output, without .detach(), .item() or torch.no_grad(); "
-                "and look whether all parameters are frozen.",
+                "and check whether all parameters are frozen.",
             )
         raise ConfigurationError(
             f"{name} returned a {type(loss).__name__}.",
@@ -278,21 +299,24 @@ class AutomaticStep:
         )
 
 
-def called_by(
+def bind_step(
     runner: StepRunner, step: Callable[..., Any], arguments: StepArguments | None
 ) -> Callable[[Any, int], Any]:
-    """What ``runner(step, ...)`` comes to for a batch and its index: the step itself, where a runner only calls it."""
+    """Return a function of batch and batch index that calls ``step`` through ``runner``, with as few calls as possible.
+
+    A runner that only calls the step is left out.
+    """
     call = step if runner is operator.call else partial(runner, step)
-    return call if arguments is None else arguments.given_to(call)
+    return call if arguments is None else arguments.adapt(call)
 
 
-def enters_sync(strategy: Strategy) -> bool:
-    """Whether gradients are exchanged by a context of the strategy's, rather than by its backward or a wrapper."""
+def syncs_in_context(strategy: Strategy) -> bool:
+    """Return whether a context of the strategy synchronizes gradients, rather than its backward or a wrapper."""
     return not isinstance(strategy.gradient_sync(True), nullcontext)
 
 
-def backward_of(strategy: Strategy) -> Callable[[Tensor], object] | None:
-    """What ``strategy.backward`` comes to; None for no more than ``loss.backward()``."""
+def resolve_backward(strategy: Strategy) -> Callable[[Tensor], object] | None:
+    """Return the function that runs backward under ``strategy``; None if that is ``loss.backward()``."""
     if is_overridden("backward", strategy, Strategy):
         return strategy.backward
     if is_overridden("backward", strategy.precision, Precision):
@@ -300,8 +324,8 @@ def backward_of(strategy: Strategy) -> Callable[[Tensor], object] | None:
     return None
 
 
-def step_of(strategy: Strategy) -> Callable[[Optimizer], bool] | None:
-    """What ``strategy.optimizer_step`` comes to; None for no more than ``optimizer.step()``."""
+def resolve_optimizer_step(strategy: Strategy) -> Callable[[Optimizer], bool] | None:
+    """Return the function that steps an optimizer under ``strategy``; None if that is ``optimizer.step()``."""
     if is_overridden("optimizer_step", strategy, Strategy):
         return strategy.optimizer_step
     return strategy.precision.step if is_overridden("step", strategy.precision, Precision) else None

@@ -1,4 +1,4 @@
-"""When a run stops, decided once for all ranks, and why, in words."""
+"""Requests to end a run, agreed on so that all ranks stop after the same window, and the reasons for the log."""
 
 from __future__ import annotations
 
@@ -10,101 +10,102 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._loops.progress import Progress
 
 AGREE_EVERY = 16
-"""Points between two looks at the store, at most."""
+"""The maximal number of points between two polls of the store."""
 
-_LOOK = 0.5
-"""Seconds between two looks that are aimed at: who asks for a signal's sake has half a minute, or less."""
+_POLL_INTERVAL = 0.5
+"""Target polling interval in seconds; preemption may allow under 30 s."""
 
 _TIME_IS_UP = 2
-"""Beside an ordinary request (1): the run shall go on some other day."""
+"""The reason of a stop by ``max_time``: the run saves so that it can be resumed. Other stops have reason 1."""
 
 
 class StepAgreement:
-    """A point at which all ranks do something, agreed without a collective.
+    """Agrees, without a collective, on a point at which all ranks act.
 
-    Points are counted alike on all ranks: the ends of windows, and of micro-batches where a run may leave after one.
-    Each rank publishes the point at which it will look next, and then looks for a request. Who requests first reads
-    what all have published, and names the furthest of these points. A rank that looked too early to see the request
-    had published its next look before, so the named point is at or after that look.
+    All ranks count the same points: the ends of windows, and of micro-batches if a run may be ended after one. Each
+    rank publishes the point of its next poll, and polls there for a request. The rank that requests first reads all
+    published points and announces the largest of them. A rank whose poll came too early to see the request had
+    published its next poll before, so the announced point is at or after that poll.
 
     Args:
-        control: the way to the other ranks.
-        name: of its keys in the store.
+        control: the control plane, whose store is used.
+        name: the prefix of its keys in the store.
     """
 
     def __init__(self, control: ControlPlane, name: str) -> None:
         self._control = control
         self._store = control.store
         self._name = name
-        self.asked = False
+        self.requested = False
         self.point: int | None = None
-        """Known once a look has found a request."""
-        self.why = 0
-        """The first request's reason, never 0; the same on all ranks."""
+        """The agreed point; None until a poll has found a request."""
+        self.reason = 0
+        """The reason of the first request, the same on all ranks; 0 without a request."""
 
-    def ask(self, point: int, why: int) -> None:
-        """Request one, at this rank's ``point``. The first request stands."""
+    def request(self, point: int, reason: int) -> None:
+        """Request an action at this rank's ``point``, for a ``reason`` other than 0. Only the first request counts."""
         store = self._store
         assert store is not None
-        self.asked = True
-        if store.add(f"{self._name}/asking", 1) == 1:
-            store.set(f"{self._name}/asked", "")  # from here on nobody publishes a look and goes on
+        self.requested = True
+        if store.add(f"{self._name}/requests", 1) == 1:
+            store.set(f"{self._name}/requested", "")  # from here on a rank that polls waits for the announced point
             points = [point]
             for rank in range(self._control.world_size):
-                if store.check([f"looks/{rank}"]):
-                    points.append(int(store.get(f"looks/{rank}")))
-            store.set(f"{self._name}/after", f"{max(points)} {why}")
-        self._take()
+                if store.check([f"polls/{rank}"]):
+                    points.append(int(store.get(f"polls/{rank}")))
+            store.set(f"{self._name}/point", f"{max(points)} {reason}")
+        self._read_announcement()
 
-    def look(self) -> None:
-        """See whether anybody has requested one."""
+    def poll(self) -> None:
+        """Poll the store for a request."""
         assert self._store is not None
-        if self.point is None and self._store.check([f"{self._name}/asked"]):
-            self._take()
+        if self.point is None and self._store.check([f"{self._name}/requested"]):
+            self._read_announcement()
 
-    def is_kept(self, point: int) -> bool:
-        """Whether its point has come."""
+    def is_due(self, point: int) -> bool:
+        """Return whether ``point`` is at or after the agreed point."""
         return self.point is not None and point >= self.point
 
-    def settle(self, asking: int) -> int:
-        """Where all ranks stand at the same point, ``asking`` of them with a request: return why, or 0.
+    def settle(self, requesting: int) -> int:
+        """Act on the requests of ranks that are at the same point; return the reason of the first, or 0.
 
-        Who asks has called `leave_word` before the ranks counted.
+        Args:
+            requesting: the number of ranks with a request, each of which has called `publish_reason` before.
         """
-        if asking:
-            self.point, self.asked = 0, True
+        if requesting:
+            self.point, self.requested = 0, True
             if self._store is not None:
-                self.why = int(self._store.get(f"{self._name}/word"))
-        return self.why
+                self.reason = int(self._store.get(f"{self._name}/reason"))
+        return self.reason
 
-    def leave_word(self, why: int) -> bool:
-        """Say ``why`` this rank asks, before the ranks count who does; returns whether it does."""
-        if why and self._store is not None:
-            self._store.compare_set(f"{self._name}/word", "", str(why))
-        elif why:
-            self.why = why
-        return why > 0
+    def publish_reason(self, reason: int) -> bool:
+        """Publish this rank's reason, before ranks with a request are counted; return whether it has one."""
+        if reason and self._store is not None:
+            self._store.compare_set(f"{self._name}/reason", "", str(reason))
+        elif reason:
+            self.reason = reason
+        return reason > 0
 
-    def _take(self) -> None:
+    def _read_announcement(self) -> None:
         assert self._store is not None
-        point, why = self._store.get(f"{self._name}/after").split()
-        self.point, self.why, self.asked = int(point), int(why), True
+        point, reason = self._store.get(f"{self._name}/point").split()
+        self.point, self.reason, self.requested = int(point), int(reason), True
 
 
 class StopRequest:
-    """Anybody may ask to stop, on any rank; all ranks then stop after the same window.
+    """Collects requests to end the run, from any rank; all ranks then end it after the same window.
 
-    There are two kinds. A stop ends the run in its ordinary way, after a window, and not before ``min_steps`` and
-    ``min_epochs``. To *leave*, for a signal's sake, is to save and be gone: nothing holds that back, and it need not
-    wait for the end of a long window or of a validation.
+    There are two kinds of requests. A *stop* ends the run in the ordinary way after a window, but not before
+    ``min_steps`` and ``min_epochs``. *Leaving*, on a preemption signal, saves and exits: no minimum defers it, and it
+    may happen within a long window or a validation.
 
-    Points are counted rather than the optimizer's steps: a window may make none, and a run none at all.
+    Points are counted instead of optimizer steps, because a window may make no step.
 
     Args:
-        control: the way to the other ranks.
-        max_time: after which a stop is requested; None for never.
-        min_steps: optimizer steps before which nothing stops the run.
-        min_epochs: epochs before which nothing stops the run.
+        control: the control plane.
+        max_time: requests a stop after this time; None for no limit.
+        min_steps: optimizer steps before which a stop is deferred.
+        min_epochs: epochs before which a stop is deferred.
     """
 
     def __init__(
@@ -119,177 +120,182 @@ class StopRequest:
         self._stop = StepAgreement(control, "stop")
         self._leave = StepAgreement(control, "leave")
         self._agreed = False
-        self._late = False  # the time was up before anybody asked for anything
-        self._point = 0  # how many were passed, the same on every rank
-        self._look_at = 0
-        self._looked: tuple[int, float] | None = None
-        self._counted = 0  # how often ranks that had passed different numbers of points came together
+        self._time_is_up = False  # max_time was the first reason on this rank
+        self._point = 0  # points passed, the same on every rank
+        self._poll_at = 0
+        self._last_poll: tuple[int, float] | None = None
+        self._exchanges = 0  # how often `_furthest` was called
         self._has_trained = False
-        self._waits_long = True  # as the first window does, which may compile
+        self._in_first_window = True  # which may compile, so the control plane allows it more time
         self.requested = False
-        """Set to ask for a stop; ``trainer.should_stop``."""
+        """Set to request a stop; ``trainer.should_stop``."""
         self.because: str | None = None
-        """Why this rank asked first, in words."""
+        """The reason of this rank's first request, for the log."""
         self.signal = 0
-        """Set to ask to leave: the number of the signal that wants it."""
+        """Set to the number of a preemption signal to request leaving; 0 for none."""
         self.leaving = 0
-        """The signal for whose sake all ranks leave now."""
+        """The number of the signal because of which all ranks leave now; 0 for none."""
 
     @property
-    def goes_on_later(self) -> bool:
-        """Whether the run ends before its time, so that what it has come to must be saved."""
-        return self.leaving > 0 or (self._late if self._store is None else self._stop.why == _TIME_IS_UP)
+    def saves_to_resume(self) -> bool:
+        """Whether the run ends in order to be resumed later, so that it must be saved."""
+        return self.leaving > 0 or (self._time_is_up if self._store is None else self._stop.reason == _TIME_IS_UP)
 
     def ask(self, because: str) -> None:
-        """Ask for a stop, and say why."""
+        """Request a stop, for the reason ``because``."""
         self.requested = True
         self.because = self.because or because
 
     @property
     def reason(self) -> str | None:
-        """Why the ranks stop, by the first that asked; None where nobody did. Not collective."""
+        """The reason of the first rank that requested a stop; None without a request. Not collective."""
         if self._store is not None and self._store.check(["stop/because"]):
             return str(self._store.get("stop/because").decode())
         return self.because
 
     def after_window(self, step: int, epoch: int) -> bool:
-        """Whether to stop now, in epoch ``epoch`` with ``step`` optimizer steps made. Called on every rank after each
-        window, whether it made a step or not.
+        """Return whether to end now. Called on every rank after each window, whether or not it made a step.
+
+        Args:
+            step: optimizer steps made.
+            epoch: epochs completed.
         """
         if self._deadline is not None:
-            self._heed_deadline()
+            self._check_deadline()
         if self._store is None:
             self.leaving = self.signal
             return self.leaving > 0 or (self.requested and self._may_stop(step, epoch))
         self._has_trained = True
-        if self.requested and not self._stop.asked:
-            self._leave_reason()
-            self._stop.ask(self._point + 1, self._reason())
+        if self.requested and not self._stop.requested:
+            self._publish_reason()
+            self._stop.request(self._point + 1, self._reason_code())
         if self.leaves_here():
             return True
-        if not self._stop.is_kept(self._point):
+        if not self._stop.is_due(self._point):
             return False
         self.requested = True
         return self._may_stop(step, epoch)
 
     def leaves_here(self) -> bool:
-        """Whether all ranks leave now. Called on every rank at each point.
+        """Return whether all ranks leave now. Called on every rank at each point.
 
-        That is after a window, and after a micro-batch within a window or of an evaluation.
+        Points are the ends of windows, of micro-batches within a window, and of micro-batches of an evaluation.
         """
         if self._store is None:
             self.leaving = self.signal
             return self.leaving > 0
         self._point = point = self._point + 1
-        if self.signal and not self._leave.asked:
-            self._leave.ask(point, self.signal)
-        if point >= self._look_at:
-            self._look(point)
-        if not self._leave.is_kept(point):
+        if self.signal and not self._leave.requested:
+            self._leave.request(point, self.signal)
+        if point >= self._poll_at:
+            self._poll(point)
+        if not self._leave.is_due(point):
             return False
-        self.leaving = self._leave.why
+        self.leaving = self._leave.reason
         return True
 
     def agree(self, purpose: str) -> None:
-        """Learn whether any rank asks for anything, where all ranks stand at the same point anyway."""
-        self._heed_deadline()  # an epoch may close no window
-        why = 0 if self._agreed or not self.requested else self._reason()
-        if why:
-            self._leave_reason()
-        stops, leaves = self._stop.leave_word(why), self._leave.leave_word(self.signal)
+        """Exchange requests, where all ranks are at the same point anyway. Collective."""
+        self._check_deadline()  # an epoch may have no complete window
+        code = 0 if self._agreed or not self.requested else self._reason_code()
+        if code:
+            self._publish_reason()
+        stops, leaves = self._stop.publish_reason(code), self._leave.publish_reason(self.signal)
         stopping, leaving = self._control.agree(purpose, self.requested or stops, leaves)
         if stopping and not self._agreed:
             self._stop.settle(stopping)
         self._leave.settle(leaving)
         self.requested = self._agreed = stopping > 0
 
-    def agree_anew(self, purpose: str) -> None:
-        """Learn whether any rank asks for anything, where points come in another rhythm from here on. Collective.
+    def agree_after_pause(self, purpose: str) -> None:
+        """Exchange requests where the time between points changes, as after a validation. Collective.
 
-        What was agreed for a later point is due at once, and who asks from here on is heard soon.
+        An action that was agreed for a later point is due at once, and the next point is polled.
         """
-        self._looked, self._look_at = (self._point, -math.inf), self._point + 1
-        self._publish(self._look_at)  # before anybody goes on, who may ask then
+        self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
+        self._publish_poll(self._poll_at)  # before any rank continues and may request something
         self.agree(purpose)
 
-    def come_together(self, purpose: str, *, alike: bool) -> None:
-        """Learn whether any rank asks for anything, where one may be through before the others. Collective.
+    def agree_when_all_arrive(self, purpose: str, *, alike: bool) -> None:
+        """Exchange requests where a rank may arrive before the others. Collective.
 
-        Who asks meanwhile need not reckon with those that wait here: it leaves at a point of its own, and comes here.
+        A rank that requests something meanwhile ignores the ranks that wait here: it acts at its own point, and then
+        arrives here too.
 
         Args:
-            purpose: what for, alike on every rank.
-            alike: the ranks have passed the same number of points; else they count alike from here on.
+            purpose: the purpose of the agreement, the same on every rank.
+            alike: the ranks have passed the same number of points; otherwise their counts are made equal.
         """
-        self._publish(0)
+        self._publish_poll(0)
         if alike or self._store is None:
             self.agree(purpose)
         else:
             self._point = self._furthest(purpose)
-        self._looked, self._look_at = (self._point, -math.inf), self._point + 1
-        self._publish(self._look_at)  # read too early, it does no harm: the next point is looked at
+        self._last_poll, self._poll_at = (self._point, -math.inf), self._point + 1
+        # A rank may read it before the others publish, which is harmless: the next point is polled.
+        self._publish_poll(self._poll_at)
 
     def _furthest(self, purpose: str) -> int:
         store, rank = self._store, self._control.rank
         assert store is not None
-        number, self._counted = self._counted, self._counted + 1
+        number, self._exchanges = self._exchanges, self._exchanges + 1
         store.set(f"points/{number}/{rank}", str(self._point))
         self.agree(purpose)
-        if number > 1:  # which all have read by now
+        if number > 1:  # which all ranks have read by now
             store.delete_key(f"points/{number - 2}/{rank}")
-        keys = [f"points/{number}/{each}" for each in range(self._control.world_size)]
+        keys = [f"points/{number}/{other}" for other in range(self._control.world_size)]
         return max(map(int, store.multi_get(keys)))
 
     def leaves_together(self) -> bool:
-        """Whether all ranks leave where they have just come together, as `agree` has found."""
-        self.leaving = self._leave.why
+        """Return whether all ranks leave, by the requests that `agree` has exchanged."""
+        self.leaving = self._leave.reason
         return self.leaving > 0
 
     def stay(self) -> None:
-        """Not leave here after all, but at the next point. On all ranks."""
+        """Defer leaving to the next point. Called on all ranks."""
         self.leaving = 0
 
     def after_epoch(self, step: int, epochs: int) -> bool:
-        """Whether to stop between epochs, as `agree` has found."""
+        """Return whether to end between epochs, by the requests that `agree` has exchanged."""
         return self.leaves_together() or (self.requested and self._may_stop(step, epochs))
 
     def _may_stop(self, step: int, epochs: int) -> bool:
         return step >= self._min_steps and epochs >= self._min_epochs
 
-    def _heed_deadline(self) -> None:
+    def _check_deadline(self) -> None:
         if self._deadline is not None and not self.requested and time.monotonic() >= self._deadline:
-            self._late = True
+            self._time_is_up = True
             self.ask(f"max_time={self._max_time} is up")
 
-    def _leave_reason(self) -> None:
+    def _publish_reason(self) -> None:
         if self._store is not None and self.because is not None:
             self._store.compare_set("stop/because", "", self.because)
 
-    def _reason(self) -> int:
-        return _TIME_IS_UP if self._late else 1
+    def _reason_code(self) -> int:
+        return _TIME_IS_UP if self._time_is_up else 1
 
-    def _publish(self, look_at: int) -> None:
+    def _publish_poll(self, poll_at: int) -> None:
         if self._store is not None:
-            self._store.set(f"looks/{self._control.rank}", str(look_at))
+            self._store.set(f"polls/{self._control.rank}", str(poll_at))
 
-    def _look(self, point: int) -> None:
-        now, apart = time.monotonic(), 1
-        if self._waits_long and self._has_trained:
-            self._waits_long = False
+    def _poll(self, point: int) -> None:
+        now, interval = time.monotonic(), 1
+        if self._in_first_window and self._has_trained:
+            self._in_first_window = False
             self._control.after_first_step()
-        if self._looked is not None:
-            before, then = self._looked
-            # Where points are far apart it looks at each, and seldom where they are close.
-            apart = min(AGREE_EVERY, max(1, int(_LOOK * (point - before) / max(now - then, 1e-9))))
-        self._looked = point, now
-        self._look_at = point + apart
-        self._publish(self._look_at)
-        self._leave.look()
-        self._stop.look()
+        if self._last_poll is not None:
+            last_point, last_time = self._last_poll
+            # Polls at each point if points are far apart in time, and seldom if they are close.
+            interval = min(AGREE_EVERY, max(1, int(_POLL_INTERVAL * (point - last_point) / max(now - last_time, 1e-9))))
+        self._last_poll = point, now
+        self._poll_at = point + interval
+        self._publish_poll(self._poll_at)
+        self._leave.poll()
+        self._stop.poll()
 
 
 def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_step: int) -> str | None:
-    """Return which limit a run has come to; None where it may go on.
+    """Return the limit that a run has reached, in words; None if it continues.
 
     Args:
         max_epochs: None or -1 for no limit.
@@ -305,13 +311,13 @@ def limit_reached(max_epochs: int | None, max_steps: int, epoch: int, global_ste
 
 
 def how_it_ended(reasons: list[str], progress: Progress, nothing_left: bool, seconds: float) -> str:
-    """Return the line that a run ends with.
+    """Return the line that is logged at the end of a run.
 
     Args:
-        reasons: what ended it: limits, then who asked for it.
-        progress: how far it came.
-        nothing_left: it went on from where it had ended before, and made no step.
-        seconds: that it took.
+        reasons: the reasons why it ended: limits, then requests.
+        progress: the counters.
+        nothing_left: the run resumed a finished one, and made no step.
+        seconds: its duration.
     """
     epochs = f"{progress.epoch} epoch{'' if progress.epoch == 1 else 's'}"
     steps = f"{progress.global_step} optimizer step{'' if progress.global_step == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop: `TrainLoop._train_epoch` shows the order of a step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
-from drivetrain._loops.epoch_checks import EpochWatch
+from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import HookTable
-from drivetrain._loops.loader_lengths import Lengths, Tally
-from drivetrain._loops.progress import Position, Progress
+from drivetrain._loops.loader_lengths import BatchCount
+from drivetrain._loops.progress import Position, Progress, Reporting
 from drivetrain._loops.save_requests import SaveRequests
 from drivetrain._loops.schedulers import Schedulers
 from drivetrain._loops.step import TrainStep
@@ -23,13 +23,9 @@ from drivetrain._loops.stopping import StopRequest, limit_reached
 from drivetrain._loops.uneven_inputs import Joining
 from drivetrain._loops.validation import ValidationPlan
 from drivetrain._loops.windows import MicroBatch
-from drivetrain._metrics import MetricStore
 from drivetrain._runtime.generators import kept_generators
 from drivetrain._runtime.transfer import map_tensors
 from drivetrain.data._rng_replay import ReadAhead
-
-if TYPE_CHECKING:
-    from drivetrain._loops.progress_reports import Pacing
 
 logger = logging.getLogger("drivetrain")
 
@@ -38,12 +34,12 @@ _SKIP_TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True)
 class TrainLimits:
-    """How long to train. Whatever is reached first ends the run.
+    """How long to train. The limit that is reached first ends the run.
 
     Attributes:
         max_epochs: None or -1 for no limit.
         max_steps: optimizer steps; -1 for no limit.
-        log_every_n_steps: optimizer steps between two flushes to the loggers; 0 for never.
+        log_every_n_steps: optimizer steps between two flushes to the loggers; 0 for no flush within an epoch.
     """
 
     max_epochs: int | None
@@ -53,280 +49,279 @@ class TrainLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpochData:
-    """What an epoch is trained on.
+    """The data of an epoch.
 
     Attributes:
-        micro_batches: begins an epoch: ``micro_batches(epoch, first)`` iterates from micro-batch ``first``.
-        exhausted: says whether the epoch's data came to its end, which a loader that keeps its place may have passed.
-        length: micro-batches that an epoch should have; None where nothing says.
-        certain: whether it has exactly as many.
-        tally: of an epoch's batches.
+        micro_batches: ``micro_batches(epoch, first)`` iterates over an epoch from micro-batch ``first`` on.
+        exhausted: returns whether the epoch's data has ended. A loader that saves its own position may be past it.
+        length: micro-batches of an epoch by the loader's length; None if that is unknown.
+        certain: whether an epoch has exactly ``length`` micro-batches.
+        count: counts the micro-batches that the loader yields.
     """
 
     micro_batches: Callable[[int, int], Iterator[MicroBatch]]
     exhausted: Callable[[], bool]
     length: int | None
     certain: bool
-    tally: Tally
+    count: BatchCount
 
 
-class Opening(Protocol):
-    """What a window begins with, where a run may leave within one."""
+class Snapshot(Protocol):
+    """The state at the start of a window, for a run that may be saved and ended within one."""
 
     def begin_epoch(self) -> bool:
-        """Take note of it before an epoch's first window; False where windows of this epoch have one micro-batch."""
+        """Take the first snapshot of an epoch; return False, without one, if its windows have one micro-batch."""
 
     def take(self) -> None:
-        """Take note of it before the next window."""
+        """Take a snapshot before the next window."""
 
     def go_back(self) -> None:
-        """Let what is saved from here on be as it was at the last opening."""
+        """Make checkpoints store the state of the last snapshot from now on."""
 
     @property
     def in_force(self) -> bool:
-        """Whether the run went back to it."""
+        """Whether checkpoints store the state of a snapshot."""
 
     @property
     def has_begun_the_epoch(self) -> bool:
-        """Whether the run went back to the opening of an epoch's first window."""
+        """Whether checkpoints store the state at the start of an epoch's first window, after its hooks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    """How far training is, and what ends it.
+
+    Attributes:
+        counters: the counters that a checkpoint stores.
+        position: the micro-batch being processed.
+        limits: how long to train.
+        stop: requests to end early.
+    """
+
+    counters: Progress
+    position: Position
+    limits: TrainLimits
+    stop: StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointing:
+    """How training is saved.
+
+    Attributes:
+        requests: the checkpoints that hooks have requested.
+        save: writes the checkpoint from which a run that ends early is resumed. Collective.
+        snapshot: the state at the start of the open window; None if the run is never saved within one.
+        rng_replay: restores the random generators when a resumed run reads data again.
+    """
+
+    requests: SaveRequests
+    save: Callable[[], None]
+    snapshot: Snapshot | None
+    rng_replay: ReadAhead
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What is due at certain steps, or at the start or end of an epoch.
+
+    Attributes:
+        schedulers: steps the learning rates.
+        validation: runs validation.
+        reload: ``reload(epoch)`` loads the data of an epoch, by `TrainLoop.use`; None if epochs share their loaders.
+        after_epoch_hooks: called after the hooks that begin an epoch; applies what they changed.
+        checks: warns of problems that show in an epoch as a whole.
+    """
+
+    schedulers: Schedulers
+    validation: ValidationPlan
+    reload: Callable[[int], None] | None
+    after_epoch_hooks: Callable[[], None]
+    checks: EpochChecks
 
 
 class EpochEnd(Enum):
-    """Why an epoch's loop came to its end."""
+    """Why the loop over an epoch's micro-batches ended."""
 
-    DATA = "no data left"
-    LIMIT = "max_steps"
-    STOPPED = "somebody asked to stop"
-    LEFT = "a signal asked to save and leave"
-    BACK = "somebody asked to go back to a checkpoint"
+    DATA = "the data ended"
+    LIMIT = "max_steps is reached"
+    STOPPED = "a stop was requested"
+    PREEMPTED = "a signal requires to save and exit"
+    ROLLBACK = "a return to an earlier checkpoint was requested"
 
 
 class TrainLoop:
-    """Takes micro-batches, trains on them, and tells the hooks.
+    """Trains on micro-batches and calls the hooks.
 
     Args:
-        step: what happens to a micro-batch and to a closed window.
-        data: what an epoch is trained on.
-        hooks: who overrode what.
-        metrics: where steps log.
-        progress: the counters.
-        position: told the batch that it has come to.
-        limits: how long.
-        stop: who asks to end early.
-        schedulers: of learning rates.
-        validation: when to validate, and how.
-        control: the way to the other ranks.
-        lengths: says which length proved wrong.
-        log: sends a dict of numbers to the loggers; None where there is none.
-        pacing: tells callbacks, with each flush, how far the epoch has come; None where none wants to know.
-        saves: the checkpoints that were asked for.
-        draws: brings the random generators back to where they stood when a resumed run was saved.
-        save: writes what a later run goes on from, where this one ends before its time.
-        settle: looks what trains, once the hooks that begin an epoch have been called.
-        watch: says what only an epoch as a whole shows.
-        opening: what windows of several micro-batches begin with; None where a run never leaves within one.
-        reload: called with an epoch that begins or goes on; brings its data by `use`, where they change. None where
-            they do not.
+        step: trains on a micro-batch and steps the optimizers.
+        data: the data of an epoch.
+        hooks: the overridden hooks.
+        control: the control plane, for agreements between ranks.
+        progress: how far training is, and what ends it.
+        reporting: where values and progress are reported.
+        checkpointing: how training is saved.
+        schedule: what is due at certain steps or epochs.
     """
 
     def __init__(
         self,
-        *,
         step: TrainStep,
         data: EpochData,
+        *,
         hooks: HookTable,
-        metrics: MetricStore,
-        progress: Progress,
-        position: Position,
-        limits: TrainLimits,
-        stop: StopRequest,
-        schedulers: Schedulers,
-        validation: ValidationPlan,
         control: ControlPlane,
-        lengths: Lengths,
-        log: Callable[[Mapping[str, torch.Tensor | float]], None] | None,
-        pacing: Pacing | None,
-        saves: SaveRequests,
-        draws: ReadAhead,
-        save: Callable[[], None],
-        settle: Callable[[], None],
-        watch: EpochWatch,
-        opening: Opening | None,
-        reload: Callable[[int], None] | None,
+        progress: TrainingProgress,
+        reporting: Reporting,
+        checkpointing: Checkpointing,
+        schedule: Schedule,
     ) -> None:
         self._step = step
         self._hooks = hooks
-        self._metrics = metrics
-        self._progress = progress
-        self._position = position
-        self._limits = limits
-        self._stop = stop
-        self._schedulers = schedulers
-        self._validation = validation
         self._control = control
-        self._lengths = lengths
-        self._log = log
+        self._progress = progress.counters
+        self._position = progress.position
+        self._limits = limits = progress.limits
+        self._stop = progress.stop
+        self._metrics = reporting.metrics
+        self._reporting = reporting
+        self._requests = checkpointing.requests
+        self._checkpointing = checkpointing
+        self._schedule = schedule
+        self._validation = schedule.validation
         self._log_every = limits.log_every_n_steps if limits.log_every_n_steps > 0 else 0
-        self._flushed_at = 0
-        self._steps_before: int | None = None  # the epoch; None where it was begun by another run
-        self._said_idle = False
-        self._pacing = pacing
-        self._saves = saves
-        self._draws = draws
-        self._save = save
-        self._settle = settle
-        self._watch = watch
-        self._opening = opening
-        self._reload = reload
-        self._take(data)
+        self._flushed_at = 0  # micro-batches trained on at the last flush
+        self._steps_before: int | None = None  # global_step at the epoch's start; None in an epoch that was resumed
+        self._warned_of_no_step = False
+        self._use(data)
         self._resumed: Mapping[str, Any] | None = None
         self._data_is_over = False
-        self._left_after_last_step = False  # for a signal's sake, before the epoch had come to its end
-        self._asked_to_stop: str | None = None  # why, where it was left before it could stop
+        self._left_after_last_step = False  # preempted after max_steps, before the epoch's end
+        self._asked_to_stop: str | None = None  # the reason of a stop that was requested before a preemption
 
-    def _take(self, data: EpochData) -> None:
+    def _use(self, data: EpochData) -> None:
         self._micro_batches = data.micro_batches
         self._exhausted = data.exhausted
         self._length = data.length
         self._certain = data.certain
-        self._tally = data.tally
+        self._count = data.count
 
     def use(self, data: EpochData, validate: Callable[[], object] | None) -> None:
-        """Train and validate on other data from here on, between two epochs."""
-        self._take(data)
+        """Replace the data of training and validation, between two epochs."""
+        self._use(data)
         self._validation.renew(validate, data.length)
 
-    # What a checkpoint keeps
+    # State of a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where between an epoch's data and its end the loop stands."""
+        """Return the loop's position between the data of an epoch and its end."""
+        snapshot = self._checkpointing.snapshot
         return {
-            "data_is_over": self._data_is_over or self._all_is_trained_on(),
-            "has_begun": self._opening is not None and self._opening.has_begun_the_epoch,
+            "data_is_over": self._data_is_over or self._is_data_over(),
+            "has_begun": snapshot is not None and snapshot.has_begun_the_epoch,
             "left_after_last_step": self._left_after_last_step,
             "asked_to_stop": self._asked_to_stop,
             "validation": self._validation.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on, with `run`, where a run stood when `state_dict` was called."""
+        """Make `run` resume at the position that `state_dict` returned."""
         self._resumed = state
 
+    # The order of a run, an epoch and a step
+
     def run(self) -> None:
-        """Train until a limit is reached or somebody asks to stop."""
+        """Train until a limit is reached or a stop is requested."""
         if self._length == 0:  # limit_train_batches=0
             return
         self._flushed_at = self._progress.micro_batches
         resumed, self._resumed = self._resumed, None
-        fresh = resumed is not None  # else what on_train_start logged belongs to the first epoch
+        reset_metrics = resumed is not None  # otherwise on_train_start has logged values of the first epoch
         if resumed is not None and resumed.get("asked_to_stop") is not None:
             self._stop.ask(resumed["asked_to_stop"])
-        while not self._finished() or (resumed is not None and resumed.get("left_after_last_step")):
-            if self._reload is not None:
-                self._reload(self._progress.epoch)
-            self._validation.begin_epoch(self._progress)
-            begins = self._progress.batch_idx == 0
-            if begins:
-                self._draws.settle()
-            begins = begins and not (resumed is not None and resumed.get("has_begun"))  # which earlier versions lack
-            self._steps_before = self._progress.global_step if begins else None
-            if begins:
-                self._metrics.enter("train", reset=fresh)
-                for hook in self._hooks.on_train_epoch_start:
-                    hook()
-                self._settle()
-            else:
-                self._metrics.enter("train", reset=False)  # resumed within an epoch
-                if resumed is not None and resumed["validation"] is not None:
-                    self._validation.load_state_dict(resumed["validation"], self._progress)
+        while not self._is_finished() or (resumed is not None and resumed.get("left_after_last_step")):
+            self._begin_epoch(resumed, reset_metrics)
             over = resumed is not None and resumed["data_is_over"]
-            fresh, resumed = True, None
-            opening = self._opening if self._opening is not None and self._opening.begin_epoch() else None
+            reset_metrics, resumed = True, None
+            snapshot = self._checkpointing.snapshot
+            if snapshot is not None and not snapshot.begin_epoch():
+                snapshot = None
             before = self._position.enter("training")
-            ended = self._train_epoch(opening, over)
+            ended = self._train_epoch(snapshot, over)
             self._position.leave(before)
-            over = ended is not EpochEnd.BACK and self._end_epoch(ended)
-            if self._saves.back is not None and not self._stop.leaving:
-                resumed = self._go_back(self._saves.back)
+            over = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
+            if self._requests.back is not None and not self._stop.leaving:
+                resumed = self._roll_back(self._requests.back)
             elif over:
                 return
 
-    def _go_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
-        """Let ``load`` put everything where it was at a checkpoint; return where the loop stood then."""
-        self._saves.back = None
-        load()
-        self._flushed_at = self._progress.micro_batches
-        self._stop.agree_anew("going back to an earlier checkpoint")
-        resumed, self._resumed = self._resumed, None
-        return resumed
-
-    def _finished(self) -> bool:
-        return self._limit_reached() is not None
-
-    def _limit_reached(self) -> str | None:
-        limits, progress = self._limits, self._progress
-        return limit_reached(limits.max_epochs, limits.max_steps, progress.epoch, progress.global_step)
-
-    def why_it_ended(self) -> list[str]:
-        """Return what ended `run`, in words: a limit, and who asked for it."""
-        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
-        asked = self._stop.reason if self._stop.requested else None
-        return reasons + [one for one in (self._limit_reached(), asked) if one is not None]
-
-    def _all_is_trained_on(self) -> bool:
-        progress, opening = self._progress, self._opening
-        went_back = opening is not None and opening.in_force
-        return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
-
-    def _train_epoch(self, opening: Opening | None, over: bool) -> EpochEnd:
-        """Train on one epoch's micro-batches.
+    def _begin_epoch(self, resumed: Mapping[str, Any] | None, reset_metrics: bool) -> None:
+        """Load the epoch's data and call the hooks that begin it, unless they were called before a resume.
 
         Args:
-            opening: of its windows, where they have several.
-            over: another run has trained on all of them.
+            resumed: the state of the run that is resumed; None after its first epoch.
+            reset_metrics: discard the values logged so far.
         """
-        progress, metrics, step, stop = self._progress, self._metrics, self._step, self._stop
+        if self._schedule.reload is not None:
+            self._schedule.reload(self._progress.epoch)
+        self._validation.begin_epoch(self._progress)
+        begins = self._progress.batch_idx == 0
+        if begins:
+            self._checkpointing.rng_replay.settle()
+        begins = begins and not (resumed is not None and resumed.get("has_begun"))  # absent from older checkpoints
+        self._steps_before = self._progress.global_step if begins else None
+        if begins:
+            self._metrics.enter("train", reset=reset_metrics)
+            for hook in self._hooks.on_train_epoch_start:
+                hook()
+            self._schedule.after_epoch_hooks()
+        else:
+            self._metrics.enter("train", reset=False)
+            if resumed is not None and resumed["validation"] is not None:
+                self._validation.load_state_dict(resumed["validation"], self._progress)
+
+    def _train_epoch(self, snapshot: Snapshot | None, over: bool) -> EpochEnd:
+        """Train on the micro-batches that are left of an epoch.
+
+        Args:
+            snapshot: the state at the start of a window; None if windows have one micro-batch.
+            over: a resumed run had trained on all of them.
+        """
+        progress, position, stop, step = self._progress, self._position, self._stop, self._step
+        metrics, validation, requests = self._metrics, self._validation, self._requests.waiting
         batch_start, batch_end = self._hooks.on_train_batch_start, self._hooks.on_train_batch_end
         max_steps, log_every = self._limits.max_steps, self._log_every
-        step_schedulers = self._schedulers.after_step if self._schedulers.has_step_schedulers else None
-        validation, waiting, position = self._validation, self._saves.waiting, self._position
-        joining: Joining | None = None
-        if progress.batch_idx == validation.next_at:  # saved just before it
-            self._draws.before_reading(validation.run)
-            ended = self._after_resumed_validation(over)
+        schedulers = self._schedule.schedulers
+        step_schedulers = schedulers.after_step if schedulers.has_step_schedulers else None
+        if progress.batch_idx == validation.next_at:  # the run was saved just before this validation
+            ended = self._resume_with_validation(over)
             if ended is not None:
                 return ended
         if over:
             return EpochEnd.DATA
-        micro_batches = self._watch.follow(self._micro_batches(progress.epoch, progress.batch_idx))
-        if self._made_its_last_step():
-            return EpochEnd.DATA if self._is_last(micro_batches) else EpochEnd.LIMIT
-        for micro in micro_batches:
-            batch, batch_idx = micro.batch, progress.batch_idx
-            position.batch_idx = batch_idx
-            position.weight = micro.weight
-            if micro.opens:
+        micro_batches = self._schedule.checks.follow(self._micro_batches(progress.epoch, progress.batch_idx))
+        if self._is_at_max_steps():
+            return self._end_at(EpochEnd.LIMIT, micro_batches)
+
+        # Each micro-batch is on the device and knows its share of the window, the micro-batches of an optimizer step.
+        for micro_batch in micro_batches:
+            batch, batch_idx, samples = micro_batch.batch, progress.batch_idx, micro_batch.samples
+            position.batch_idx, position.weight = batch_idx, micro_batch.weight
+            metrics.batch, metrics.samples = batch, samples
+            metrics.had_data = metrics.had_data or samples > 0
+            joining = None if samples else Joining(metrics)
+            if batch_start and self._skips_rest_of_epoch(batch_start, batch, batch_idx):
+                return self._drop_window(joining)
+            if micro_batch.opens:
                 progress.window = batch_idx, progress.samples_seen
-            metrics.batch = batch
-            metrics.samples = samples = micro.samples
-            if samples:
-                metrics.had_data = True
-            else:
-                joining = Joining(metrics)
-            if batch_start and self._told_to_skip(batch_start, batch, batch_idx):
-                step.drop_window()
-                progress.within_window = False
-                metrics.batch = None
-                if joining is not None:
-                    joining.end()
-                return EpochEnd.DATA
-            output = step.micro_batch(micro, batch_idx)
-            stepped = micro.closes and step.close_window(micro)
+                step.zero_grad()
+            output = step.forward_backward(micro_batch, batch_idx)
+            stepped = micro_batch.closes and step.clip_and_step(micro_batch)
             progress.batch_idx = batch_idx + 1
             progress.micro_batches += 1
-            progress.samples_seen += micro.total
-            progress.epoch_samples += micro.total
-            progress.within_window = not micro.closes
+            progress.samples_seen += micro_batch.total
+            progress.epoch_samples += micro_batch.total
+            progress.within_window = not micro_batch.closes
             if stepped:
                 progress.global_step += 1
                 if step_schedulers is not None:
@@ -338,144 +333,196 @@ class TrainLoop:
             metrics.batch = None
             if joining is not None:
                 joining.end()
-                joining = None
             if stepped and log_every and progress.global_step % log_every == 0:
                 self._flush()
-            if waiting and micro.closes:
-                self._saves.run()
-                if self._saves.back is not None:
-                    return EpochEnd.BACK
-            if progress.batch_idx == validation.next_at:
-                self._watch.before_validation()
-                validation.run()
-                if stop.leaving:
-                    return self._leave()
-                if waiting and micro.closes:
-                    self._saves.run()
-                    if self._saves.back is not None:
-                        return EpochEnd.BACK
+            if requests and micro_batch.closes and self._save_or_roll_back():
+                return EpochEnd.ROLLBACK
+            if progress.batch_idx == validation.next_at and (ended := self._validate(micro_batch.closes)):
+                return ended
             if stepped and progress.global_step == max_steps:
-                return EpochEnd.DATA if self._is_last(micro_batches) else EpochEnd.LIMIT
-            if not micro.closes:
-                if opening is not None and stop.leaves_here():
-                    return self._leave()
-                continue
-            # Asked after a window that made no step too: a run may never make one.
-            if stop.after_window(progress.global_step, progress.epoch):
-                if stop.leaving:
-                    return self._leave()
-                if stop.goes_on_later:
-                    self._save()
-                return EpochEnd.DATA if self._is_last(micro_batches) else EpochEnd.STOPPED
-            if opening is not None:
-                opening.take()
+                return self._end_at(EpochEnd.LIMIT, micro_batches)
+            if micro_batch.closes:  # even if no step was made: a run may never make one
+                if stop.after_window(progress.global_step, progress.epoch):
+                    return self._stop_within_epoch(micro_batches)
+                if snapshot is not None:
+                    snapshot.take()
+            elif snapshot is not None and stop.leaves_here():
+                return self._leave()
         return EpochEnd.DATA
 
-    def _after_resumed_validation(self, over: bool) -> EpochEnd | None:
-        """Do what comes between a validation and the next window; None where the epoch goes on."""
-        progress, stop = self._progress, self._stop
-        if not stop.leaving:
-            self._saves.run()
-            if self._saves.back is not None:
-                return EpochEnd.BACK
-            if self._made_its_last_step() or not stop.after_window(progress.global_step, progress.epoch):
-                return None
-        if stop.leaving:
-            return self._leave()
-        if stop.goes_on_later:
-            self._save()
-        over = over or self._is_last(self._micro_batches(progress.epoch, progress.batch_idx))
-        return EpochEnd.DATA if over else EpochEnd.STOPPED
-
-    def _made_its_last_step(self) -> bool:
-        return 0 <= self._limits.max_steps <= self._progress.global_step
-
-    def _leave(self) -> EpochEnd:
-        """Save the last whole step, and where the run stands within the epoch."""
-        if self._progress.within_window and self._opening is not None:
-            self._step.drop_window()
-            self._opening.go_back()
-        self._left_after_last_step = self._made_its_last_step()
-        self._stop.agree("leaving")  # a stop that another rank has asked for is not to be forgotten
-        if self._stop.requested:
-            self._asked_to_stop = self._stop.reason or ""
-        self._save()
-        return EpochEnd.LEFT
-
-    def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
-        """Whether the run, which ends here, has come to the end of the epoch's data as well."""
-        if self._progress.batch_idx != self._length or self._certain:
-            return self._progress.batch_idx == self._length
-        with kept_generators(self._draws.device):  # a run that goes on from here reads that batch again
-            return next(micro_batches, None) is None
-
-    def _told_to_skip(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
-        answers = [hook(batch, batch_idx) for hook in hooks]
-        if not any(isinstance(answer, int) and answer == -1 for answer in answers):
-            return False
-        # Nobody else would learn of it in time: those who go on wait in a collective, and are named.
-        purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
-        self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
-        return True
-
     def _end_epoch(self, ended: EpochEnd) -> bool:
-        """Validate where due, reduce what the epoch logged, tell the hooks; True ends the run."""
-        if ended is EpochEnd.LEFT:
+        """Validate if due, reduce the epoch's values and call the hooks; return whether the run ends."""
+        if ended is EpochEnd.PREEMPTED:
             return True
-        progress, metrics, hooks = self._progress, self._metrics, self._hooks
+        progress, metrics, hooks, schedule = self._progress, self._metrics, self._hooks, self._schedule
         if self._steps_before == progress.global_step:
-            self._say_idle()
-        self._tally.settle(progress.batch_idx)
-        self._draws.settle()
+            self._warn_of_no_step()
+        self._count.settle(progress.batch_idx)
+        self._checkpointing.rng_replay.settle()
         self._data_is_over = ended is EpochEnd.DATA
         if ended is not EpochEnd.LIMIT:
-            self._watch.before_validation()
+            schedule.checks.before_validation()
             self._validation.run_at_epoch_end(ended is EpochEnd.STOPPED, self._data_is_over)
             if self._stop.leaving:
                 self._leave()
                 return True
-            self._saves.run()
+            self._requests.run()
         results = self._reduce_epoch()
         for hook in hooks.early["on_train_epoch_end"]:
             hook()
         if hooks.early["on_train_epoch_end"]:
-            results = self._reduce_epoch()  # with what these hooks logged
+            results = self._reduce_epoch()  # includes what these hooks logged
         metrics.reset_metrics()
         if self._log_every and progress.micro_batches != self._flushed_at:
             self._reduce_steps()
-        if self._log is not None:
+        if self._reporting.log is not None:
             self._flush_epoch(results)
         for hook in hooks.late["on_train_epoch_end"]:
             hook()
-        self._watch.end(progress.epoch)
+        schedule.checks.end(progress.epoch)
         if ended is EpochEnd.DATA:
             progress.epoch += 1
             progress.batch_idx = progress.epoch_samples = 0
-            self._schedulers.after_epoch(progress.epoch)
+            schedule.schedulers.after_epoch(progress.epoch)
         self._data_is_over = False
-        self._saves.run()
+        self._requests.run()
         stop = self._stop
         stop.agree("the end of a training epoch")
         stopping = stop.after_epoch(progress.global_step, progress.epoch)
-        over = ended is not EpochEnd.DATA or self._finished()
-        if stop.leaving or (stopping and not over and stop.goes_on_later):
-            self._save()
+        over = ended is not EpochEnd.DATA or self._is_finished()
+        if stop.leaving or (stopping and not over and stop.saves_to_resume):
+            self._checkpointing.save()
         return stopping or over
 
-    def _say_idle(self) -> None:
-        if not self._said_idle and self._control.rank == 0:
+    # Endings
+
+    def _limit_reached(self) -> str | None:
+        limits, progress = self._limits, self._progress
+        return limit_reached(limits.max_epochs, limits.max_steps, progress.epoch, progress.global_step)
+
+    def _is_finished(self) -> bool:
+        return self._limit_reached() is not None
+
+    def _is_at_max_steps(self) -> bool:
+        return 0 <= self._limits.max_steps <= self._progress.global_step
+
+    def why_it_ended(self) -> list[str]:
+        """Return the reasons why `run` ended: a limit, a requested stop."""
+        reasons = ["limit_train_batches=0 leaves nothing to train on"] if self._length == 0 else []
+        requested = self._stop.reason if self._stop.requested else None
+        return reasons + [reason for reason in (self._limit_reached(), requested) if reason is not None]
+
+    def _is_data_over(self) -> bool:
+        progress, snapshot = self._progress, self._checkpointing.snapshot
+        went_back = snapshot is not None and snapshot.in_force
+        return self._exhausted() and progress.batch_idx > 0 and not progress.within_window and not went_back
+
+    def _skips_rest_of_epoch(self, hooks: Sequence[Callable[..., Any]], batch: Any, batch_idx: int) -> bool:
+        """Call ``on_train_batch_start``; return whether it returned -1 on every rank."""
+        answers = [hook(batch, batch_idx) for hook in hooks]
+        if not any(isinstance(answer, int) and answer == -1 for answer in answers):
+            return False
+        # A rank that continues waits in a collective of its step: the timeout makes this an error that names it.
+        purpose = f"the end of epoch {self._progress.epoch}: on_train_batch_start returned -1 for batch {batch_idx}"
+        self._control.agree(purpose, timeout=_SKIP_TIMEOUT)
+        return True
+
+    def _drop_window(self, joining: Joining | None) -> EpochEnd:
+        self._step.drop_window()
+        self._progress.within_window = False
+        self._metrics.batch = None
+        if joining is not None:
+            joining.end()
+        return EpochEnd.DATA
+
+    def _save_or_roll_back(self) -> bool:
+        """Write the requested checkpoints; return whether a return to an earlier one was requested instead."""
+        self._requests.run()
+        return self._requests.back is not None
+
+    def _validate(self, window_closed: bool) -> EpochEnd | None:
+        """Validate within the epoch; return why the epoch ends then, or None if it continues."""
+        self._schedule.checks.before_validation()
+        self._validation.run()
+        if self._stop.leaving:
+            return self._leave()
+        if window_closed and self._requests.waiting and self._save_or_roll_back():
+            return EpochEnd.ROLLBACK
+        return None
+
+    def _resume_with_validation(self, over: bool) -> EpochEnd | None:
+        """Run the validation that was due when the run was saved; return why the epoch ends, None if it continues."""
+        progress, stop = self._progress, self._stop
+        self._checkpointing.rng_replay.before_reading(self._validation.run)
+        if not stop.leaving:
+            if self._save_or_roll_back():
+                return EpochEnd.ROLLBACK
+            if self._is_at_max_steps() or not stop.after_window(progress.global_step, progress.epoch):
+                return None
+        if stop.leaving:
+            return self._leave()
+        if stop.saves_to_resume:
+            self._checkpointing.save()
+        if over:
+            return EpochEnd.DATA
+        return self._end_at(EpochEnd.STOPPED, self._micro_batches(progress.epoch, progress.batch_idx))
+
+    def _stop_within_epoch(self, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
+        """End the epoch after a window because a stop or a preemption was requested."""
+        if self._stop.leaving:
+            return self._leave()
+        if self._stop.saves_to_resume:
+            self._checkpointing.save()
+        return self._end_at(EpochEnd.STOPPED, micro_batches)
+
+    def _end_at(self, reason: EpochEnd, micro_batches: Iterator[MicroBatch]) -> EpochEnd:
+        """Return ``reason``, or `EpochEnd.DATA` if the epoch's data has ended as well."""
+        return EpochEnd.DATA if self._is_last(micro_batches) else reason
+
+    def _is_last(self, micro_batches: Iterator[MicroBatch]) -> bool:
+        if self._progress.batch_idx != self._length or self._certain:
+            return self._progress.batch_idx == self._length
+        with kept_generators(self._checkpointing.rng_replay.device):  # a resumed run reads that batch again
+            return next(micro_batches, None) is None
+
+    def _leave(self) -> EpochEnd:
+        """Save the run as of the last completed window, because of a preemption."""
+        if self._progress.within_window and self._checkpointing.snapshot is not None:
+            self._step.drop_window()
+            self._checkpointing.snapshot.go_back()
+        self._left_after_last_step = self._is_at_max_steps()
+        self._stop.agree("leaving")  # learns of a stop that another rank has requested, so that it is saved too
+        if self._stop.requested:
+            self._asked_to_stop = self._stop.reason or ""
+        self._checkpointing.save()
+        return EpochEnd.PREEMPTED
+
+    def _roll_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
+        """Restore an earlier checkpoint by ``load``; return the state of the loop that it contains."""
+        self._requests.back = None
+        load()
+        self._flushed_at = self._progress.micro_batches
+        self._stop.agree_after_pause("going back to an earlier checkpoint")
+        resumed, self._resumed = self._resumed, None
+        return resumed
+
+    def _warn_of_no_step(self) -> None:
+        if not self._warned_of_no_step and self._control.rank == 0:
             logger.warning(
                 "Training went through epoch %d without one optimizer step: every window's losses were None, its "
-                "weights zero, its gradients in fp16 not finite, or the step was left out by a hook. Said once.",
+                "weights zero, its gradients in fp16 not finite, or a hook skipped the step. Said once.",
                 self._progress.epoch,
             )
-        self._said_idle = True
+        self._warned_of_no_step = True
+
+    # Logging
 
     def _reduce_epoch(self) -> dict[str, torch.Tensor]:
+        lengths = self._reporting.lengths
         wanting, noticed = self._control.agree(
-            "the reduction of an epoch's values", self._metrics.wants_reduction(), self._lengths.noticed
+            "the reduction of an epoch's values", self._metrics.wants_reduction(), lengths.noticed
         )
-        self._lengths.settle(noticed)
+        lengths.settle(noticed)
         return self._metrics.reduce_epoch(together=wanting > 0 and self._control.world_size > 1)
 
     def _reduce_steps(self) -> None:
@@ -484,26 +531,26 @@ class TrainLoop:
 
     def _flush(self) -> None:
         self._reduce_steps()
-        if self._log is not None:
-            self._log(self._metrics.flush_steps())
-        if self._pacing is not None:
-            self._pacing.tell(self._progress.batch_idx)
+        if self._reporting.log is not None:
+            self._reporting.log(self._metrics.flush_steps())
+        if self._reporting.pacing is not None:
+            self._reporting.pacing.report(self._progress.batch_idx)
 
     def _flush_epoch(self, results: dict[str, torch.Tensor]) -> None:
-        assert self._log is not None
+        assert self._reporting.log is not None
         values: dict[str, torch.Tensor | float] = self._metrics.flush_steps() if self._log_every else {}
-        wanted = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
-        values.update({name: float(value) for name, value in results.items() if name in wanted})
+        names = {entry.epoch_name for entry in self._metrics.entries.values() if entry.logger and entry.on_epoch}
+        values.update({name: float(value) for name, value in results.items() if name in names})
         if values:
-            self._log(values)
+            self._reporting.log(values)
 
 
 def detached(output: Any) -> Any:
-    """What ``on_train_batch_end`` gets of what ``training_step`` returned: nothing in it holds on to the graph."""
+    """Return the outputs that ``on_train_batch_end`` receives: the result of ``training_step``, detached."""
     if isinstance(output, torch.Tensor):
         return {"loss": output.detach()}
-    return {} if output is None else map_tensors(output, _without_graph)
+    return {} if output is None else map_tensors(output, _detach)
 
 
-def _without_graph(value: Any) -> Any:
+def _detach(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""What trains may change within a run: noticed as a window opens, agreed on by the ranks, told to the strategy."""
+"""Detects when parameters are frozen, unfrozen or added during a run, and lets the strategy adapt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _CHANGE_TIMEOUT = timedelta(seconds=30)
-"""A rank on which nothing changed does not come: it waits in a collective of its step, and is named."""
+"""A rank without a change waits in a collective of its step instead; after this time the error names it."""
 
 _FIXED_SCHEDULERS = (
     lr_scheduler.LambdaLR,
@@ -36,40 +36,39 @@ _FIXED_SCHEDULERS = (
     lr_scheduler.SequentialLR,
     SWALR,
 )
-"""Those that raise at their next step once their optimizer has a group more (torch 2.13)."""
+"""Schedulers whose next step fails after their optimizer got another group (torch 2.13)."""
 
 
 class Trainables:
-    """Watches what trains in a module, and in which groups of its optimizers.
+    """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    Whether anything changed is asked as each window opens, by comparing ``tuple(map(TRAINS, parameters))`` with
-    ``flags``: that is no Python call. Layers that are created, and groups that are added, say so themselves
-    (``touched``).
+    As each window opens, ``tuple(map(TRAINS, parameters))`` is compared with ``flags``, which needs no Python call.
+    New layers and parameter groups set ``touched``.
 
     Args:
-        module: as the strategy holds it, just wrapped.
-        strategy: is told of a change between windows.
+        module: the module, wrapped by the strategy.
+        strategy: the strategy, which adapts to a change between windows.
     """
 
     __slots__ = (
-        "_aside",
+        "_frozen_by_strategy",
         "_groups",
         "_handles",
-        "_known",
         "_module",
         "_optimizers",
         "_patched",
+        "_recorded",
         "_resuming",
         "_schedulers",
         "_strategy",
-        "_told",
+        "_warned",
+        "checks_each_window",
         "flags",
-        "holds",
-        "open",
         "parameters",
+        "refuses_in_window",
         "touched",
         "trained",
-        "watches",
+        "window_open",
     )
 
     def __init__(self, module: TrainModule, strategy: Strategy) -> None:
@@ -78,40 +77,40 @@ class Trainables:
         self._optimizers: Sequence[Optimizer] = ()
         self._schedulers: Sequence[SchedulerConfig] = ()
         self._groups: Groups = ()
-        self._aside: set[str] = set()
-        self._told: set[str] = set()
+        self._frozen_by_strategy: set[str] = set()
+        self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._patched: list[Optimizer] = []
         self._resuming = False
-        self.watches = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
-        """Whether the strategy wants to know of changes; else what is asked once an epoch will do."""
-        self.holds = self.watches
-        """Whether nothing may change in an open window."""
-        self.open = False
-        """Whether a window is: from its first forward until ``on_before_optimizer_step`` begins."""
+        self.checks_each_window = strategy.world_size > 1 or is_overridden("trainable_changed", strategy, Strategy)
+        """Whether changes are checked in each window because the strategy depends on them; otherwise once an epoch."""
+        self.refuses_in_window = self.checks_each_window
+        """Whether changes within an open window are refused."""
+        self.window_open = False
+        """Whether a window is open: from its first forward until ``on_before_optimizer_step``."""
         self.touched = False
-        """Whether a layer was created, or a group added, since the last look."""
+        """Whether a layer was created or a group added since the last check."""
         self.trained: set[str] = set()
-        """The names of what trains, or has trained."""
-        self._note()
+        """The names of the parameters that train or have trained."""
+        self._record()
 
     def begin(self, optimizers: Sequence[Optimizer], schedulers: Sequence[SchedulerConfig]) -> None:
-        """Watch from here on, until `end`, what is created and added.
+        """Track new layers and parameter groups until `end`.
 
         Args:
-            optimizers: as the strategy steps them.
-            schedulers: of their learning rates.
+            optimizers: the optimizers, as the strategy steps them.
+            schedulers: their learning rate schedulers.
         """
         self._optimizers, self._schedulers = optimizers, schedulers
-        self._groups = self._groups_now()
+        self._groups = self._current_groups()
         for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-            self._handles.append(register(self._created))
+            self._handles.append(register(self._on_created))
         for optimizer in optimizers:
             self._patched.append(optimizer)
-            optimizer.__dict__["add_param_group"] = self._adding(optimizer)
+            optimizer.__dict__["add_param_group"] = self._checked_add_param_group(optimizer)
 
     def end(self) -> None:
-        """Leave no trace."""
+        """Remove the hooks that `begin` installed."""
         for handle in self._handles:
             handle.remove()
         for optimizer in self._patched:
@@ -121,16 +120,16 @@ class Trainables:
     # Between windows
 
     def settle(self) -> None:
-        """Tell the strategy what has changed, once all ranks agree on it; nothing where nothing has. Collective.
+        """Let the strategy adapt to changes, after all ranks have agreed on them. Collective if there are any.
 
         Raises:
-            DistributedError: the ranks differ; names them.
-            ConfigurationError: the strategy cannot take the change.
+            DistributedError: the changes differ between ranks; names them.
+            ConfigurationError: the strategy does not support the change.
         """
         self.touched = False
         strategy = self._strategy
         now = strategy.named_parameters()
-        change = Change.between(self._known, now, self._groups, self._groups_now())
+        change = Change.between(self._recorded, now, self._groups, self._current_groups())
         if not change:
             return
         if strategy.world_size > 1:
@@ -138,138 +137,146 @@ class Trainables:
         strategy.trainable_changed(self._module)
         if strategy.rank == 0:
             logger.info("What trains has changed: %s.", change)
-        self._note()
-        self._groups = self._groups_now()
-        self.tell_unheld(self._optimizers)
+        self._record()
+        self._groups = self._current_groups()
+        self.warn_of_unoptimized(self._optimizers)
 
     def refuse_within(self, unfrozen_only: bool = False, toggles: bool = False) -> None:
-        """Refuse what has changed since the window opened, if anything did.
+        """Raise an error if parameters have changed since the window opened.
 
         Args:
-            unfrozen_only: let pass what does not train for a while (a toggled optimizer).
-            toggles: it may be a toggle that was left open.
+            unfrozen_only: accept parameters that were frozen, as by a toggled optimizer.
+            toggles: mention in the error that an optimizer may have been left toggled.
 
         Raises:
-            ConfigurationError: names the parameters.
+            ConfigurationError: parameters have changed; names them.
         """
         strategy = type(self._strategy).__name__
         if self.touched:
             now = self._strategy.named_parameters()
-            created = [name for name, one in now.items() if name not in self._known or self._known[name][0] is not one]
+            recorded = self._recorded
+            created = [name for name, value in now.items() if name not in recorded or recorded[name][0] is not value]
             if created:
                 raise created_within_window(created, strategy)
-        names = {id(one): name for name, (one, _) in self._known.items()}
-        found = [
-            names[id(one)]
-            for one, trained in zip(self.parameters, self.flags, strict=True)
-            if one.requires_grad != trained and (one.requires_grad or not unfrozen_only)
+        names = {id(parameter): name for name, (parameter, _) in self._recorded.items()}
+        changed = [
+            names[id(parameter)]
+            for parameter, trained in zip(self.parameters, self.flags, strict=True)
+            if parameter.requires_grad != trained and (parameter.requires_grad or not unfrozen_only)
         ]
-        if found:
-            raise changed_within_window(found, strategy, toggles)
+        if changed:
+            raise changed_within_window(changed, strategy, toggles)
 
-    def tell_unheld(self, optimizers: Sequence[Optimizer]) -> None:
-        """Name, once, what trains and is in no optimizer."""
-        held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-        named = self._strategy.named_parameters().items()
-        names = [name for name, one in named if one.requires_grad and id(one) not in held and name not in self._told]
-        self._told.update(names)
+    def warn_of_unoptimized(self, optimizers: Sequence[Optimizer]) -> None:
+        """Warn, once for each, of trainable parameters that are in no optimizer."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
+        names = [
+            name
+            for name, parameter in self._strategy.named_parameters().items()
+            if parameter.requires_grad and id(parameter) not in optimized and name not in self._warned
+        ]
+        self._warned.update(names)
         if names and optimizers and self._strategy.rank == 0:
             logger.warning(
-                "%d trainable parameter(s) are in no optimizer: %s. They get gradients, and nobody steps on them: give "
-                "them to an optimizer (optimizer.add_param_group), or freeze them. Said once.",
+                "%d trainable parameter(s) are in no optimizer: %s. They get gradients that are never used: add them "
+                "to an optimizer (optimizer.add_param_group), or freeze them. Said once.",
                 len(names),
                 listed(names),
             )
 
-    # What a checkpoint keeps
+    # State of a checkpoint
 
-    def set_aside(self, before: Mapping[str, tuple[torch.nn.Parameter, bool]]) -> None:
-        """Take for no change what the strategy did in ``setup_optimizers``, and for trainable what it froze there.
+    def accept_strategy_changes(self, before: Mapping[str, tuple[torch.nn.Parameter, bool]]) -> None:
+        """Accept what the strategy changed in ``setup_optimizers``; what it froze there counts as trainable.
 
         Args:
-            before: what `present` gave just before it.
+            before: the result of `present` just before ``setup_optimizers``.
         """
         after = self.present()
-        changed = {name for name, (one, trains) in after.items() if before.get(name) != (one, trains)}
-        self._aside = {name for name in changed if name in before and before[name][1] and not after[name][1]}
-        self._known.update((name, after[name]) for name in changed)
-        self._list()
+        changed = {name for name, state in after.items() if before.get(name) != state}
+        self._frozen_by_strategy = {
+            name for name in changed if name in before and before[name][1] and not after[name][1]
+        }
+        self._recorded.update((name, after[name]) for name in changed)
+        self._update_flags()
 
     def present(self) -> dict[str, tuple[torch.nn.Parameter, bool]]:
-        """Every parameter by name, and whether it trains."""
-        return {name: (one, one.requires_grad) for name, one in self._strategy.named_parameters().items()}
+        """Return every parameter by name, and whether it trains."""
+        named = self._strategy.named_parameters().items()
+        return {name: (parameter, parameter.requires_grad) for name, parameter in named}
 
     def frozen(self) -> list[str]:
-        """The names of what does not train, as the user has it."""
+        """Return the names of the parameters that the user has frozen, without those that the strategy froze."""
         return [
             name
-            for name, one in self._strategy.named_parameters().items()
-            if not one.requires_grad and name not in self._aside
+            for name, parameter in self._strategy.named_parameters().items()
+            if not parameter.requires_grad and name not in self._frozen_by_strategy
         ]
 
-    def keep_frozen(self, names: Iterable[str], where: str | None) -> None:
-        """Let everything train but ``names``, as in the run that goes on.
+    def freeze_as_saved(self, names: Iterable[str], where: str | None) -> None:
+        """Freeze ``names`` and unfreeze all other parameters, as they were in the run that is resumed.
 
         Args:
-            names: what was frozen when it was saved.
-            where: whose freezing is undone, for the message; None says nothing.
+            names: the parameters that were frozen when the run was saved.
+            where: the hook whose changes are undone, for a warning; None for no warning.
         """
-        undone = restore_frozen(self._strategy.named_parameters(), {*names, *self._aside})
+        undone = freeze_only(self._strategy.named_parameters(), {*names, *self._frozen_by_strategy})
         if undone and where is not None and self._strategy.rank == 0:
             logger.warning(
-                "%s froze or unfroze %d parameter(s): %s. The run goes on from a checkpoint, with what trained in it: "
-                "that was undone.",
+                "%s froze or unfroze %d parameter(s): %s. This was undone: a resumed run trains the parameters that "
+                "trained in its checkpoint.",
                 where,
                 len(undone),
                 listed(undone),
             )
 
-    def resuming(self, value: bool) -> None:
-        """Whether hooks that begin a resumed run are called: groups that they add are there already."""
+    def set_resuming(self, value: bool) -> None:
+        """Set whether hooks at the start of a resumed run are being called, whose groups are restored already."""
         self._resuming = value
 
-    # What says so itself
+    # Notifications of new layers and groups
 
-    def _created(self, module: Any, name: str, value: Any) -> None:
+    def _on_created(self, module: Any, name: str, value: Any) -> None:
         self.touched = True
 
-    def _adding(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
+    def _checked_add_param_group(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], None]:
         add = type(optimizer).add_param_group
 
         def add_param_group(param_group: dict[str, Any]) -> None:
             strategy, module = self._strategy, self._module
             group = dict(param_group)
-            given = group["params"]
-            given = [given] if isinstance(given, torch.Tensor) else list(given)
-            group["params"] = given
-            tensors = [one[1] if isinstance(one, tuple) else one for one in given]
-            held = {id(one) for other in optimizer.param_groups for one in other["params"]}
-            if self._resuming and tensors and all(id(one) in held for one in tensors):
+            params = group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            group["params"] = params
+            tensors = [param[1] if isinstance(param, tuple) else param for param in params]
+            present = {id(param) for other in optimizer.param_groups for param in other["params"]}
+            if self._resuming and tensors and all(id(tensor) in present for tensor in tensors):
                 if strategy.rank == 0:
                     logger.warning(
-                        "A group of %d parameter(s) was added that the checkpoint brought already: it is not added "
-                        "again.",
+                        "A group of %d parameter(s) was added that was restored from the checkpoint already: it "
+                        "is not added again.",
                         len(tensors),
                     )
                 return
-            if self.open and self.holds:
+            if self.window_open and self.refuses_in_window:
                 raise ConfigurationError(
                     "add_param_group within training_step or an open accumulation window.",
-                    f"{type(strategy).__name__} exchanges the gradients of what trained when the window opened.",
+                    f"{type(strategy).__name__} exchanges gradients of what trained when the window opened.",
                     "add it between windows: in on_train_epoch_start, on_before_optimizer_step or later.",
                 )
             strategy.adding_group(optimizer)
-            self._refuse_schedulers(optimizer)
+            self._check_schedulers(optimizer)
             before = len(optimizer.param_groups)
             if (
                 before
                 and "param_names" in optimizer.param_groups[0]
-                and all(isinstance(one, torch.Tensor) for one in given)
+                and all(isinstance(param, torch.Tensor) for param in params)
             ):
-                # Built of named parameters, it takes no group without names.
-                names = {id(one): name for name, one in strategy.named_parameters().items()}
-                if all(id(one) in names for one in given):
-                    group["params"] = [(names[id(one)], one) for one in given]
+                # An optimizer that was built from named parameters refuses a group without names.
+                names = {id(parameter): name for name, parameter in strategy.named_parameters().items()}
+                if all(id(param) in names for param in params):
+                    group["params"] = [(names[id(param)], param) for param in params]
             add(optimizer, group)
             try:
                 strategy.adopt_parameters([optimizer])
@@ -281,56 +288,56 @@ class Trainables:
 
         return add_param_group
 
-    def _refuse_schedulers(self, optimizer: Optimizer) -> None:
+    def _check_schedulers(self, optimizer: Optimizer) -> None:
         for config in self._schedulers:
-            for scheduler in _and_those_within(config.scheduler):
+            for scheduler in _with_inner_schedulers(config.scheduler):
                 if _is_fixed(scheduler) and getattr(scheduler, "optimizer", None) is optimizer:
                     raise ConfigurationError(
                         f"add_param_group on {type(optimizer).__name__}, whose scheduler is a "
                         f"{type(scheduler).__name__}.",
-                        "it keeps a value for each group of when it was built: torch fails at its next step.",
-                        "give the optimizer the group from the start, since what is frozen is left alone; or use one "
-                        "that goes by the groups' present rates: StepLR, ExponentialLR, LinearLR.",
+                        "it holds a value for each group that existed when it was built: torch fails at its next step.",
+                        "give the optimizer the group from the start, since frozen parameters are not updated; or use "
+                        "a scheduler that works on the groups' current rates: StepLR, ExponentialLR, LinearLR.",
                     )
 
-    # What is known
+    # The recorded state
 
-    def _note(self) -> None:
-        self._known = self.present()
-        self._list()
+    def _record(self) -> None:
+        self._recorded = self.present()
+        self._update_flags()
 
-    def _list(self) -> None:
-        self.parameters = tuple(one for one, _ in self._known.values())
-        self.flags = tuple(trained for _, trained in self._known.values())
-        self.trained |= {name for name, (_, trained) in self._known.items() if trained}
+    def _update_flags(self) -> None:
+        self.parameters = tuple(parameter for parameter, _ in self._recorded.values())
+        self.flags = tuple(trained for _, trained in self._recorded.values())
+        self.trained |= {name for name, (_, trained) in self._recorded.items() if trained}
 
-    def _groups_now(self) -> Groups:
-        names = {id(one): name for name, one in self._strategy.named_parameters().items()}
+    def _current_groups(self) -> Groups:
+        names = {id(parameter): name for name, parameter in self._strategy.named_parameters().items()}
         return tuple(
-            tuple(tuple(names.get(id(one), "?") for one in group["params"]) for group in optimizer.param_groups)
+            tuple(tuple(names.get(id(param), "?") for param in group["params"]) for group in optimizer.param_groups)
             for optimizer in self._optimizers
         )
 
 
-def restore_frozen(named: Mapping[str, torch.nn.Parameter], frozen: set[str]) -> list[str]:
-    """Let everything train but what is ``frozen``; return the names of what was changed."""
-    undone = [
+def freeze_only(named: Mapping[str, torch.nn.Parameter], frozen: set[str]) -> list[str]:
+    """Freeze the parameters named in ``frozen`` and unfreeze all others; return the names of those that changed."""
+    changed = [
         name
-        for name, one in named.items()
-        if one.requires_grad == (name in frozen) and (one.is_floating_point() or one.is_complex())
+        for name, parameter in named.items()
+        if parameter.requires_grad == (name in frozen) and (parameter.is_floating_point() or parameter.is_complex())
     ]
-    for name in undone:
+    for name in changed:
         named[name].requires_grad_(name not in frozen)
-    return undone
+    return changed
 
 
 def _is_fixed(scheduler: Any) -> bool:
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
-        return getattr(scheduler, "default_min_lr", 0.0) is None  # min_lr is a list, of a number a group
+        return getattr(scheduler, "default_min_lr", 0.0) is None  # min_lr is a list with a number for each group
     return isinstance(scheduler, _FIXED_SCHEDULERS)
 
 
-def _and_those_within(scheduler: Any) -> Iterator[Any]:
+def _with_inner_schedulers(scheduler: Any) -> Iterator[Any]:
     yield scheduler
     for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _and_those_within(inner)
+        yield from _with_inner_schedulers(inner)

@@ -1,37 +1,33 @@
-"""Evaluating in company: ranks whose data ended keep those company that have more, where a forward is collective."""
+"""Evaluation with different numbers of batches on each rank, under a strategy whose forward is collective."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
+from drivetrain._loops.windows import Batches
 from drivetrain.data._batch_copies import own_containers
 from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.data._sharding import Share
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.strategy import Strategy
 
-Pairs = Iterator[tuple[Any, Share]]
 
-
-def until_all_are_through(pairs: Pairs, strategy: Strategy) -> Pairs:
-    """Go on, joining with the last batch, while any rank has data: one small exchange for each micro-batch."""
+def until_all_ranks_finish(batches: Batches, strategy: Strategy) -> Batches:
+    """Yield ``batches``, then repeat the last one, joining, while any rank has data: one small all-reduce a batch."""
     control, last = strategy.control, NO_BATCH
     while True:
-        pair = next(pairs, None)
-        (having,) = control.all_reduce_async(torch.tensor([float(pair is not None)])).wait().tolist()
-        if not having:
+        pair = next(batches, None)
+        (ranks,) = control.all_reduce_async(torch.tensor([float(pair is not None)])).wait().tolist()
+        if not ranks:
             return
         if pair is not None:
-            last = own_containers(pair[0])  # before the step takes it apart
+            last = own_containers(pair[0])  # before the step modifies it
             yield pair
         elif last is not NO_BATCH:
-            yield own_containers(last), Share(0, None, True, start=-1)  # nothing of its own
+            yield own_containers(last), Share(0, None, True, start=-1)  # -1: not a batch of the loader
         else:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch at all from a loader of which other ranks have some.",
-                "every rank takes part in each forward under this strategy, and without a batch it cannot.",
+                "under this strategy every rank takes part in each forward, which it cannot without a batch.",
                 "split the data so that every rank gets at least one batch.",
             )

@@ -1,4 +1,4 @@
-"""Micro-batches that must leave no trace: a rank without data keeps the others company."""
+"""Micro-batches without side effects: a rank without data runs them so that its collectives match the other ranks'."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from drivetrain._metrics.metric_objects import metric_state, set_metric_state
 from drivetrain._metrics.metric_store import MetricStore
 
 
-class Muted:
-    """From here until `end` nothing is logged; afterwards metric objects are as before.
+class LoggingPaused:
+    """Discards logged values from its creation until `end`, which also restores the state of metric objects.
 
     Args:
-        metrics: where steps and hooks log.
+        metrics: the logged values.
     """
 
     __slots__ = ("_joining", "_metrics", "_muted", "_states")
@@ -28,16 +28,16 @@ class Muted:
         metrics.muted = True
 
     def end(self) -> None:
-        """Log again what is logged."""
+        """Resume logging."""
         self._metrics.muted, self._metrics.joining = self._muted, self._joining
         for metric, state in self._states:
             set_metric_state(metric, state)
 
 
-class Joining(Muted):
-    """A micro-batch for which this rank has no data, its hooks included, from here until `end`.
+class Joining(LoggingPaused):
+    """A micro-batch that this rank joins without data, hooks included: from its creation until `end`.
 
-    Meanwhile ``trainer.joining`` is true, and the micro-batch is `Muted`.
+    Meanwhile ``trainer.joining`` is true and logged values are discarded.
     """
 
     __slots__ = ()
@@ -48,50 +48,49 @@ class Joining(Muted):
 
 
 @contextmanager
-def leaving_no_trace(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
-    """Within it this rank joins, and afterwards buffers are as before too, the same tensors with the same values.
+def without_side_effects(module: nn.Module, metrics: MetricStore) -> Iterator[None]:
+    """Run a step that this rank only joins: logged values are discarded, and buffers are restored at the end.
 
-    They are put back after the step alone: a hook that keeps an average of the weights, say, follows the optimizer's
-    step on every rank.
+    Only the step's effect on buffers is undone. Hooks keep theirs: one that averages weights, for example, must follow
+    the optimizer's step on every rank.
     """
     joining = None if metrics.joining else Joining(metrics)
-    buffers = Buffers(module)
+    buffers = BufferSnapshot(module)
     try:
         yield
     finally:
-        buffers.put_back()
+        buffers.restore()
         if joining is not None:
             joining.end()
 
 
-class Buffers:
-    """A module's buffers as they are now, to be put back: the same tensors with the same values.
+class BufferSnapshot:
+    """A copy of a module's buffers.
 
     Args:
-        module: whose.
+        module: the module.
     """
 
-    __slots__ = ("_places", "_values")
+    __slots__ = ("_by_layer", "_values")
 
     def __init__(self, module: nn.Module) -> None:
         self._values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        # A step may write into a buffer, or put another tensor in its place (`self.count = self.count + 1`).
-        self._places = [(child, dict(child._buffers)) for child in module.modules()]
+        # A step may write into a buffer, or replace it by another tensor (`self.count = self.count + 1`).
+        self._by_layer = [(layer, dict(layer._buffers)) for layer in module.modules()]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Let the module have them again, and no others."""
+    def restore(self) -> None:
+        """Put back the same tensors with the same values, and remove buffers that were added since."""
         for buffer, before in self._values:
             buffer.copy_(before)
-        for child, buffers in self._places:
-            _put_back(child, buffers)
+        for layer, buffers in self._by_layer:
+            _restore(layer, buffers)
 
 
-def _put_back(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    """Let ``module`` have these buffers and no others."""
-    for name in [*module._buffers]:
+def _restore(layer: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    for name in [*layer._buffers]:
         if name not in buffers:
-            delattr(module, name)
+            delattr(layer, name)
     for name, buffer in buffers.items():
-        if name not in module._buffers or module._buffers[name] is not buffer:
-            module._buffers[name] = buffer
+        if name not in layer._buffers or layer._buffers[name] is not buffer:
+            layer._buffers[name] = buffer

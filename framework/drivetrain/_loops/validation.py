@@ -1,4 +1,4 @@
-"""When validation runs within training."""
+"""The schedule of validation within training."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ logger = logging.getLogger("drivetrain")
 
 
 class ValidationPlan:
-    """Knows after which micro-batches to validate.
+    """Decides after which micro-batches to validate, and runs the validation.
 
     Args:
-        validate: runs validation; None where there is nothing to validate.
-        interval: an int counts micro-batches, a float is a part of an epoch; None validates at an epoch's end.
-        every_n_epochs: validate in every n-th epoch only; None lets ``interval`` count on over epochs.
-        length: micro-batches that an epoch should have; None where nothing says.
-        stop: asked after a validation run, at which early stopping may have made up its mind.
-        metrics: goes back to training afterwards.
-        tells: whether this rank says what is amiss.
-        changes: whether epochs have other data later, and other lengths.
+        validate: runs a validation; None if there is no validation data.
+        interval: an int is a number of micro-batches, a float a fraction of an epoch; None for the end of an epoch.
+        every_n_epochs: validate in every n-th epoch only; with None ``interval`` counts across epochs.
+        length: micro-batches of an epoch; None if unknown.
+        stop: the requests to stop, exchanged after a validation, in which early stopping may have made one.
+        metrics: the logged values, switched back to training after a validation.
+        warns: whether this rank warns.
+        reloads: later epochs may have other data, of another length.
 
     Raises:
-        ConfigurationError: the interval does not fit the epoch.
+        ConfigurationError: the interval is longer than an epoch, or a fraction of an unknown length.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class ValidationPlan:
         length: int | None,
         stop: StopRequest,
         metrics: MetricStore,
-        tells: bool,
-        changes: bool,
+        warns: bool,
+        reloads: bool,
     ) -> None:
-        self._wanted = interval
+        self._requested = interval
         self._every_n_epochs = every_n_epochs
         self._stop = stop
         self._metrics = metrics
-        self._is_part = isinstance(interval, float)
-        self._tells = tells
-        self._said_longer = False
-        if changes:  # a run may go on within an epoch that is shorter than its first one
+        self._is_fraction = isinstance(interval, float)
+        self._warns = warns
+        self._warned_of_interval = False
+        if reloads:  # the epoch in which a run resumes may be shorter than its first one
             self.renew(validate, length)
         else:
             self._set(validate, length, _in_micro_batches(interval, every_n_epochs, length) if validate else None)
@@ -56,114 +56,119 @@ class ValidationPlan:
         self._progress: Progress | None = None
         self._ran_at = -1
         self.next_at = -1
-        """The count of the epoch's micro-batches after which to call `run`; -1 for never."""
+        """The number of the epoch's micro-batches after which to call `run`; -1 for none."""
 
     def renew(self, validate: Callable[[], object] | None, length: int | None) -> None:
-        """Go by other data from here on, between two epochs. An interval that has become too long is the epoch's."""
-        wanted = self._wanted
-        if validate is not None and self._every_n_epochs is not None and type(wanted) is int and length is not None:
-            if wanted > length and self._tells and not self._said_longer:
-                self._said_longer = True
+        """Use other data from the next epoch on. An interval longer than the new epoch means its end."""
+        interval = self._requested
+        if validate is not None and self._every_n_epochs is not None and type(interval) is int and length is not None:
+            if interval > length and self._warns and not self._warned_of_interval:
+                self._warned_of_interval = True
                 logger.warning(
-                    "val_check_interval=%d is more than the %d micro-batches that an epoch has by now: validation runs "
+                    "val_check_interval=%d is more than the %d micro-batches that an epoch has now: validation runs "
                     "at its end. Said once.",
-                    wanted,
+                    interval,
                     length,
                 )
-            wanted = min(wanted, length)
-        interval = None if validate is None else _in_micro_batches(wanted, self._every_n_epochs, length)
-        self._set(validate, length, interval)
+            interval = min(interval, length)
+        batches = None if validate is None else _in_micro_batches(interval, self._every_n_epochs, length)
+        self._set(validate, length, batches)
 
     def _set(self, validate: Callable[[], object] | None, length: int | None, interval: int | None) -> None:
         self._validate = validate
         self._interval = interval
-        self._tells_short = self._tells and length is None
+        self._warns_if_short = self._warns and length is None
         self._length = length
 
     def begin_epoch(self, progress: Progress) -> None:
-        """Look ahead into the epoch that starts or goes on."""
+        """Schedule the first validation of an epoch that begins or is resumed."""
         self.next_at = -1
         self._progress = progress
         every = self._every_n_epochs
         self._due = self._validate is not None and (every is None or (progress.epoch + 1) % every == 0)
         if self._due:
-            self._look_ahead(progress)
+            self._schedule_next(progress)
 
     def state_dict(self) -> dict[str, int]:
-        """Return when validation ran last, and when it comes next within this epoch."""
+        """Return when validation last ran, and when it runs next within this epoch."""
         return {"ran_at": self._ran_at, "next_at": self.next_at}
 
     def load_state_dict(self, state: Mapping[str, int], progress: Progress) -> None:
-        """Take back what `state_dict` returned, after `begin_epoch`: a validation that was due is still due."""
+        """Restore the state after `begin_epoch`; a validation that was due when it was saved is due now."""
         self._ran_at = state["ran_at"]
         if self.next_at != -1:
-            self._look_ahead(progress)  # past what ran within the window that the saved run left
+            self._schedule_next(progress)  # skips a validation that ran within the open window
         if self.next_at != -1 and state["next_at"] == progress.batch_idx:
             self.next_at = state["next_at"]
 
     def run(self) -> None:
-        """Validate now, within an epoch. All ranks may leave before its end: see the stop request."""
+        """Validate now, within an epoch. A preemption may end the validation early, on all ranks."""
         assert self._validate is not None
         assert self._progress is not None
-        before, self._ran_at = self._ran_at, self._progress.micro_batches
+        last_run, self._ran_at = self._ran_at, self._progress.micro_batches
         try:
             self._validate()
         except BaseException:
-            self._ran_at = before  # it has not ended, and is still due
+            self._ran_at = last_run  # it did not finish, and is still due
             raise
         self._metrics.enter("train", reset=False)
         if self._stop.leaving:
-            self._ran_at = before
+            self._ran_at = last_run
             return
-        self._stop.agree_anew("the end of a validation run")
-        self._look_ahead(self._progress)
+        self._stop.agree_after_pause("the end of a validation run")
+        self._schedule_next(self._progress)
 
     def run_at_epoch_end(self, stopping: bool, data_over: bool) -> None:
-        """Validate after an epoch's data, or as the run stops early, if it is due then."""
+        """Validate at an epoch's end if it is due.
+
+        Args:
+            stopping: the run ends early, within the epoch.
+            data_over: the epoch's data has ended.
+        """
         assert self._progress is not None
-        if data_over and self._tells_short and self._due:
-            self._tell_short(self._progress)
+        if data_over and self._warns_if_short and self._due:
+            self._warn_of_short_epoch(self._progress)
         due = self._due and (self._interval is None or stopping or self._is_missed())
-        # A stop that this very validation asked for is no reason for another one.
+        # A stop that was requested in a validation is no reason to repeat it.
         if due and self._ran_at != self._progress.micro_batches:
             self.run()
 
-    def _tell_short(self, progress: Progress) -> None:
-        """Say once that an epoch, whose length nobody knew before, was too short for its interval."""
+    def _warn_of_short_epoch(self, progress: Progress) -> None:
+        """Warn once that an epoch of unknown length was shorter than the interval."""
         if self._every_n_epochs is None or self._interval is None or self.next_at != self._interval:
             return
-        self._tells_short = False
+        self._warns_if_short = False
         logger.warning(
-            "Epoch %d ended after %d micro-batches without a validation: val_check_interval=%d counts them anew "
-            "in each epoch, and nothing told before how many there are. Lower it, or set check_val_every_n_epoch=None "
-            "to count on over epochs; val_check_interval=1.0 validates at the end of each. Said once.",
+            "Epoch %d ended after %d micro-batches without a validation: val_check_interval=%d counts from the start "
+            "of each epoch, and the loader has no length. Lower it, or set check_val_every_n_epoch=None to count "
+            "across epochs; val_check_interval=1.0 validates at the end of each. Said once.",
             progress.epoch,
             progress.batch_idx,
             self._interval,
         )
 
-    def _look_ahead(self, progress: Progress) -> None:
+    def _schedule_next(self, progress: Progress) -> None:
         if self._interval is not None:
             done = progress.micro_batches if self._every_n_epochs is None else progress.batch_idx
-            ahead = self._interval - done % self._interval
-            while progress.micro_batches + ahead <= self._ran_at:
-                ahead += self._interval
-            self.next_at = progress.batch_idx + ahead
+            remaining = self._interval - done % self._interval
+            while progress.micro_batches + remaining <= self._ran_at:
+                remaining += self._interval
+            self.next_at = progress.batch_idx + remaining
 
     def _is_missed(self) -> bool:
-        """Whether the data ended before a validation to which, by its length, the epoch would have come."""
-        if self._every_n_epochs is None:  # it counts on into the next epoch, where it comes
+        """Return whether the data ended before a validation that the epoch's length had promised."""
+        if self._every_n_epochs is None:  # it counts across epochs, and runs in the next one
             return False
         if self._length is None or not -1 < self.next_at <= self._length:
             return False
-        # What counts micro-batches has had those that there are, unless it had none.
-        return self._is_part or self.next_at == self._interval
+        # An interval in micro-batches is missed only if none of its validations ran.
+        return self._is_fraction or self.next_at == self._interval
 
 
-def renumbered(state: Mapping[str, int], before: int, now: int) -> dict[str, int]:
-    """Return a plan's state where an epoch's micro-batches are counted anew: what was batch ``before`` is ``now``.
+def renumber_validation(state: Mapping[str, int], before: int, now: int) -> dict[str, int]:
+    """Return the state after the epoch's micro-batches are renumbered, so that number ``before`` becomes ``now``.
 
-    A validation that was due is still due, and one that was over is not run again; the next ones come by the new count.
+    A validation that was due is still due, and one that has run is not repeated; later ones go by the new numbers.
     """
     return {**state, "next_at": now if state["next_at"] == before else -1}
 
@@ -175,7 +180,7 @@ def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, 
         if length is None:
             raise ConfigurationError(
                 f"val_check_interval={interval} with a training loader of unknown length.",
-                "a part of an epoch can only be taken where the epoch's length is known.",
+                "a fraction of an epoch needs the epoch's length.",
                 "give the number of micro-batches as an int, or 1.0 for the end of an epoch.",
             )
         return max(1, int(length * interval))
@@ -183,6 +188,6 @@ def _in_micro_batches(interval: int | float | None, every_n_epochs: int | None, 
         raise ConfigurationError(
             f"val_check_interval={interval} is more than the {length} micro-batches of an epoch.",
             "validation would never run.",
-            "lower it, or set check_val_every_n_epoch=None to count on over epochs.",
+            "lower it, or set check_val_every_n_epoch=None to count across epochs.",
         )
     return interval

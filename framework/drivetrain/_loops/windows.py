@@ -1,4 +1,4 @@
-"""Windows: the micro-batches of one optimizer step, read whole so that every loss is scaled before its backward."""
+"""Groups micro-batches into windows, the micro-batches of one optimizer step, and computes each one's loss scale."""
 
 from __future__ import annotations
 
@@ -16,26 +16,30 @@ from drivetrain.data._batch_source import NO_BATCH
 from drivetrain.data._sharding import Share
 from drivetrain.errors import ConfigurationError
 
-Weigh = Callable[[Any], int | float | torch.Tensor]
+BatchWeight = Callable[[Any], int | float | torch.Tensor]
+"""The module's ``batch_weight``: returns the number of items that the loss of a batch is a mean of."""
+
+Batches = Iterator[tuple[Any, Share]]
+"""This rank's batches, each with its share of the global micro-batch."""
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One forward and backward of this rank.
+    """The batch of one forward and backward on this rank, and its share of the window.
 
-    It is valid until the next one is asked for: whoever reads ahead makes a copy (`with_batch`).
+    It is valid until the next one is requested: code that reads ahead copies it (`with_batch`).
 
     Attributes:
-        batch: as the loader gave it.
-        samples: of it on this rank.
-        total: samples of all ranks in the global micro-batch.
-        scale: what its loss is multiplied with, so that the strategy's mean over ranks of the window's summed
-            gradients is the weighted mean over all of the window's items.
-        weight: over how many items its loss is a mean.
+        batch: the batch as the loader yielded it.
+        samples: its samples on this rank.
+        total: the samples of all ranks in the global micro-batch.
+        scale: the factor of its loss. With it, the strategy's mean over ranks of the summed gradients is the weighted
+            mean over all items of the window.
+        weight: the number of items that its loss is a mean of.
         window_weight: the sum of the weights of the window's micro-batches on all ranks.
-        ranks: how many ranks have data in this micro-batch.
-        opens: it is the first of its window.
-        closes: it is the last of its window: the optimizer steps after it.
+        ranks: the number of ranks that have data in this micro-batch.
+        opens: it is the first micro-batch of its window.
+        closes: it is the last micro-batch of its window, after which the optimizers step.
     """
 
     batch: Any
@@ -50,11 +54,11 @@ class MicroBatch:
 
     @property
     def joins(self) -> bool:
-        """This rank has no sample of it and only keeps the others company."""
+        """Whether this rank has no sample of it, and runs it only so that its collectives match the other ranks'."""
         return self.samples == 0
 
     def with_batch(self, batch: Any) -> MicroBatch:
-        """A copy that holds another batch."""
+        """Return a copy with another batch."""
         return MicroBatch(
             batch,
             self.samples,
@@ -68,59 +72,56 @@ class MicroBatch:
         )
 
 
-Pairs = Iterator[tuple[Any, Share]]
+def single_windows(batches: Batches) -> Iterator[MicroBatch]:
+    """Yield windows of one micro-batch each, for a single process without ``batch_weight``: the loss is not scaled."""
+    micro_batch = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # reused, since creating one costs more
+    for batch, share in batches:
+        micro_batch.batch = batch
+        micro_batch.samples = micro_batch.total = micro_batch.weight = micro_batch.window_weight = share.samples
+        yield micro_batch
 
 
-def single_windows(pairs: Pairs) -> Iterator[MicroBatch]:
-    """Windows of one micro-batch in one process, whose module gives it no weight of its own: nothing depends on it."""
-    micro = MicroBatch(None, 0, 0, 1.0, 0, 0, 1, True, True)  # filled anew each time: a new one would cost more
-    for batch, share in pairs:
-        micro.batch = batch
-        micro.samples = micro.total = micro.weight = micro.window_weight = share.samples
-        yield micro
-
-
-def dealt_windows(
-    pairs: Pairs, size: int, world_size: int, shares: Iterator[Share] | None = None
+def sharded_windows(
+    batches: Batches, size: int, world_size: int, shares: Iterator[Share] | None = None
 ) -> Iterator[MicroBatch]:
-    """Windows whose weights are the samples that the sampler dealt: every rank knows them all without talking.
+    """Yield windows weighted by samples, whose split over ranks is known to every rank without communication.
 
     Args:
-        pairs: this rank's batches.
+        batches: this rank's batches.
         size: micro-batches of a window.
-        world_size: among how many ranks the data is dealt.
-        shares: those of ``pairs``, known before: a batch is then read when its turn has come, as a loop by hand reads
-            it. None reads a whole window to know them.
+        world_size: the number of ranks that the data is split over.
+        shares: the shares of ``batches``, if they are known in advance: a batch is then read only when it is trained
+            on. With None a whole window is read to learn them.
     """
     while True:
         if shares is None:
-            taken = list(islice(pairs, size))
-            window, coming = iter(taken), [share for _, share in taken]
+            read = list(islice(batches, size))
+            window, window_shares = iter(read), [share for _, share in read]
         else:
-            coming = list(islice(shares, size))
-            window = islice(pairs, len(coming))
-        if not coming:
+            window_shares = list(islice(shares, size))
+            window = islice(batches, len(window_shares))
+        if not window_shares:
             if shares is not None:
-                next(pairs, None)  # which refuses what comes beyond what was dealt
+                next(batches, None)  # raises an error if the loader yields more batches than expected
             return
-        total = sum(map(_known, coming))
-        last = len(coming) - 1
+        total = sum(map(_total_samples, window_shares))
+        last = len(window_shares) - 1
         for position, (batch, share) in enumerate(window):
-            samples, everywhere = share.samples, _known(share)
+            samples, all_samples = share.samples, _total_samples(share)
             scale = world_size * samples / total if total else 0.0
-            ranks = min(world_size, everywhere)
-            yield MicroBatch(batch, samples, everywhere, scale, samples, total, ranks, position == 0, position == last)
+            ranks = min(world_size, all_samples)
+            yield MicroBatch(batch, samples, all_samples, scale, samples, total, ranks, position == 0, position == last)
 
 
-def weighed_windows(pairs: Pairs, size: int, weigh: Weigh) -> Iterator[MicroBatch]:
-    """Windows of one process whose module says what a micro-batch weighs."""
+def weighted_windows(batches: Batches, size: int, weigh: BatchWeight) -> Iterator[MicroBatch]:
+    """Yield windows of a single process, weighted by the module's ``batch_weight``."""
     number = 0
-    while taken := list(islice(pairs, size)):
-        weights = [checked_weight(weigh(batch), 0, number + position) for position, (batch, _) in enumerate(taken)]
-        number += len(taken)
+    while window := list(islice(batches, size)):
+        weights = [validate_weight(weigh(batch), 0, number + position) for position, (batch, _) in enumerate(window)]
+        number += len(window)
         total = sum(weights)
-        last = len(taken) - 1
-        for position, ((batch, share), weight) in enumerate(zip(taken, weights, strict=True)):
+        last = len(window) - 1
+        for position, ((batch, share), weight) in enumerate(zip(window, weights, strict=True)):
             scale = weight / total if total else 0.0
             yield MicroBatch(
                 batch, share.samples, share.samples, scale, weight, total, 1, position == 0, position == last
@@ -128,76 +129,77 @@ def weighed_windows(pairs: Pairs, size: int, weigh: Weigh) -> Iterator[MicroBatc
 
 
 def exchanged_windows(
-    pairs: Pairs,
+    batches: Batches,
     size: int,
     control: ControlPlane,
-    weigh: Weigh | None,
+    weigh: BatchWeight | None,
     limit: int | None,
-    dealt_to: int | None = None,
-    speaks: bool = True,
+    data_world_size: int | None = None,
+    counts: bool = True,
     last: Any = NO_BATCH,
-    ahead: bool = True,
+    read_ahead: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Windows whose weights, or whose end, only each rank knows of its own: exchanged in one small all-reduce.
+    """Yield windows whose weights, or whose end, each rank knows only of its own data: one small all-reduce a window.
 
-    The next window is read and its exchange under way while the current one computes. A rank that has run out of data
-    goes on with its last batch, as a joiner, until all have.
+    The next window is read, and its all-reduce started, while the current one is trained on. A rank without data left
+    joins with its last batch until all ranks have finished.
 
     Args:
-        pairs: this rank's batches, at most ``limit`` of them.
+        batches: this rank's batches, at most ``limit`` of them.
         size: micro-batches of a window.
-        control: the way to the other ranks.
-        weigh: the module's ``batch_weight``; None weighs a micro-batch by its samples.
-        limit: micro-batches after which no rank goes on; None where only the data ends the epoch.
-        dealt_to: among how many ranks the data is dealt; None for all.
-        speaks: whether this rank counts; of several that read the same data, one does.
-        last: the batch before the first of ``pairs``; `NO_BATCH` where there was none.
-        ahead: read the next window before the current one is trained on.
+        control: the control plane, for the all-reduce.
+        weigh: the module's ``batch_weight``; None to weight by samples.
+        limit: micro-batches after which every rank stops; None to stop when all data has ended.
+        data_world_size: the number of ranks that the data is split over; None for all.
+        counts: this rank's batches count; of several ranks that read the same data, one counts.
+        last: the batch before the first of ``batches``; `NO_BATCH` if there was none.
+        read_ahead: read the next window before the current one is trained on.
     """
-    world_size = dealt_to or control.world_size
+    world_size = data_world_size or control.world_size
     number = 0
 
     def read() -> tuple[list[tuple[Any, Share, float]], Pending]:
         nonlocal last, number
         room = size if limit is None else max(0, min(size, limit - number))
-        taken: list[tuple[Any, Share, float]] = []
-        for batch, share in islice(pairs, room):
+        window: list[tuple[Any, Share, float]] = []
+        for batch, share in islice(batches, room):
             last = batch
             weight = 0.0 if share.joins else float(share.samples)
             if weigh is not None and not share.joins:
-                weight = checked_weight(weigh(batch), control.rank, number + len(taken))
-            taken.append((batch, share, weight))
-        if last is not NO_BATCH and (len(taken) < room or not ahead):
-            # Before a step takes it apart: this rank may go on with it as a joiner. What is not read ahead shows only
-            # later that it has come to its end.
+                weight = validate_weight(weigh(batch), control.rank, number + len(window))
+            window.append((batch, share, weight))
+        if last is not NO_BATCH and (len(window) < room or not read_ahead):
+            # Copied before a step modifies it, since this rank may have to join with it. Without read-ahead the end of
+            # the data is not known yet.
             last = own_containers(last)
         number += size
         report = torch.zeros(1 + 2 * size, dtype=torch.float64)
-        report[0] = sum(weight for _, _, weight in taken)
-        for position, (_, share, _) in enumerate(taken):
+        report[0] = sum(weight for _, _, weight in window)
+        for position, (_, share, _) in enumerate(window):
             report[1 + position] = share.samples
             report[1 + size + position] = not share.joins
-        if not speaks:
+        if not counts:
             report.zero_()
-        return taken, control.all_reduce_async(report)
+        return window, control.all_reduce_async(report)
 
-    taken, pending = read()
+    next_window, pending = read()
     while True:
-        total, *counts = pending.wait().tolist()
-        samples, ranks = counts[:size], counts[size:]
-        reach = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
-        if reach == 0:
+        total, *reported = pending.wait().tolist()
+        samples, ranks = reported[:size], reported[size:]
+        length = next((position for position in reversed(range(size)) if ranks[position]), -1) + 1
+        if length == 0:
             return
         if last is NO_BATCH:
             raise ConfigurationError(
                 f"Rank {control.rank} got no batch at all from its training loader.",
-                "an iterable data set is each rank's own part, and a rank without any cannot even join the others.",
+                "each rank reads its own part of an iterable data set, and a rank without any batch cannot join the "
+                "others.",
                 "split the stream so that every rank gets at least one batch.",
             )
-        window = taken
-        if ahead:
-            taken, pending = read()
-        for position in range(reach):
+        window = next_window
+        if read_ahead:
+            next_window, pending = read()
+        for position in range(length):
             batch, share, weight = window[position] if position < len(window) else (own_containers(last), None, 0.0)
             yield MicroBatch(
                 batch,
@@ -208,13 +210,13 @@ def exchanged_windows(
                 total,
                 int(ranks[position]),
                 position == 0,
-                position == reach - 1,
+                position == length - 1,
             )
-        if not ahead:
-            taken, pending = read()
+        if not read_ahead:
+            next_window, pending = read()
 
 
-def checked_weight(weight: Any, rank: int, batch_idx: int) -> float:
+def validate_weight(weight: Any, rank: int, batch_idx: int) -> float:
     """Return a weight as a float.
 
     Raises:
@@ -224,12 +226,12 @@ def checked_weight(weight: Any, rank: int, batch_idx: int) -> float:
     if number < 0 or not math.isfinite(number):
         raise ConfigurationError(
             f"batch_weight returned {number} on rank {rank} for batch {batch_idx}.",
-            "a weight is over how many items the loss is a mean: finite and not negative.",
+            "a weight is the number of items that the loss is a mean of: finite and not negative.",
             "return a count, such as the number of tokens that are not padding.",
         )
     return number
 
 
-def _known(share: Share) -> int:
-    assert share.total is not None  # a static source knows
+def _total_samples(share: Share) -> int:
+    assert share.total is not None  # a static source knows it
     return share.total

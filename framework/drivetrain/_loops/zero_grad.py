@@ -1,18 +1,19 @@
-"""Forgetting gradients before they are computed anew."""
+"""Clearing gradients without the profiler entry of torch's ``zero_grad``."""
 
 from __future__ import annotations
 
 from torch.optim import Optimizer
 
-_TORCHS_OWN = Optimizer.zero_grad
+_TORCH_ZERO_GRAD = Optimizer.zero_grad
 
 
 def zero_grad(optimizer: Optimizer) -> None:
-    """Do what ``optimizer.zero_grad()`` does, whoever wrote it.
+    """Clear the gradients of an optimizer's parameters, as ``optimizer.zero_grad()`` does.
 
-    Torch's own spends 6 us on an entry for the profiler before it sets the first gradient to None, here 0.5 us do.
+    Torch's own method spends 6 us on a profiler entry before it sets the first gradient to None; this takes 0.5 us.
+    A method that a class or an instance overrides is called.
     """
-    if getattr(optimizer.zero_grad, "__func__", None) is not _TORCHS_OWN:
+    if getattr(optimizer.zero_grad, "__func__", None) is not _TORCH_ZERO_GRAD:
         optimizer.zero_grad()
         return
     for group in optimizer.param_groups:

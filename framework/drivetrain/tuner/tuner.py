@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drivetrain._engine.stage_loaders import Given
+from drivetrain._engine.stage_loaders import DataArguments
 from drivetrain._engine.trials import EngineTrials
 from drivetrain.callbacks._batch_size_search import find_batch_size
 from drivetrain.callbacks._lr_search import LRFind, find_lr
@@ -73,7 +73,7 @@ class Tuner:
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        trials = self._trials("lr_find", "fit", module, Given(train_dataloaders, val_dataloaders, datamodule))
+        trials = self._trials("lr_find", "fit", module, DataArguments(train_dataloaders, val_dataloaders, datamodule))
         return find_lr(trials, min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
 
     def scale_batch_size(
@@ -125,11 +125,11 @@ class Tuner:
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         evaluated = val_dataloaders if method == "fit" else dataloaders
-        given = Given(train_dataloaders if method == "fit" else None, evaluated, datamodule)
+        given = DataArguments(train_dataloaders if method == "fit" else None, evaluated, datamodule)
         trials = self._trials("scale_batch_size", method, module, given)
         return find_batch_size(trials, mode, init_val, max_trials, steps_per_trial, batch_arg_name)
 
-    def _trials(self, verb: str, stage: str, module: Any, given: Given) -> EngineTrials:
+    def _trials(self, verb: str, stage: str, module: Any, given: DataArguments) -> EngineTrials:
         if not isinstance(module, TrainModule) or is_attached(module):
             running = isinstance(module, TrainModule)
             raise ConfigurationError(

@@ -181,7 +181,7 @@ def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: P
     module.says = {}
     with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
         fit(tmp_path, precision="16-mixed").fit(module, regression())
-    assert "take another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
+    assert "use another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
 
 
 def test_another_assertion_stays_what_it_is(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
         (
             lambda one: [{"optimizer": SGD(one[:1], lr=0.1), "closure": True}, {"optimizer": SGD(one[1:], lr=0.1)}],
             True,
-            "One evaluates the loss anew in its step, and there are 2 optimizers",
+            "One evaluates the loss again in its step, and there are 2 optimizers",
         ),
     ],
 )

@@ -306,7 +306,7 @@ class Manual(Regression):
 
 def test_a_manual_step_that_never_steps_is_said_once(tmp_path: Path) -> None:  # I-17
     (line,) = said(fit(tmp_path, max_epochs=3), Manual(), regression())
-    assert "Manual.training_step went through epoch 0 and called step() of none of self.optimizers()" in line
+    assert "Manual.training_step went through epoch 0 and did not call step() of any of self.optimizers()" in line
 
 
 def test_a_manual_step_that_steps_seldom_is_left_alone(tmp_path: Path) -> None:  # I-17

@@ -206,7 +206,7 @@ def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
     runner = fit(tmp_path)
     runner.fit(Bare(), _loader())
     assert runner.session is not None
-    hooks = runner.session.hooks
+    hooks = runner.session.core.hooks
     for name in ("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward"):
         assert getattr(hooks, name) == ()
 

@@ -487,7 +487,7 @@ class TestWhatIsRefusedByName:
             def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
                 return self.layer(next(dataloader_iter)).mean()
 
-        with pytest.raises(ConfigurationError, match="asks for the loader's iterator"):
+        with pytest.raises(ConfigurationError, match="takes the loader's iterator"):
             fit(tmp_path).fit(Iterating(), loader(2))
 
     def test_a_graph_that_is_to_be_kept(self, tmp_path: Path) -> None:

@@ -1,10 +1,15 @@
-"""What modules, callbacks and users read of a run."""
+"""SessionContext: `RunContext` implemented over a session, the half of `Fit` that runs know.
+
+`Fit` adds the arguments and the entry points. They are two classes because of the direction of imports: launching a
+run, trials and results from other processes work on a `SessionContext`, and `Fit`, which starts them, imports them.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -12,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.defaults import with_own
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
@@ -33,41 +39,48 @@ from drivetrain.strategies.registry import strategy_by_name
 from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
+    from drivetrain._engine.log_queue import LogQueue
     from drivetrain.callbacks import Checkpoint, EarlyStopping, ProgressBar
     from drivetrain.profilers import Profiler
 
 
-class RunState(RunContext):
-    """The reads of `Fit`, over the run that is under way or was the last one; `RunContext` says what each is."""
+class SessionContext(RunContext):
+    """Answers what hooks and users read and call from the current session, or the last one; see `RunContext`."""
 
     callbacks: list[Callback]
 
     launcher: str | Launcher
-    """How processes start."""
+    """The argument ``launcher``."""
 
     precision_setting: str | int | Precision
-    """The precision as it was asked for."""
+    """The argument ``precision``."""
 
     chosen_strategy: Strategy | None
-    """The strategy; None while strategy="auto" waits for the number of processes."""
+    """The strategy; None with strategy="auto" until the number of processes is known."""
 
-    _foreseen: Strategy | None = None
-    """What strategy="auto" was taken for, before it was known."""
+    _auto_strategy: Strategy | None = None
+    """The strategy that "auto" stands for with the number of processes that was last expected."""
 
     session: Session | None
-    """The run that is under way, or the last one."""
+    """The current run, or the last one; None before the first."""
 
     given_profiler: Profiler | None
-    """What measures runs; None where nothing does."""
+    """The profiler that measures runs, if any."""
+
+    _collective_calls: CollectiveCalls
+    """Checks that all ranks call the same collective methods."""
+
+    _log_queue: LogQueue | None
+    """Rows that wait for the loggers."""
 
     @property
     def metrics(self) -> MetricStore:
-        return self._running("log").metrics if self.session is None else self.session.metrics
+        return self._running("log").core.metrics if self.session is None else self.session.core.metrics
 
     @property
     def progress(self) -> Progress:
         """The counters."""
-        return Progress() if self.session is None else self.session.progress
+        return Progress() if self.session is None else self.session.core.progress
 
     @property
     def strategy(self) -> Strategy:
@@ -78,17 +91,17 @@ class RunState(RunContext):
 
     def _strategy_before_a_run(self) -> Strategy:
         strategy = self.chosen_strategy or self.resolved_strategy(self.world_size)
-        with suppress(ConfigurationError):  # no such device here: the run will say so
+        with suppress(ConfigurationError):  # the device is missing here; the run reports it
             strategy.device = resolve_devices(self.accelerator, self.devices).of(self.local_rank)
             strategy.precision = resolve_precision(self.precision_setting, strategy.device)
         return strategy
 
     def resolved_strategy(self, world_size: int) -> Strategy:
-        """What ``strategy="auto"`` is on so many processes, always the same object for as many."""
+        """Return the strategy for "auto" with ``world_size`` processes; the same object for the same number."""
         name = "ddp" if world_size > 1 else "single_device"
-        if self._foreseen is None or self._foreseen.name != name:
-            self._foreseen = strategy_by_name(name)
-        return self._foreseen
+        if self._auto_strategy is None or self._auto_strategy.name != name:
+            self._auto_strategy = strategy_by_name(name)
+        return self._auto_strategy
 
     @property
     def precision(self) -> Precision:
@@ -117,15 +130,15 @@ class RunState(RunContext):
 
     @property
     def batch_indices(self) -> Sequence[Any] | None:
-        return None if self.session is None else self.session.position.indices
+        return None if self.session is None else self.session.core.position.indices
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        return {} if self.session is None else self.session.metrics.callback_metrics()
+        return {} if self.session is None else self.session.core.metrics.callback_metrics()
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        return {} if self.session is None else self.session.metrics.logged_metrics()
+        return {} if self.session is None else self.session.core.metrics.logged_metrics()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -133,33 +146,33 @@ class RunState(RunContext):
 
     @property
     def progress_bar_values(self) -> dict[str, torch.Tensor]:
-        return {} if self.session is None else self.session.metrics.progress_bar_metrics()
+        return {} if self.session is None else self.session.core.metrics.progress_bar_metrics()
 
     @property
     def evaluation_so_far(self) -> dict[str, torch.Tensor]:
-        return {} if self.session is None else self.session.metrics.evaluation_so_far()
+        return {} if self.session is None else self.session.core.metrics.evaluation_so_far()
 
     @property
     def should_stop(self) -> bool:
-        return self.session is not None and self.session.stop.requested
+        return self.session is not None and self.session.stopping.stop.requested
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        stop = self._running("should_stop").stop
+        stop = self._running("should_stop").stopping.stop
         if value:
             stop.ask(f"trainer.should_stop was set in {sys._getframe(1).f_code.co_qualname}")
         else:
             stop.requested, stop.because = False, None
 
     def ask_to_stop(self, because: str) -> None:
-        self._running("ask_to_stop").stop.ask(because)
+        self._running("ask_to_stop").stopping.stop.ask(because)
 
     @property
     def joining(self) -> bool:
-        return self.session is not None and self.session.metrics.joining
+        return self.session is not None and self.session.core.metrics.joining
 
     def _in_stage(self, stage: str) -> bool:
-        return self.session is not None and self.session.stage == stage and self.state.endswith("ing")
+        return self.session is not None and self.session.core.request.stage == stage and self.state.endswith("ing")
 
     @property
     def training(self) -> bool:
@@ -173,7 +186,8 @@ class RunState(RunContext):
 
     def _evaluates_within_fit(self) -> bool:
         assert self.session is not None
-        return self.session.sanity_checking or self.session.validating
+        evaluation = self.session.core.evaluation
+        return evaluation.sanity_checking or evaluation.validating
 
     @property
     def testing(self) -> bool:
@@ -185,7 +199,7 @@ class RunState(RunContext):
 
     @property
     def sanity_checking(self) -> bool:
-        return self.session is not None and self.session.sanity_checking
+        return self.session is not None and self.session.core.evaluation.sanity_checking
 
     @property
     def evaluating(self) -> bool:
@@ -194,13 +208,14 @@ class RunState(RunContext):
     @property
     def is_last_batch(self) -> bool:
         session = self.session
-        length = None if session is None or session.data is None else session.data.train_length
+        data = None if session is None else session.data.stage_data
+        length = None if data is None else data.train_length
         if session is None or length is None:
             return False
-        if session.position.loop == "training" and session.metrics.batch is not None:
-            return session.position.batch_idx + 1 == length
-        progress = session.progress
-        ended = progress.batch_idx == 0 and progress.epoch > 0  # nothing of the next epoch was read yet
+        if session.core.position.loop == "training" and session.core.metrics.batch is not None:
+            return session.core.position.batch_idx + 1 == length
+        progress = session.core.progress
+        ended = progress.batch_idx == 0 and progress.epoch > 0  # the next epoch has not begun
         return ended or progress.batch_idx == length
 
     @property
@@ -209,11 +224,14 @@ class RunState(RunContext):
 
     @property
     def received_sigterm(self) -> bool:
-        return self.session is not None and signal.SIGTERM in (self.session.stop.signal, self.session.stop.leaving)
+        return self.session is not None and signal.SIGTERM in (
+            self.session.stopping.stop.signal,
+            self.session.stopping.stop.leaving,
+        )
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        return None if self.session is None else self.session.gradient_norm
+        return None if self.session is None else self.session.optimization.gradient_norm.value
 
     @property
     def world_size(self) -> int:
@@ -238,7 +256,7 @@ class RunState(RunContext):
     def _indices(self) -> list[int]:
         try:
             return list(resolve_devices(self.accelerator, self.devices).indices)
-        except ConfigurationError:  # no such device here: the run will say so
+        except ConfigurationError:  # the device is missing here; the run reports it
             return []
 
     @property
@@ -260,17 +278,17 @@ class RunState(RunContext):
 
     @property
     def global_rank(self) -> int:
-        return self._standing().rank
+        return self._placement().rank
 
     @property
     def local_rank(self) -> int:
-        return self._standing().local_rank
+        return self._placement().local_rank
 
     @property
     def node_rank(self) -> int:
-        return self._standing().node_rank
+        return self._placement().node_rank
 
-    def _standing(self) -> Strategy | Placement:
+    def _placement(self) -> Strategy | Placement:
         if self.chosen_strategy is not None and (self.session is not None or self.chosen_strategy.single_process):
             return self.chosen_strategy
         return expected_placement(self.environment, self.devices, self.num_nodes)
@@ -281,7 +299,7 @@ class RunState(RunContext):
 
     @property
     def num_training_batches(self) -> int | float:
-        data = None if self.session is None else self.session.data
+        data = None if self.session is None else self.session.data.stage_data
         length = None if data is None else data.train_length
         return float("inf") if length is None else length
 
@@ -299,40 +317,40 @@ class RunState(RunContext):
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        if self.session is None or self.session.stage != "fit":
+        if self.session is None or self.session.core.request.stage != "fit":
             return []
         steps = self.num_sanity_val_steps
         return [length if steps == -1 else min(steps, length) for length in self.num_val_batches]
 
     @property
     def enable_validation(self) -> bool:
-        fits = self.session is not None and self.session.stage == "fit"
+        fits = self.session is not None and self.session.core.request.stage == "fit"
         return fits and self.limit_val_batches != 0 and is_overridden("validation_step", self.module, TrainModule)
 
     @property
     def train_dataloader(self) -> Any:
-        data = None if self.session is None else self.session.data
+        data = None if self.session is None else self.session.data.stage_data
         return None if data is None or not data.loaders else data.loaders[0]
 
     @property
     def val_dataloaders(self) -> Any:
-        return self._given_to("validate")
+        return self._passed_loaders("validate")
 
     @property
     def test_dataloaders(self) -> Any:
-        return self._given_to("test")
+        return self._passed_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        return self._given_to("predict")
+        return self._passed_loaders("predict")
 
     @property
     def evaluated_loaders(self) -> Sequence[Any]:
-        data = None if self.session is None else self.session.data
+        data = None if self.session is None else self.session.data.stage_data
         return () if data is None else data.evaluated
 
-    def _given_to(self, stage: str) -> Any:
-        data = None if self.session is None else self.session.data
+    def _passed_loaders(self, stage: str) -> Any:
+        data = None if self.session is None else self.session.data.stage_data
         return None if data is None else data.given_to_evaluate.get(stage)
 
     @property
@@ -343,7 +361,7 @@ class RunState(RunContext):
 
     @property
     def lightning_module(self) -> Any:
-        return None if self.session is None else self.session.module
+        return None if self.session is None else self.session.core.request.module
 
     @property
     def module(self) -> Any:
@@ -355,7 +373,7 @@ class RunState(RunContext):
 
     @property
     def datamodule(self) -> Any:
-        return None if self.session is None else self.session.given.datamodule
+        return None if self.session is None else self.session.core.datamodule
 
     @property
     def ckpt_path(self) -> str | None:
@@ -363,7 +381,7 @@ class RunState(RunContext):
         return None if opened is None else opened.path
 
     def _limits(self, stage: str) -> list[int | float]:
-        data = None if self.session is None else self.session.data
+        data = None if self.session is None else self.session.data.stage_data
         lengths = [] if data is None else data.lengths.get(stage, [])
         return [float("inf") if length is None else length for length in lengths]
 
@@ -373,25 +391,25 @@ class RunState(RunContext):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return [] if self.session is None else self.session.optimizers
+        return [] if self.session is None else self.session.optimization.optimizers
 
     @property
     def optimizer_handles(self) -> list[OptimizerHandle]:
-        return self._running("optimizers").handles
+        return self._running("optimizers").optimization.handles
 
     def manual_step(self, what: str, does: str) -> ManualStep:
-        manual = self._running(what).manual
-        if manual is None:
+        training = self._running(what).training
+        if training is None or training.manual is None:
             raise ConfigurationError(
                 f"{what} was called in automatic optimization.",
                 f"the engine {does} what training_step returns.",
                 "set self.automatic_optimization = False in __init__, or return the loss.",
             )
-        return manual
+        return training.manual
 
     @property
     def scheduler_configs(self) -> list[SchedulerConfig]:
-        return [] if self.session is None else self.session.schedulers
+        return [] if self.session is None else self.session.optimization.schedulers
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
@@ -422,12 +440,16 @@ class RunState(RunContext):
         return next(iter(self.checkpoint_callbacks), None)
 
     def _all_callbacks(self) -> list[Callback]:
-        """With those of the module's ``configure_callbacks`` in this run, or the last one."""
-        return self.callbacks if self.session is None else with_own(self.callbacks, self.session.own)
+        """Return the callbacks, with those that ``configure_callbacks`` returned in this run or the last one."""
+        return (
+            self.callbacks
+            if self.session is None
+            else with_own(self.callbacks, self.session.core.callbacks.from_module)
+        )
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        from drivetrain.callbacks import Checkpoint  # with all that writes checkpoints
+        from drivetrain.callbacks import Checkpoint  # imports the code that writes checkpoints
 
         return [callback for callback in self._all_callbacks() if isinstance(callback, Checkpoint)]
 
@@ -437,30 +459,30 @@ class RunState(RunContext):
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        from drivetrain.callbacks import EarlyStopping  # by whoever stops early
+        from drivetrain.callbacks import EarlyStopping  # only needed on use
 
         return [callback for callback in self._all_callbacks() if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        from drivetrain.callbacks import ProgressBar  # by whoever looks on
+        from drivetrain.callbacks import ProgressBar  # only needed on use
 
         return next((callback for callback in self._all_callbacks() if isinstance(callback, ProgressBar)), None)
 
     @property
     def micro_batch_weight(self) -> float:
-        return 0.0 if self.session is None else self.session.position.weight
+        return 0.0 if self.session is None else self.session.core.position.weight
 
     @property
     def log_dir(self) -> str | None:
-        return None if self.session is None else self.session.folder.path
+        return None if self.session is None else self.session.core.folder.path
 
     @property
     def run_id(self) -> str:
-        return "" if self.session is None else self.session.folder.id
+        return "" if self.session is None else self.session.core.folder.id
 
     def checkpoint_removed(self, identifier: str) -> None:
-        self._running("checkpoint_removed").folder.removed(identifier)
+        self._running("checkpoint_removed").core.folder.removed(identifier)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         return self._running("checkpoint_before").checkpoints.before(step)
@@ -468,10 +490,83 @@ class RunState(RunContext):
     def roll_back(self, path: str) -> None:
         self._running("roll_back").checkpoints.roll_back(path)
 
+    # What hooks and users call
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], weights_only: bool = False, trainable_only: bool = False
+    ) -> None:
+        session = self._running("save_checkpoint")
+        self._collective_calls.check(self.strategy.control, "save_checkpoint", session.whereabouts, every_time=True)
+        session.checkpoints.save(os.fspath(path), weights_only, trainable_only)
+
+    def defer_save(self, save: Callable[[], None]) -> None:
+        self._running("defer_save").checkpoints.requests.ask(save)
+
+    def write_checkpoint(
+        self,
+        path: str,
+        weights_only: bool = False,
+        background: bool = False,
+        then: Callable[[], None] = lambda: None,
+        identifier: str = "",
+        digest: str | None = None,
+        trainable_only: bool = False,
+    ) -> None:
+        checkpoints = self._running("write_checkpoint").checkpoints
+        checkpoints.write(path, weights_only, background, then, identifier, digest, trainable_only)
+
+    def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
+        self._running("save_after_failure").checkpoints.write_after_failure(path, digest, trainable_only)
+
+    def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
+        if self.global_rank == 0 and self.loggers:
+            from drivetrain._engine.log_queue import LogQueue  # only runs that log need it
+
+            self._log_queue = self._log_queue or LogQueue()
+            at = self.global_step if step is None else step
+            self._log_queue.put(self.loggers, {"epoch": self.current_epoch, **values}, at)
+
+    def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
+        session = self._running("log_histogram")
+        if self.loggers:
+            from drivetrain._engine.histograms import log_histograms  # only runs that call this need it
+
+            self._collective_calls.check(self.strategy.control, "log_histogram", session.whereabouts)
+            log_histograms(session.core, name, value, self.global_step if step is None else step, bins)
+
+    def finish_logging(self) -> None:
+        if self._log_queue is not None:
+            self._log_queue.hand_on(wait=True)
+
+    def print(self, *args: Any, **options: Any) -> None:
+        if self.global_rank != 0:
+            return
+        text = " ".join(map(str, args))
+        if options or not any(callback.write_line(text) for callback in self.callbacks):
+            print(*args, **options)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        session = self._running("all_gather")
+        self._collective_calls.check(self.strategy.control, "all_gather", session.whereabouts)
+        return self._collective_calls.gather(self.strategy, data, sync_grads)
+
+    def pass_over_training_data(self) -> None:
+        training = self._running("pass_over_training_data").training
+        assert training is not None
+        training.pass_over_data()
+
+    def manual_backward(self, loss: torch.Tensor) -> None:
+        self.manual_step("manual_backward", "runs backward on").backward(loss)
+
+    def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
+        session = self._running("clip_gradients")
+        plain = optimizer.optimizer if isinstance(optimizer, OptimizerHandle) else optimizer
+        session.optimization.gradient_norm.value = self.strategy.clip_gradients(plain, value, algorithm)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_trainers  # by whoever asks for what is not there
+            from drivetrain._config.lightning_names import of_trainers  # only an error needs it
 
             raise AttributeError(of_trainers(type(self).__name__, name))
 
@@ -487,6 +582,6 @@ class RunState(RunContext):
 
 @cache
 def _pass_through() -> Profiler:
-    from drivetrain.profilers import PassThroughProfiler  # by spans in a run that nobody profiles
+    from drivetrain.profilers import PassThroughProfiler  # only runs with spans and no profiler need it
 
     return PassThroughProfiler()

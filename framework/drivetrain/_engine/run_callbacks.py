@@ -1,0 +1,116 @@
+"""The callbacks of a run: the trainer's and the module's, and the hooks that they override."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from drivetrain._engine.defaults import checked_callbacks, with_own
+from drivetrain._loops.hooks import HookTable, is_overridden
+from drivetrain.callback import Callback, let_log
+from drivetrain.errors import ConfigurationError
+from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
+
+if TYPE_CHECKING:
+    from drivetrain._loops.progress_reports import Pacing
+
+
+class RunCallbacks:
+    """Collects callbacks and looks up once which hooks they and the module override.
+
+    Iterating yields the callbacks in the order in which they are called.
+
+    Args:
+        trainer: the `Fit`, whose ``callbacks`` are used.
+        module: the user's module.
+        wrap: wraps each hook, for a profiler.
+    """
+
+    def __init__(self, trainer: RunContext, module: TrainModule, wrap: Callable[[HookTable], HookTable]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._wrap = wrap
+        self._from_trainer: list[Callback] = []  # trainer.callbacks at the last `collect`
+        self.from_module: list[Callback] = []
+        """The callbacks that ``configure_callbacks`` returned."""
+        self._all: list[Callback] = []
+        self._hooks: HookTable | None = None
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._all)
+
+    @property
+    def collected(self) -> bool:
+        """Whether `collect` was called; never so for a run that took place in other processes."""
+        return self._hooks is not None
+
+    @property
+    def hooks(self) -> HookTable:
+        """The overridden hooks, once the callbacks are collected."""
+        assert self._hooks is not None
+        return self._hooks
+
+    def configure(self) -> None:
+        """Call the module's ``configure_callbacks``."""
+        self.from_module = checked_callbacks(self._module.configure_callbacks(), "configure_callbacks returned")
+
+    def collect(self) -> None:
+        """Take the trainer's callbacks as they are now, and look up the hooks."""
+        self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
+        self._all = with_own(self._from_trainer, self.from_module)
+        self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all))
+        for callback in self._all:
+            let_log(callback, self._module)
+
+    def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
+        """Collect callbacks that ``setup`` hooks appended to or removed from ``trainer.callbacks``, and set them up.
+
+        Args:
+            stage: the argument of their ``setup``.
+            after_collect: called before each round of ``setup``.
+        """
+        while appended := self._appended():
+            self.collect()
+            after_collect()
+            for callback in appended:
+                callback.setup(self._trainer, self._module, stage)
+        if len(self._trainer.callbacks) < len(self._from_trainer):  # some were removed
+            self.collect()
+
+    def refuse_appended(self) -> None:
+        """Check that no callback was appended after set-up.
+
+        Raises:
+            ConfigurationError: one was.
+        """
+        appended = self._appended()
+        if appended:
+            raise ConfigurationError(
+                f"{type(appended[0]).__name__} was appended to trainer.callbacks after the set-up.",
+                "overridden hooks are looked up once, before training: its hooks would never be called.",
+                "append it in setup, return it from configure_callbacks, or pass it as Fit(callbacks=...).",
+            )
+
+    def detach(self) -> None:
+        """Disconnect the callbacks from the module's logging."""
+        for callback in self._all:
+            let_log(callback, None)
+
+    def pacing(self, every: int) -> Pacing | None:
+        """Return what reports a loop's progress to callbacks; None if none of them overrides `write_progress`.
+
+        Args:
+            every: optimizer steps between two reports; 0 for none.
+        """
+        listeners = [one for one in self._all if is_overridden("write_progress", one, Callback)]
+        if not listeners or every <= 0:
+            return None
+        from drivetrain._loops.progress_reports import Pacing  # only runs that report progress need it
+
+        return Pacing([partial(one.write_progress, self._trainer, self._module) for one in listeners], every)
+
+    def _appended(self) -> list[Callback]:
+        known = {id(callback) for callback in self._from_trainer}
+        return [callback for callback in self._trainer.callbacks if id(callback) not in known]

@@ -1,0 +1,94 @@
+"""How a run ends: its reason, the entry in the run's record and the closing message."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from drivetrain._engine.run_parts import RunCore
+from drivetrain._loops.stopping import how_it_ended
+
+logger = logging.getLogger("drivetrain")
+
+_LONGEST_LINE = 200  # characters of an error in the closing message
+
+_LONGEST_REASON = 2000  # characters of an error in the run's record
+
+
+class RunEnding:
+    """Collects why a run ended, and reports it.
+
+    Args:
+        core: the run.
+    """
+
+    def __init__(self, core: RunCore) -> None:
+        self._core = core
+        self._began = time.monotonic()
+        self._reasons: list[str] | None = None  # None leaves out the closing message
+        self._nothing_left = False
+        self._reason = ""
+        self.has_trained = False
+        """Whether training has begun, so that the closing message tells of a failure too."""
+        self.exit_error: BaseException | None = None
+        """The error to raise at the end of a run that a signal cut short."""
+
+    def set_reasons(self, reasons: Sequence[str], nothing_left: bool = False) -> None:
+        """Set why training ended.
+
+        Args:
+            reasons: one or several sentences.
+            nothing_left: the run that was to be resumed had ended already.
+        """
+        self._reasons, self._nothing_left = list(reasons), nothing_left
+        self._reason = "; ".join(reasons)
+
+    def set_failure(self, error: BaseException) -> None:
+        """Set the error that ended the run."""
+        self._reason = _described(error)
+        self._reasons = [self._reason.partition("\n")[0][:_LONGEST_LINE]] if self.has_trained else None
+        self._nothing_left = False
+
+    def record(self, status: str) -> None:
+        """Finish the loggers and write the end into the run's record. On rank 0.
+
+        Args:
+            status: "success", "interrupted" or "failed".
+
+        Raises:
+            Exception: a logger failed; the run is recorded as failed.
+        """
+        core, problem = self._core, None
+        if core.trainer.loggers:
+            from drivetrain._engine.run_loggers import finish_logging  # only runs that log need it
+
+            with core.profiling.span("logging"):
+                problem = finish_logging(core.trainer, status)
+        if problem is not None:
+            status, self._reason = "failed", _described(problem)
+        core.folder.end({"success": "finished"}.get(status, status), self._reason, core.progress.global_step)
+        if problem is not None:
+            raise problem
+
+    def log(self, written: str | None) -> None:
+        """Log the closing message, on rank 0: why training ended, how long it took and which files there are.
+
+        Args:
+            written: the path of the last checkpoint that was written; None for none.
+        """
+        core = self._core
+        if self._reasons is None or core.strategy.rank > 0:
+            return
+        seconds = time.monotonic() - self._began
+        lines = [how_it_ended(self._reasons, core.progress, self._nothing_left, seconds)]
+        if core.trainer.settings["enable_progress_bar"].value and not core.trainer.barebones:
+            from drivetrain._engine.run_summary import left_behind
+
+            lines += left_behind(core, written)
+        logger.info("\n".join(lines))
+
+
+def _described(error: BaseException) -> str:
+    text = str(error)  # empty for Ctrl-C and plain asserts
+    return (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:_LONGEST_REASON]

@@ -1,0 +1,405 @@
+"""The parts that a run is composed of: what a `Session` holds, and what its builders receive and return.
+
+`RunRequest` and `RunCore` are complete before set-up begins. `RunData` changes while a run reads its data.
+`Optimization`, `Stopping` and `Training` are results of builders: each is built once and passed to the next builder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from drivetrain._config.secret_values import LeftOut
+from drivetrain._engine.data_cursor import Cursor
+from drivetrain._engine.evaluation_buffers import BuffersAside
+from drivetrain._engine.run_callbacks import RunCallbacks
+from drivetrain._engine.run_folder import RunFolder
+from drivetrain._engine.stage_data import StageData
+from drivetrain._engine.stage_loaders import DataArguments
+from drivetrain._engine.window_snapshot import WindowOpening
+from drivetrain._loops.configured_optimizers import SchedulerConfig
+from drivetrain._loops.hooks import HookTable
+from drivetrain._loops.loader_lengths import Lengths
+from drivetrain._loops.manual_step import ManualStep, OptimizerHandle
+from drivetrain._loops.progress import Position, Progress
+from drivetrain._loops.save_requests import SaveRequests
+from drivetrain._loops.stopping import StopRequest
+from drivetrain._loops.train import TrainLoop
+from drivetrain._loops.trainables import Trainables
+from drivetrain._metrics import MetricStore
+from drivetrain.data import DataModule
+from drivetrain.data._rng_replay import ReadAhead
+from drivetrain.module._hyper_parameters import logged_hyper_parameters
+from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
+from drivetrain.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain._engine.batches import BatchMover
+    from drivetrain._loops.progress_reports import Pacing
+    from drivetrain._loops.step import TrainStep
+    from drivetrain._loops.windows import MicroBatch
+    from drivetrain.data._batch_source import BatchSource
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+Trainer = TypeVar("Trainer", bound=RunContext, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest(Generic[Trainer]):
+    """One call of `Fit.fit`, `validate`, `test` or `predict`.
+
+    Attributes:
+        trainer: the `Fit`, whose settings apply.
+        stage: "fit", "validate", "test" or "predict".
+        module: the module to run.
+        given: the loaders or the data module that were passed.
+        ckpt_path: the checkpoint to start from: a path or URL, "last", "best" or "auto"; None for a fresh start.
+        return_predictions: return the outputs of ``predict_step``.
+        allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
+        trial: the run is a trial, whose weights are discarded: it has no schedulers and no `configure_callbacks`.
+    """
+
+    trainer: Trainer
+    stage: str
+    module: TrainModule
+    given: DataArguments
+    ckpt_path: str | None
+    return_predictions: bool = True
+    allow: tuple[str, ...] = ()
+    trial: bool = False
+
+
+class NoProfiling:
+    """Builds a run's parts without timing them. `Profiling` overrides each method to wrap the part."""
+
+    train_loop: type[TrainLoop] = TrainLoop
+    """The class of the training loop."""
+
+    @property
+    def wants_folder(self) -> bool:
+        """Whether the run needs a folder for a profile."""
+        return False
+
+    def begin(self) -> None:
+        """Begin to measure."""
+
+    def compare_ranks(self) -> None:
+        """Exchange the measurements between ranks. Collective."""
+
+    def end(self) -> None:
+        """Print and write what was measured, also after a failure."""
+
+    def span(self, phase: str) -> AbstractContextManager[Any]:
+        """Return a context manager that times a phase; meant for code that runs once a run or an epoch."""
+        return nullcontext(phase)
+
+    def call(self, phase: str, function: F) -> F:
+        """Return ``function``, timed as a phase."""
+        del phase
+        return function
+
+    def hooks(self, table: HookTable) -> HookTable:
+        """Return the hooks, each timed as a phase."""
+        return table
+
+    def save_requests(self) -> SaveRequests:
+        """Return the queue of requested checkpoints, each timed as a phase."""
+        return SaveRequests()
+
+    def mover(self, move: BatchMover | None) -> BatchMover | None:
+        """Return the mover of batches to the device, timed."""
+        return move
+
+    def source(self, source: BatchSource) -> BatchSource:
+        """Return a source of training batches, timed."""
+        return source
+
+    def evaluated(self, source: BatchSource) -> BatchSource:
+        """Return a source of evaluation batches, timed."""
+        return source
+
+    def windows(
+        self, micro_batches: Callable[[int, int], Iterator[MicroBatch]]
+    ) -> Callable[[int, int], Iterator[MicroBatch]]:
+        """Return the function that begins an epoch of training, timed."""
+        return micro_batches
+
+    def step(self, step: TrainStep) -> TrainStep:
+        """Return the training step, timed."""
+        return step
+
+    def set_folder(self) -> None:
+        """Set where the profile is written, once the run's folder is known."""
+
+    def set_loaders(self, loaders: Iterable[Any]) -> None:
+        """Record the settings of the loaders that the user passed."""
+
+
+@dataclass(slots=True)
+class EvaluationWithinFit:
+    """Says whether a fit evaluates right now, and holds the buffers that are set aside meanwhile.
+
+    Attributes:
+        buffers: exchanges this rank's buffers for rank 0's during an evaluation.
+        sanity_checking: the sanity check before training is running.
+        validating: a fit is validating, outside its sanity check.
+    """
+
+    buffers: BuffersAside
+    sanity_checking: bool = False
+    validating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunCore:
+    """The parts that every stage has from its start on and that nearly every builder needs.
+
+    Attributes:
+        request: what was called.
+        strategy: where and how the module runs.
+        metrics: the values that the module and the callbacks log.
+        progress: the counters that a checkpoint stores.
+        position: the loop and the micro-batch being processed.
+        evaluation: the state of an evaluation within fit.
+        callbacks: the callbacks, and the table of hooks that they and the module override.
+        folder: the run's folder and its record.
+        profiling: times the parts of the run, if there is a profiler.
+        secrets: removes secrets from hyper-parameters before they are logged or saved.
+    """
+
+    request: RunRequest[RunContext]
+    strategy: Strategy
+    metrics: MetricStore
+    progress: Progress
+    position: Position
+    evaluation: EvaluationWithinFit
+    callbacks: RunCallbacks
+    folder: RunFolder
+    profiling: NoProfiling
+    secrets: LeftOut = field(default_factory=LeftOut)
+
+    @property
+    def trainer(self) -> RunContext:
+        """The `Fit`, as hooks see it."""
+        return self.request.trainer
+
+    @property
+    def stage(self) -> str:
+        """The stage: "fit", "validate", "test" or "predict"."""
+        return self.request.stage
+
+    @property
+    def module(self) -> TrainModule:
+        """The user's module."""
+        return self.request.module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The data module, if one was passed."""
+        return self.request.given.datamodule
+
+    @property
+    def hooks(self) -> HookTable:
+        """The hooks that the module and the callbacks override."""
+        return self.callbacks.hooks
+
+    @property
+    def ran_elsewhere(self) -> bool:
+        """Whether this stands for a run that took place in other processes."""
+        return not self.callbacks.collected
+
+    @property
+    def saves_on_signals(self) -> bool:
+        """Whether a preemption signal makes the run save and exit; the same on every rank."""
+        return self.trainer.preemption_signals is not None
+
+    def logged_hyper_parameters(self, warn: bool = True) -> dict[str, Any]:
+        """Return the hyper-parameters of the module and the data module that loggers receive, without secrets.
+
+        Args:
+            warn: warn of secrets that were not warned of before.
+        """
+        of_data = {} if self.datamodule is None else logged_hyper_parameters(self.datamodule)
+        return self.secrets.take_out({**of_data, **logged_hyper_parameters(self.module)}, warn)[0]
+
+    def logger_call(self) -> Callable[[Mapping[str, torch.Tensor | float]], None] | None:
+        """Return the function that sends values to the loggers; None on ranks and in phases that do not log."""
+        if not self.trainer.loggers or self.strategy.rank != 0 or self.evaluation.sanity_checking:
+            return None
+        return self.profiling.call("loggers", self.trainer.log_metrics)
+
+    def pacing(self) -> Pacing | None:
+        """Return what reports a loop's progress to callbacks; None if no callback overrides `write_progress`."""
+        return self.callbacks.pacing(self.trainer.log_every_n_steps)
+
+
+@dataclass(slots=True)
+class RunData:
+    """The data that a run reads, and the state of reading it.
+
+    Attributes:
+        given: the loaders or the data module that were passed; `find_loaders` of training is stored here once called.
+        lengths: micro-batches that loaders without a length turned out to have.
+        rng_replay: the generators' states by micro-batch, for loaders that read ahead.
+        cursor: how the epoch is split over ranks.
+        stage_data: the prepared loaders; None until they are built.
+        seed: the seed of the order of samples, the same on every rank.
+        reload: rebuilds the loaders of an epoch; None unless ``reload_dataloaders_every_n_epochs`` is set.
+        first_length: micro-batches of the first epoch, by which steps are estimated where loaders are rebuilt.
+        estimate_was_read: `estimated_stepping_batches` was read, so that a schedule may depend on it.
+    """
+
+    given: DataArguments
+    lengths: Lengths
+    rng_replay: ReadAhead
+    cursor: Cursor = field(default_factory=Cursor)
+    stage_data: StageData | None = None
+    seed: int = 0
+    reload: Callable[[int], None] | None = None
+    first_length: int | None = None
+    estimate_was_read: bool = False
+
+    @property
+    def loaded(self) -> StageData:
+        """The prepared loaders, once they are built."""
+        assert self.stage_data is not None
+        return self.stage_data
+
+    @property
+    def train(self) -> BatchSource:
+        """The source of training batches, once it is built."""
+        source = self.loaded.train
+        assert source is not None
+        return source
+
+    @property
+    def train_length(self) -> int | None:
+        """Micro-batches of a training epoch; None if they are unknown or nothing is loaded."""
+        return None if self.stage_data is None else self.stage_data.train_length
+
+    @property
+    def validates(self) -> bool:
+        """Whether there are validation loaders."""
+        return self.stage_data is not None and bool(self.stage_data.sources.get("validate"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores of how the data is split and ordered."""
+        source = None if self.stage_data is None else self.stage_data.train
+        return {**self.cursor.state_dict(source), "seed": self.seed}
+
+
+@dataclass(slots=True)
+class GradientNorm:
+    """The gradients' norm before they were last clipped; None before that."""
+
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Optimization:
+    """The optimizers of a fit as the strategy set them up; empty in other stages.
+
+    Attributes:
+        optimizers: the optimizers.
+        schedulers: the learning rate schedulers, those of the strategy included.
+        handles: what ``module.optimizers()`` returns.
+        closure: an optimizer evaluates the loss again within its step, as L-BFGS does.
+        gradient_norm: receives the norm where gradients are clipped.
+    """
+
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+    handles: list[OptimizerHandle] = field(default_factory=list)
+    closure: bool = False
+    gradient_norm: GradientNorm = field(default_factory=GradientNorm)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """What may end training early.
+
+    Attributes:
+        stop: collects requests to stop, and the limits that defer them.
+        snapshot: the state as the current window opened; None unless a run may have to be saved within a window.
+    """
+
+    stop: StopRequest
+    snapshot: WindowOpening | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The training loop of a fit.
+
+    Attributes:
+        loop: the loop.
+        manual: the step with manual optimization; None with automatic optimization.
+        pass_over_data: runs the training step over an epoch's data without training, to collect statistics.
+    """
+
+    loop: TrainLoop
+    manual: ManualStep | None
+    pass_over_data: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingInputs:
+    """What `build_training` builds the loop from.
+
+    Attributes:
+        core: the run.
+        data: its data.
+        optimization: the optimizers and schedulers.
+        stopping: what may end training early.
+        trainables: tracks which parameters train.
+        saves: checkpoints that were requested within a window.
+        validate: runs a validation; None if there is none.
+    """
+
+    core: RunCore
+    data: RunData
+    optimization: Optimization
+    stopping: Stopping
+    trainables: Trainables
+    saves: SaveRequests
+    validate: Callable[[], list[dict[str, float]]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointParts:
+    """The parts of a fit that a checkpoint stores, as far as they are set up.
+
+    Attributes:
+        optimization: the optimizers and schedulers.
+        stopping: holds the state as the current window opened.
+        trainables: tracks which parameters train; None before the strategy holds the module, and in other stages.
+        loop: the training loop; None before it is built.
+    """
+
+    optimization: Optimization
+    stopping: Stopping
+    trainables: Trainables | None
+    loop: TrainLoop | None
+
+
+@dataclass(slots=True)
+class CheckpointMemory:
+    """What the checkpoints of one run share from one save to the next.
+
+    Attributes:
+        components: describes the module, data, optimizers and schedulers, to be compared with those of a resumed run.
+        trained: names of the parameters that train or have trained, as of the last save.
+        base: checksums of parameters that have never trained, for checkpoints that leave them out.
+    """
+
+    components: dict[str, Any] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    base: dict[str, str] = field(default_factory=dict)
