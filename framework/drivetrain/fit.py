@@ -1,4 +1,4 @@
-"""Fit: puts the parts together and runs them."""
+"""Fit: the arguments of a run, and the entry points that start one."""
 
 from __future__ import annotations
 
@@ -48,66 +48,67 @@ Limit = int | float | None
 class Fit(SessionContext):
     """Trains, validates, tests and predicts with a `TrainModule`. Building one has no side effect.
 
-    What is read of it, in a run and afterwards, and what hooks call, is in `RunContext`.
+    `RunContext` documents what can be read during and after a run, and what hooks call.
 
     Args:
-        strategy: where: a name ("auto", "ddp", ..., or one that a package has registered) or a `Strategy`.
+        strategy: how the module runs on its devices: a name ("auto", "ddp", ..., or one that a package registers) or a
+            `Strategy`.
         accelerator: "auto", "cpu", "gpu" ("cuda") or "mps".
-        devices: of each node: a count, a list of indices, "auto", or -1 for all.
-        num_nodes: over how many nodes.
-        precision: how exact: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", the name
-            that a package has registered, or a `Precision`.
-        max_epochs: epochs to train; None is 1000 where nothing else limits the run; -1 is no limit.
+        devices: the devices of each node: a count, a list of indices, "auto", or -1 for all.
+        num_nodes: the number of nodes.
+        precision: "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", a name that a package
+            registers, or a `Precision`.
+        max_epochs: epochs to train; -1 for no limit. None stands for 1000 if nothing else limits the run.
         min_epochs: epochs before which nothing stops the run early.
-        max_steps: optimizer steps to train; -1 is no limit.
+        max_steps: optimizer steps to train; -1 for no limit.
         min_steps: optimizer steps before which nothing stops the run early.
-        max_time: for how long: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
-        accumulate_grad_batches: micro-batches of an optimizer step.
-        gradient_clip_val: the largest norm (or magnitude) of gradients; None does not clip.
+        max_time: the duration of training: a timedelta, a dict of its arguments, or "DD:HH:MM:SS".
+        accumulate_grad_batches: micro-batches per optimizer step.
+        gradient_clip_val: the largest norm (or absolute value) of gradients; None to not clip.
         gradient_clip_algorithm: "norm" (over all gradients together) or "value".
-        limit_train_batches: micro-batches of an epoch: an int counts them, a float in [0, 1] is a part.
-        limit_val_batches: likewise of each validation loader.
-        limit_test_batches: likewise of each test loader.
-        limit_predict_batches: likewise of each prediction loader.
-        val_check_interval: validate every so many micro-batches (int) or parts of an epoch (float).
-        check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count over epochs.
-        num_sanity_val_steps: validation micro-batches to try before training; -1 for all.
-        overfit_batches: train and validate on the first so many micro-batches, in the data's order.
-        fast_dev_run: try everything with one micro-batch (True) or so many (int), without loggers.
-        callbacks: one or a list; they join the default ones.
-        logger: None and True are the default logger, False none; or one: "csv", "tensorboard", the name that a package
-            has registered, or a `Logger`; or a list of them.
-        log_every_n_steps: optimizer steps between two rows of step values; 0 for none.
-        enable_progress_bar: show one, and as training ends its checkpoints and files.
-        enable_checkpointing: save once an epoch, the newest being kept: a `Checkpoint` where none is given.
-        enable_model_summary: print one.
-        default_root_dir: where files go; the working directory by default.
-        seed: of initialisation, order and every generator.
-        deterministic: only deterministic algorithms; "warn" warns where there is none.
-        benchmark: cudnn's benchmark mode; None leaves it as it is.
-        inference_mode: evaluate in `torch.inference_mode`, else in `torch.no_grad`.
-        detect_anomaly: let autograd look for NaN in every backward.
+        limit_train_batches: micro-batches per epoch, as a number (int) or a fraction (float in [0, 1]).
+        limit_val_batches: the same for each validation loader.
+        limit_test_batches: the same for each test loader.
+        limit_predict_batches: the same for each prediction loader.
+        val_check_interval: micro-batches (int) or fraction of an epoch (float) between two validations.
+        check_val_every_n_epoch: validate in every n-th epoch; None lets ``val_check_interval`` count across epochs.
+        num_sanity_val_steps: validation micro-batches to run before training; -1 for all.
+        overfit_batches: train and validate on this number (int) or fraction (float) of micro-batches, unshuffled.
+        fast_dev_run: try the run with one micro-batch (True) or this many (int) per loader, without loggers.
+        callbacks: one or a list; added to the default callbacks.
+        logger: None or True for the default logger, False for none, or one or a list of "csv", "tensorboard", names
+            that packages register, and `Logger` objects.
+        log_every_n_steps: optimizer steps between two rows of step values; 0 for no rows.
+        enable_progress_bar: show a progress bar and, as training ends, the checkpoints and files.
+        enable_checkpointing: add a `Checkpoint` if none is given: it saves once an epoch and keeps the newest.
+        enable_model_summary: print a summary of the module.
+        default_root_dir: the folder for files; the working directory by default.
+        seed: the seed of initialization, sample order and every generator.
+        deterministic: use deterministic algorithms only; "warn" warns if an operation has none.
+        benchmark: cuDNN's benchmark mode; None leaves it as it is.
+        inference_mode: evaluate in `torch.inference_mode` instead of `torch.no_grad`.
+        detect_anomaly: let autograd check every backward for NaN.
         compile: compile the steps; a dict is passed to `torch.compile`.
-        use_distributed_sampler: deal data to the ranks; False leaves loaders as they are.
-        sync_batchnorm: normalise over all ranks.
-        reload_dataloaders_every_n_epochs: ask the module or the data module for its loaders again as every n-th epoch
-            begins, for what changes from epoch to epoch: batch sizes, lengths, files; 0 keeps them.
-        profiler: what measures where a run's time goes: "simple", "advanced", "pytorch", the name that a package has
-            registered, or a `drivetrain.profilers.Profiler`.
-        launcher: how processes start: "auto", "subprocess", "spawn", "forkserver", "fork", "ray"; the name
-            that a package has registered, or a `drivetrain.launchers.Launcher`.
-        environment: who started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", the name
-            that a package has registered, or an `Environment`.
-        preemption_signals: on which of them, beside Ctrl-C, a run saves and ends so that it can go on later: "auto" is
-            SIGTERM, and in a job of SLURM SIGUSR1 too; a name or a list of them; None takes none, Ctrl-C included.
-        barebones: leave out everything but the loop.
-        plugins: kept for a later version; refused.
+        use_distributed_sampler: split the data over the ranks; False leaves the loaders as they are.
+        sync_batchnorm: normalize over the samples of all ranks.
+        reload_dataloaders_every_n_epochs: build the loaders of the module or the data module again every n epochs, if
+            their batch size, length or files change; 0 keeps them.
+        profiler: measures where a run's time goes: "simple", "advanced", "pytorch", a name that a package registers,
+            or a `drivetrain.profilers.Profiler`.
+        launcher: how processes are started: "auto", "subprocess", "spawn", "forkserver", "fork", "ray", a name that a
+            package registers, or a `drivetrain.launchers.Launcher`.
+        environment: what started this process: "auto", "plain", "torchrun", "slurm", "mpi", "lsf", "kubeflow", a name
+            that a package registers, or an `Environment`.
+        preemption_signals: signals that, like Ctrl-C, make a run save and exit so that it can be resumed: a name or a
+            list of names; "auto" for SIGTERM, and SIGUSR1 too in a SLURM job; None for none, Ctrl-C included.
+        barebones: run the bare loop, without progress bar, summary, checkpoints and logging.
+        plugins: reserved; always refused.
 
     Raises:
-        ConfigurationError: an argument is unknown, wrong, or contradicts another.
+        ConfigurationError: an argument is unknown, invalid, or contradicts another.
     """
 
-    settings: Settings  # by `resolved_settings`
+    settings: Settings  # set by `resolved_settings`
 
     @resolved_settings
     def __init__(
@@ -210,11 +211,11 @@ class Fit(SessionContext):
         self.strategy_setting: str | Strategy = strategy
         self.precision_setting = precision
         if not isinstance(precision, Precision):
-            canonical_name(precision)  # what the device cannot do is refused once the device is known
+            canonical_name(precision)  # whether the device supports it is checked once the device is known
         check_launcher(launcher)
         if not isinstance(environment, Environment):
             check_environment_name(environment)
-        # Built now, so that an unknown name is refused now; "auto" waits for the number of processes.
+        # Built here to refuse an unknown name early; "auto" depends on the number of processes.
         self.chosen_strategy = strategy if isinstance(strategy, Strategy) else None
         if isinstance(strategy, str) and strategy != "auto":
             self.chosen_strategy = strategy_by_name(strategy)
@@ -231,7 +232,7 @@ class Fit(SessionContext):
         )
         self.given_profiler = None
         if profiler is not None:
-            from drivetrain.profilers._profiler_names import profiler_of  # by who names one
+            from drivetrain.profilers._profiler_names import profiler_of  # only needed where a profiler is named
 
             self.given_profiler = profiler_of(profiler)
         self.state = "idle"
@@ -241,7 +242,7 @@ class Fit(SessionContext):
         self._collective_calls = CollectiveCalls()
         self._log_queue = None
 
-    # The four verbs
+    # Entry points
 
     def fit(
         self,
@@ -257,22 +258,22 @@ class Fit(SessionContext):
         """Train ``module``.
 
         Args:
-            module: what to train; afterwards it holds the trained weights.
-            train_dataloaders: the training loader; several as a dict, a list or a `CombinedLoader`.
+            module: the module to train; afterwards it holds the trained weights.
+            train_dataloaders: the training loader, or several as a dict, a list or a `CombinedLoader`.
             val_dataloaders: one or several validation loaders.
-            datamodule: where the loaders come from instead.
-            ckpt_path: a checkpoint to go on from.
-            allow: what may differ from the run that it goes on with: some of "data", "optimizer", "scheduler" and
-                "module". What differs begins anew: an optimizer's and a scheduler's state, or the epoch on other data.
-            model: ``module``, by Lightning's name.
+            datamodule: provides the loaders instead.
+            ckpt_path: the checkpoint to resume from: a path or URL, "last", "best" or "auto".
+            allow: differences from the resumed run to accept: some of "data", "optimizer", "scheduler" and "module".
+                State that no longer fits is reset: that of an optimizer or a scheduler, or the position in the epoch.
+            model: another name of ``module``, as in Lightning.
 
         Raises:
-            ConfigurationError: what was asked for cannot be done; before anything is changed.
+            ConfigurationError: the call cannot be carried out; nothing was changed.
         """
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         given = Given(train_dataloaders, val_dataloaders, datamodule)
-        self._launch("fit", _one_of("fit", module, model), given, ckpt_path, allow=check_allow(allow))
+        self._launch("fit", _module_argument("fit", module, model), given, ckpt_path, allow=check_allow(allow))
 
     def validate(
         self,
@@ -284,19 +285,19 @@ class Fit(SessionContext):
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``validation_step`` over the validation loaders; returns each loader's reduced values.
+        """Run ``validation_step`` over the validation loaders and return each loader's reduced values.
 
         Args:
-            module: what to validate. Without one it is the last run's, with the weights of its best checkpoint, if that
-                run was a fit that keeps any.
+            module: the module to validate; by default that of the last run, with the weights of its best checkpoint
+                if that run was a fit that kept one.
             dataloaders: one or several loaders.
-            datamodule: where the loaders come from instead.
+            datamodule: provides the loaders instead.
             ckpt_path: a checkpoint whose weights are loaded first.
             verbose: print the values.
-            model: ``module``, by Lightning's name.
+            model: another name of ``module``, as in Lightning.
         """
         return self._evaluate(
-            "validate", _one_of("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
+            "validate", _module_argument("validate", module, model), dataloaders, datamodule, ckpt_path, verbose
         )
 
     def test(
@@ -309,8 +310,10 @@ class Fit(SessionContext):
         *,
         model: TrainModule | None = None,
     ) -> list[dict[str, float]]:
-        """Run ``test_step`` over the test loaders; returns each loader's reduced values. Arguments are `validate`'s."""
-        return self._evaluate("test", _one_of("test", module, model), dataloaders, datamodule, ckpt_path, verbose)
+        """Run ``test_step`` over the test loaders and return each loader's values. The arguments are `validate`'s."""
+        return self._evaluate(
+            "test", _module_argument("test", module, model), dataloaders, datamodule, ckpt_path, verbose
+        )
 
     @overload
     def predict(
@@ -346,25 +349,25 @@ class Fit(SessionContext):
         *,
         model: TrainModule | None = None,
     ) -> list[Any] | None:
-        """Run ``predict_step``; returns each micro-batch's output in data-set order, on every rank.
+        """Run ``predict_step`` and return each micro-batch's output in data-set order, on every rank.
 
         Args:
-            module: what predicts; without one, as for `validate`.
-            dataloaders: one or several loaders; with several, a list for each is returned.
-            datamodule: where the loaders come from instead.
+            module: the module that predicts; by default as for `validate`.
+            dataloaders: one or several loaders; with several, the result is a list per loader.
+            datamodule: provides the loaders instead.
             ckpt_path: a checkpoint whose weights are loaded first.
-            return_predictions: False keeps no output, exchanges none between ranks and returns None: for more than
-                memory holds, which ``on_predict_batch_end`` writes as it comes.
-            model: ``module``, by Lightning's name.
+            return_predictions: False keeps no outputs, does not exchange them between ranks and returns None: for
+                outputs that exceed memory and that ``on_predict_batch_end`` writes to disk.
+            model: another name of ``module``, as in Lightning.
 
         Returns:
-            The outputs, whose tensors are on the CPU, or None.
+            The outputs with their tensors on the CPU, or None.
         """
         if isinstance(dataloaders, DataModule):
             dataloaders, datamodule = None, dataloaders
-        one, ckpt_path = self._or_the_last("predict", _one_of("predict", module, model), ckpt_path)
+        chosen, ckpt_path = self._resolve_module("predict", _module_argument("predict", module, model), ckpt_path)
         given = Given(None, dataloaders, datamodule)
-        outputs: list[Any] | None = self._launch("predict", one, given, ckpt_path, return_predictions)
+        outputs: list[Any] | None = self._launch("predict", chosen, given, ckpt_path, return_predictions)
         return outputs
 
     def _evaluate(
@@ -376,21 +379,21 @@ class Fit(SessionContext):
         ckpt_path: Any,
         verbose: bool,
     ) -> list[dict[str, float]]:
-        module, ckpt_path = self._or_the_last(stage, module, ckpt_path)
+        module, ckpt_path = self._resolve_module(stage, module, ckpt_path)
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
         results: list[dict[str, float]] = self._launch(stage, module, Given(None, loaders, datamodule), ckpt_path)
         if verbose and self.is_global_zero:
-            from drivetrain._runtime.terminal_output import write_for_people  # no import of drivetrain needs it
+            from drivetrain._runtime.terminal_output import write_for_people  # only evaluations that print need it
 
             for index, result in enumerate(results):
                 head = stage if len(results) == 1 else f"{stage}, loader {index}"
-                told = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
-                write_for_people(sys.stdout, f"{head}: {told}\n")
+                values = ", ".join(f"{name} {value:.6g}" for name, value in result.items())
+                write_for_people(sys.stdout, f"{head}: {values}\n")
         return results
 
-    def _or_the_last(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
-        """``module``, or the last run's, whose best checkpoint then is what ``ckpt_path`` is by default."""
+    def _resolve_module(self, stage: str, module: TrainModule | None, ckpt_path: Any) -> tuple[TrainModule | None, Any]:
+        """Return the module and checkpoint to evaluate; by default the last run's module with its best checkpoint."""
         if module is not None or self.session is None:
             return module, ckpt_path
         best = "" if self.checkpoint_callback is None else self.checkpoint_callback.best_model_path
@@ -411,7 +414,7 @@ class Fit(SessionContext):
         if module is None:
             raise ConfigurationError(
                 f"{stage} was given no module.",
-                "there was no run before it whose module it could be.",
+                "no earlier run of this Fit provides one.",
                 f"pass it, as Fit().{stage}(module, ...).",
             )
         if not isinstance(given.datamodule, DataModule | None):
@@ -423,7 +426,7 @@ class Fit(SessionContext):
         if isinstance(module, type):
             raise ConfigurationError(
                 f"{stage} was given the class {module.__name__}.",
-                "it trains a TrainModule that is built, with its weights.",
+                "an instance is needed, with its weights.",
                 f"make one: Fit().{stage}({module.__name__}(...), ...).",
             )
         if isinstance(module, torch.utils.data.DataLoader | DataModule):
@@ -441,23 +444,23 @@ class Fit(SessionContext):
         if is_attached(module):
             raise ConfigurationError(
                 f"{stage} was called while a run of {type(module).__name__} is under way.",
-                "it would take the module, its metrics and the processes away from that run.",
+                "both runs would use the same module, metrics and processes.",
                 "call it after the run, on every rank; validation within fit is val_check_interval's.",
             )
         self.built_unseeded = stage == "fit" and self.seed is not None and built_unseeded(module)
         path = None if ckpt_path is None else os.fspath(ckpt_path)
-        self._log_queue = None  # what a run that failed has left is not the next one's
+        self._log_queue = None  # rows of a run that failed
         try:
             if any(is_overridden("before_launch", one, Callback) for one in self.callbacks):
-                from drivetrain._engine.trials import ask_before_launch  # by runs that try something out first
+                from drivetrain._engine.trials import run_before_launch_hooks  # only runs with trials need it
 
-                ask_before_launch(self, stage, module, given, path)
+                run_before_launch_hooks(self, stage, module, given, path)
             return launch(RunRequest(self, stage, module, given, path, return_predictions, allow))
         except ConfigurationError as error:
             raise shortened(error)  # noqa: B904 - the same error
 
 
-def _one_of(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
+def _module_argument(stage: str, module: TrainModule | None, model: TrainModule | None) -> TrainModule | None:
     if module is not None and model is not None:
         raise ConfigurationError(
             f"{stage} was given a module and a model.", "they are two names of one argument.", "pass one of them."

@@ -1,4 +1,4 @@
-"""RunContext: what a module, a data module, a callback or a logger may read and call of the run it is in."""
+"""RunContext: what modules, data modules, callbacks and loggers can read and call of their run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
-# For annotations alone, so that this file costs next to nothing to import.
+# Needed for annotations only, and expensive to import.
 if TYPE_CHECKING:
     from drivetrain._config.precedence import Settings
     from drivetrain.environments import Environment
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class RunContext(Protocol):
-    """The run, as ``trainer`` in a hook of a `Callback` and as ``self.trainer`` in a module or a data module.
+    """The run: ``trainer`` in a hook of a `Callback`, and ``self.trainer`` in a module or a data module.
 
-    It is the `Fit` that is running; this is the part of it that is good for something within a run. Most arguments
-    of `Fit` are read by their names, too, and all of them in ``settings``.
+    It is the running `Fit`; this interface is the part of it that is useful within a run. Most arguments of `Fit` are
+    attributes of the same name, and all of them are in ``settings``.
     """
 
-    # Where the run is
+    # Progress
 
     @property
     def current_epoch(self) -> int:
-        """Epochs completed; once training is over, one that ``max_steps`` or a request to stop has cut short counts."""
+        """Epochs completed. After training it includes an epoch that ``max_steps`` or a request to stop cut short."""
 
     @property
     def global_step(self) -> int:
@@ -55,11 +55,11 @@ class RunContext(Protocol):
 
     @property
     def training(self) -> bool:
-        """True in `Fit.fit`, but for its validations."""
+        """True in `Fit.fit`, except during its validations."""
 
     @property
     def validating(self) -> bool:
-        """True in `Fit.validate`, and during the validations of `Fit.fit`, the sanity check apart."""
+        """True in `Fit.validate` and during the validations of `Fit.fit`, except in the sanity check."""
 
     @property
     def testing(self) -> bool:
@@ -71,41 +71,41 @@ class RunContext(Protocol):
 
     @property
     def sanity_checking(self) -> bool:
-        """True during the validation that is tried before training."""
+        """True during the sanity check, the short validation before training."""
 
     @property
     def evaluating(self) -> bool:
-        """True wherever batches are validated or tested, in the sanity check too."""
+        """True while batches are validated or tested, also in the sanity check."""
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training micro-batch is its epoch's last one; False where nothing says how many there are."""
+        """Whether the training micro-batch is the last one of its epoch; False if the epoch's length is unknown."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether the last run ended before its time: an error, Ctrl-C, or a signal to save and leave."""
+        """Whether an error, Ctrl-C or a preemption signal ended the last run early."""
 
     @property
     def received_sigterm(self) -> bool:
-        """Whether SIGTERM asks the run to save and leave."""
+        """Whether the run received SIGTERM and is going to save and exit."""
 
     @property
     def joining(self) -> bool:
-        """True while this rank has no data and only keeps the others company."""
+        """True while this rank has no data left and only takes part in the collectives of the others."""
 
     @property
     def batch_indices(self) -> Sequence[Any] | None:
         """The data-set indices of the samples of the batch that this rank predicts, in the order of the batch.
 
-        None outside of prediction, and where samples have no indices: of iterable data sets, of loaders without
-        automatic batching or with an ``__iter__`` of their own, and of several loaders combined.
+        None outside prediction and if samples have no indices: with iterable data sets, with loaders that do not batch
+        automatically or override ``__iter__``, and with several loaders combined.
         """
 
-    # How much there is
+    # Data
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on each rank, by limits and ``len(loader)``; infinite where neither says."""
+        """Micro-batches of an epoch on each rank, by limits and ``len(loader)``; infinite if neither is known."""
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -121,67 +121,67 @@ class RunContext(Protocol):
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
-        """Micro-batches of each validation loader that are tried before training."""
+        """Micro-batches of each validation loader in the sanity check."""
 
     @property
     def enable_validation(self) -> bool:
-        """Whether a fit's module has a ``validation_step``, and ``limit_val_batches`` leaves it batches."""
+        """Whether this is a fit whose module has a ``validation_step`` and ``limit_val_batches`` is not 0."""
 
     @property
     def train_dataloader(self) -> Any:
-        """The training loader(s), as they were given; None in other stages."""
+        """The training loader(s) as passed; None in other stages."""
 
     @property
     def val_dataloaders(self) -> Any:
-        """The validation loader, or the collection of them, as it was given; None where there is none."""
+        """The validation loader(s) as passed; None if there are none."""
 
     @property
     def test_dataloaders(self) -> Any:
-        """The test loader, or the collection of them, as it was given; None in other stages."""
+        """The test loader(s) as passed; None in other stages."""
 
     @property
     def predict_dataloaders(self) -> Any:
-        """The prediction loader, or the collection of them, as it was given; None in other stages."""
+        """The prediction loader(s) as passed; None in other stages."""
 
     @property
     def evaluated_loaders(self) -> Sequence[Any]:
-        """The loaders that are validated on, tested or predicted on, one by one."""
+        """The loaders of validation, test or prediction, as a flat sequence."""
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """What a `DistributedSampler` of one's own needs, ``num_replicas`` and ``rank``; None in a single process."""
+        """The arguments ``num_replicas`` and ``rank`` for your own `DistributedSampler`; None in a single process."""
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole run; infinite where nothing bounds it."""
+        """Optimizer steps of the whole run; infinite if nothing bounds it."""
 
-    # What is run
+    # The module and its data
 
     @property
     def lightning_module(self) -> Any:
-        """The `TrainModule` of the run, or of the last one; None before any."""
+        """The `TrainModule` of this run or the last one; None before the first."""
 
     @property
     def module(self) -> Any:
-        """The same."""
+        """Same as `lightning_module`."""
 
     @property
     def model(self) -> Any:
-        """The same: never a wrapper."""
+        """Same as `lightning_module`; never a wrapper."""
 
     @property
     def datamodule(self) -> Any:
-        """The `DataModule` of the run, or of the last one; None where it has none."""
+        """The `DataModule` of this run or the last one, if it has one."""
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the run began with, as it was found; None where it began with none."""
+        """The path of the checkpoint that the run started from, with "last", "best" and "auto" resolved; or None."""
 
-    # Among whom
+    # Devices and ranks
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy; before a run, with "auto", the one that this process would use by what is known then."""
+        """The strategy; before a run with "auto", the one that would be used with the processes expected then."""
 
     @property
     def precision(self) -> Precision:
@@ -189,19 +189,19 @@ class RunContext(Protocol):
 
     @property
     def world_size(self) -> int:
-        """How many processes run together."""
+        """The number of processes."""
 
     @property
     def global_rank(self) -> int:
-        """This process among all; before a run, as far as those who started it have said."""
+        """The rank of this process; before a run, the rank that the environment gives it."""
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its node."""
+        """The rank of this process on its node."""
 
     @property
     def node_rank(self) -> int:
-        """This node among all."""
+        """The index of this node."""
 
     @property
     def is_global_zero(self) -> bool:
@@ -209,35 +209,35 @@ class RunContext(Protocol):
 
     @property
     def num_devices(self) -> int:
-        """How many processes of this node compute, each on a device of its own."""
+        """The number of devices, and so of processes, on this node."""
 
     @property
     def device_ids(self) -> list[int]:
-        """The indices of their devices; processes on the CPU are counted from 0."""
+        """The indices of these devices; processes on the CPU count from 0."""
 
     @property
     def scaler(self) -> Any:
-        """The precision's `GradScaler`; None where it has none."""
+        """The precision's `GradScaler`, if it has one."""
 
     def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Within it a module is built in the dtype and, where a device holds it whole, on the device of the coming run.
+        """Return a context in which modules are built in the run's dtype and, unless sharded, on its device.
 
         Args:
-            empty_init: True is refused: what is too large to be initialised is built in ``configure_model``.
+            empty_init: True is refused; build layers that are too large to initialize in ``configure_model``.
         """
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """What `TrainModule.all_gather` does."""
+        """Gather tensors from all ranks; see `TrainModule.all_gather`. Collective."""
 
-    # What was logged, and where it goes
+    # Logging
 
     @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
-        """Everything logged, by every name it is known by."""
+        """All logged values, by every name under which they can be monitored."""
 
     @property
     def logged_metrics(self) -> dict[str, torch.Tensor]:
-        """The latest values that went to the loggers."""
+        """The latest values sent to the loggers."""
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -245,14 +245,14 @@ class RunContext(Protocol):
 
     @property
     def progress_bar_values(self) -> dict[str, torch.Tensor]:
-        """The same where they are: nothing waits for the device."""
+        """The values of `progress_bar_metrics` as tensors on their devices: reading them does not wait."""
 
     @property
     def evaluation_so_far(self) -> Mapping[str, torch.Tensor]:
-        """What the evaluation under way has logged with ``prog_bar=True``, as of now on this rank: means so far."""
+        """Running means on this rank of what the current evaluation has logged with ``prog_bar=True``."""
 
     loggers: list[Logger]
-    """Where numbers go."""
+    """The loggers."""
 
     @property
     def logger(self) -> Logger | None:
@@ -262,32 +262,32 @@ class RunContext(Protocol):
     def logger(self, logger: Logger | None) -> None: ...
 
     def log_metrics(self, values: Mapping[str, torch.Tensor | float], step: int | None = None) -> None:
-        """Send numbers to all loggers, in the order of the calls. On rank 0 only.
+        """Send values to all loggers, in the order of the calls. Does nothing on ranks other than 0.
 
-        Nothing waits for a tensor on a GPU: its row, and those after it, reach the loggers once it has come over, at
-        the latest before a checkpoint is written and at the end of the run.
+        Does not wait for tensors on a GPU: their row and the rows after it reach the loggers once they are copied to
+        the host, at the latest before a checkpoint is written and at the end of the run.
 
         Args:
             values: numbers and one-element tensors by name.
-            step: the optimizer step that they belong to; None is ``global_step``.
+            step: the optimizer step of the values; by default ``global_step``.
         """
 
     def finish_logging(self) -> None:
-        """Wait for what `log_metrics` was given, and hand it to the loggers. On rank 0 only."""
+        """Wait for pending rows of `log_metrics` and pass them to the loggers. On rank 0 only."""
 
     def log_histogram(self, name: str, value: Any, step: int | None = None, bins: int = 64) -> None:
-        """Send the distribution of numbers that are spread over ranks to all loggers. Collective.
+        """Send a histogram of values that are distributed over ranks to all loggers. Collective.
 
-        Each rank counts what it holds, between edges that all agree on, and the counts are summed: nothing is gathered.
-        A parameter, its gradient or a buffer of the module counts once, however the strategy lays it out. Of any
-        other tensor each rank has a part of its own (activations of its micro-batch, say), and all parts count.
+        Each rank counts its part in common bins, and the counts are summed: no tensor is gathered. A parameter, its
+        gradient or a buffer of the module counts once, however the strategy replicates or shards it. Any other tensor,
+        such as the activations of a micro-batch, is taken as different on each rank, and all of them count.
 
         Args:
-            name: its name.
-            value: a tensor of any shape, or tensors by name, which are called ``name/theirs``; None in place of one
-                that a rank has nothing of.
-            step: the optimizer step; None is ``global_step``.
-            bins: of equal width, between the smallest and the largest finite number.
+            name: the name of the histogram.
+            value: a tensor of any shape, or tensors by key, which are logged as ``name/key``; None on a rank that has
+                no part of a tensor.
+            step: the optimizer step; by default ``global_step``.
+            bins: the number of bins of equal width between the smallest and the largest finite value.
         """
 
     def print(self, *args: Any, **options: Any) -> None:
@@ -297,21 +297,20 @@ class RunContext(Protocol):
 
     @property
     def profiler(self) -> Profiler:
-        """What measures the run; where `Fit` was given none, one whose spans do nothing.
+        """The profiler of the run; without one, an object whose spans do nothing.
 
-        ``with self.trainer.profiler.profile("augmentation"): ...`` is a phase of its own in the table and the trace.
+        ``with self.trainer.profiler.profile("augmentation"): ...`` adds a phase to the table and the trace.
         """
 
     @property
     def profiles(self) -> bool:
-        """Whether `Fit` was given a profiler."""
+        """Whether `Fit` has a profiler."""
 
     # Callbacks, and the end of the run
 
-    # A Callback's hooks name this protocol, which therefore cannot name Callback. Whoever looks for one among them asks
-    # for its class.
+    # Callback's hooks are annotated with this protocol, which therefore cannot import Callback.
     callbacks: list[Any]
-    """The `Callback`s of every run, the default ones included. Others may be appended until the set-up is through."""
+    """The `Callback`s of every run, with the default ones. Others can be appended until set-up ends."""
 
     @property
     def checkpoint_callback(self) -> SavedCheckpoints | None:
@@ -319,58 +318,57 @@ class RunContext(Protocol):
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """All of them."""
+        """All callbacks that save checkpoints."""
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first `EarlyStopping`; None where there is none."""
+        """The first `EarlyStopping`, if there is one."""
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        """All of them."""
+        """All `EarlyStopping` callbacks."""
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The first `ProgressBar`; None where there is none."""
+        """The first `ProgressBar`, if there is one."""
 
     @property
     def should_stop(self) -> bool:
-        """Set it, on any rank, to end the run early; all ranks then stop after the same step."""
+        """Whether the run is to end early. Set it on any rank; all ranks then stop after the same step."""
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None: ...
 
     def ask_to_stop(self, because: str) -> None:
-        """Set `should_stop`, and say why: the run ends with a line that tells it.
+        """Set `should_stop` with a reason, which is logged as the run ends.
 
         Args:
-            because: the reason, with its numbers: "val_loss is above 3".
+            because: the reason with its values, such as "val_loss is above 3".
         """
 
     # The run's folder
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the run that is under way, or of the last one, alike on every rank; None where it has none.
+        """The folder of this run or the last one, a path or URL, the same on every rank; None if it has none.
 
-        An evaluation's is there once a logger has written to it.
-
-        It holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. A path or URL.
+        It holds the loggers' files, ``checkpoints/``, ``logs/`` and ``run.json``; see docs/runs.md. The folder of an
+        evaluation exists once a logger has written to it.
         """
 
     @property
     def run_id(self) -> str:
-        """What tells that run from all others, the same when it is gone on with in its folder; "" where it has none."""
+        """The identifier of that run, which stays the same if it is resumed in its folder; "" without a folder."""
 
     def checkpoint_removed(self, identifier: str) -> None:
-        """Note in the run's record that a checkpoint, by its manifest's identifier, is no longer kept."""
+        """Record that the checkpoint with this identifier in its manifest was deleted."""
 
     @property
     def micro_batch_weight(self) -> float:
-        """Over how many items the loss of the current training micro-batch is a mean, on this rank.
+        """The number of items over which the loss of this rank's current training micro-batch is a mean.
 
-        That is what `TrainModule.batch_weight` returned for the batch as the loader gave it, else its samples; 0 where
-        this rank only joins. In manual optimization, where weights are not applied, it is the samples.
+        That is the result of `TrainModule.batch_weight` for the loader's batch, or else its samples; 0 on a joining
+        rank. Manual optimization does not apply weights: there it is the samples.
         """
 
     # Checkpoints
@@ -380,18 +378,18 @@ class RunContext(Protocol):
     ) -> None:
         """Write a checkpoint. Collective: call it on every rank.
 
-        Within an accumulation window, whose gradients no checkpoint holds, it is written at the window's end.
+        Within an accumulation window it is written at the window's end, since checkpoints hold no gradients.
 
         Args:
             path: a path or an fsspec URL.
-            weights_only: leave out what a run needs to go on.
-            trainable_only: leave out parameters that have never trained, but for checksums by which they are known.
+            weights_only: leave out what only a resumed run needs.
+            trainable_only: store only checksums of parameters that have never trained.
         """
 
     def defer_save(self, save: Callable[[], None]) -> None:
-        """Call ``save`` as soon as the run could be resumed exactly; ask on every rank alike.
+        """Call ``save`` at the next point from which the run can be resumed exactly. Call it on every rank.
 
-        That is once all hooks of the event are through, the module's too, and the accumulation window is closed.
+        That point is reached when all hooks of the current event have run and the accumulation window is closed.
         """
 
     def write_checkpoint(
@@ -404,23 +402,23 @@ class RunContext(Protocol):
         digest: str | None = None,
         trainable_only: bool = False,
     ) -> None:
-        """Write a checkpoint now, from what was given to `defer_save`; see `Checkpoint` for what it is good for.
+        """Write a checkpoint now; to be called by the function passed to `defer_save`, as `Checkpoint` does.
 
         Args:
             path: a path or an fsspec URL.
-            weights_only: leave out what a run needs to go on.
-            background: copy the state, and write it while training goes on.
-            then: called on every rank once it is whole.
-            identifier: what its manifest says of it, by which it is known later; "" lets one be drawn. Rank 0's counts.
-            digest: of each file, for the manifest: "sha256", or None for checksums alone. Rank 0's counts.
-            trainable_only: leave out parameters that have never trained, but for checksums by which they are known.
+            weights_only: leave out what only a resumed run needs.
+            background: copy the state, and write it while training continues.
+            then: called on every rank once the checkpoint is complete.
+            identifier: the identifier in its manifest; "" for a random one. Rank 0's value is used.
+            digest: the digest to store for each file: "sha256", or None for checksums only. Rank 0's value is used.
+            trainable_only: store only checksums of parameters that have never trained.
 
         Raises:
-            CheckpointError: on every rank, where it could not be written.
+            CheckpointError: on every rank: it could not be written.
         """
 
     def save_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        """Write what a failed run of one process had as of its last step; from ``on_exception`` only.
+        """Save the state of a failed run of one process as of its last step; for ``on_exception`` only.
 
         Args:
             path: a path or an fsspec URL.
@@ -429,16 +427,16 @@ class RunContext(Protocol):
         """
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
-        """Return the newest whole checkpoint of this run without any optimizer step after ``step``, and its own step.
+        """Return the path and step of this run's newest complete checkpoint that is not after ``step``, or None.
 
-        Waits for one that is being written. Collective.
+        Waits for a checkpoint that is being written. Collective.
         """
 
     def roll_back(self, path: str) -> None:
-        """Go back to a checkpoint of this run, a whole one, and train on from there; ask on every rank alike.
+        """Load a complete checkpoint of this run and continue training from it. Call it on every rank.
 
-        That is once all hooks of the event are through and the accumulation window is closed. What the run's
-        `Checkpoint` callbacks wrote since goes.
+        It is loaded when all hooks of the current event have run and the accumulation window is closed. Later
+        checkpoints of the run's `Checkpoint` callbacks are deleted.
 
         Raises:
             CheckpointError: it cannot be opened.
@@ -452,7 +450,7 @@ class RunContext(Protocol):
 
     @property
     def lr_schedulers(self) -> list[Any]:
-        """The schedulers."""
+        """The learning rate schedulers."""
 
     @property
     def scheduler_configs(self) -> Sequence[ScheduledRate]:
@@ -460,43 +458,48 @@ class RunContext(Protocol):
 
     @property
     def lr_scheduler_configs(self) -> Sequence[ScheduledRate]:
-        """The same."""
+        """Same as `scheduler_configs`."""
 
     @property
     def gradient_norm(self) -> torch.Tensor | None:
-        """The total norm before the last clipping, of shape (); None where nothing was clipped."""
+        """The total norm before gradients were last clipped, of shape (); None if nothing was clipped."""
 
-    # What `TrainModule`'s own methods go through
+    # What the methods of `TrainModule` use
 
     @property
     def metrics(self) -> Records:
-        """Where `TrainModule.log` writes."""
+        """The store to which `TrainModule.log` writes."""
 
     @property
     def optimizer_handles(self) -> Sequence[Any]:
-        """What ``self.optimizers()`` gives in a module: each has its optimizer's attributes."""
+        """What ``self.optimizers()`` returns in a module: each handle has its optimizer's attributes."""
 
     def manual_step(self, what: str, does: str) -> ManualOptimization:
-        """What runs manual optimization; refuses ``what`` elsewhere, where the engine ``does`` it."""
+        """Return the step of manual optimization.
+
+        Args:
+            what: the method that needs it, for the error in automatic optimization.
+            does: what the engine does by itself there.
+        """
 
     def manual_backward(self, loss: torch.Tensor) -> None:
-        """What `TrainModule.manual_backward` does, with a loss of shape ()."""
+        """Run backward on a loss of shape (); see `TrainModule.manual_backward`."""
 
     def pass_over_training_data(self) -> None:
-        """Call ``training_step`` on an epoch of the training data, and train nothing. Collective.
+        """Call ``training_step`` on an epoch of the training data without training. Collective.
 
-        Without gradients, hooks or logging, in the mode that the module is in: for statistics, such as those of batch
-        normalisation, of weights that were put in the module. Call it from ``on_train_end``, where no epoch is under
-        way whose place in the data it would move.
+        There are no gradients, hooks or logging, and the module stays in its mode: this updates statistics, such as
+        those of batch normalization after weights were replaced. Call it from ``on_train_end``: within an epoch it
+        would move the position in the data.
         """
 
     def clip_gradients(self, optimizer: Any, value: float, algorithm: str = "norm") -> None:
-        """What `TrainModule.clip_gradients` does."""
+        """Clip the gradients of an optimizer; see `TrainModule.clip_gradients`."""
 
-    # The settings, which `Fit` explains
+    # The settings, which `Fit` documents
 
     settings: Settings
-    """Every argument with where its value came from: code, environment, file or default."""
+    """Every argument, with the source of its value: code, environment, file or default."""
 
     accelerator: str
     devices: int | str | list[int]
@@ -535,97 +538,98 @@ class RunContext(Protocol):
     barebones: bool
 
     searched: set[str]
-    """Names of hyper-parameters that a search sets."""
+    """Names of hyper-parameters that a finder sets."""
 
     built_unseeded: bool
-    """Whether ``Fit(seed=)`` was given a module that had been built in a process that nobody had seeded."""
+    """Whether ``Fit(seed=)`` runs a module that was built before the process was seeded."""
 
 
 class Trials(Protocol):
-    """Runs parts of what `Fit.fit` and its like were called for before it begins, and leaves everything as it was."""
+    """Runs a few steps of a call of `Fit.fit` or another entry point before it begins, and restores all state."""
 
     stage: str
     """"fit", "validate", "test" or "predict"."""
 
     module: Any
-    """The user's module, as the call was given it. A trial runs a copy."""
+    """The module passed to the call. A trial runs a copy."""
 
     datamodule: Any
-    """The user's data module, or None. A trial runs a copy."""
+    """The data module passed to the call, or None. A trial runs a copy."""
 
     loaders: Any
-    """What the call was given to train on, or to evaluate; None where they come from elsewhere."""
+    """The loaders passed to the call; None if the module or the data module provides them."""
 
     ckpt_path: str | None
-    """What the call was to go on from."""
+    """The checkpoint passed to the call, or None."""
 
     is_dry_run: bool
     """Whether ``fast_dev_run`` is on."""
 
     def run(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> None:
-        """Run so many steps on copies, with ``callback`` and no other one, no logger and no checkpoint. Collective.
+        """Run a number of steps on copies, with ``callback`` as the only callback and without loggers. Collective.
 
         Args:
-            callback: watches, and may change the optimizer's settings. What its ``state_dict`` returns comes back.
-            steps: optimizer steps; of other stages than fit, micro-batches of each loader.
-            prepare: is given the copies of the module and of the data module (or None), and `loaders`; changes the
-                copies, and returns the loaders to use.
+            callback: observes the trial and may change the optimizer's settings. Its ``state_dict`` is loaded into the
+                caller's object if the trial ran in other processes.
+            steps: optimizer steps; in stages other than fit, micro-batches of each loader.
+            prepare: called with the copies of the module and of the data module (or None), and `loaders`; may change
+                the copies, and returns the loaders to use.
 
         Raises:
-            Exception: whatever failed in it, on this rank or another; all is as it was before.
+            Exception: the trial failed on this rank or another; all state is restored.
         """
 
     def fits(self, callback: Any, steps: int, prepare: Callable[[Any, Any, Any], Any] | None = None) -> bool:
-        """Do as `run`; False where memory lacked on any rank, or the data give no batch so large."""
+        """Do as `run`; return False if a rank ran out of memory or the data has no batch of that size."""
 
     def searches(self, name: str) -> None:
-        """Note that hyper-parameter ``name`` is set by a search.
+        """Declare that a finder sets hyper-parameter ``name``.
 
-        A run that differs in it alone is the same experiment for ``ckpt_path`` "auto", "last" and "best".
+        Runs that differ only in it are the same experiment for ``ckpt_path`` "auto", "last" and "best".
         """
 
     def say(self, text: str, *values: Any) -> None:
-        """Say what was found, on rank 0."""
+        """Log a message on rank 0."""
 
 
 class SavedCheckpoints(Protocol):
-    """What is to be known of the checkpoints that a callback has saved, such as `Checkpoint`."""
+    """The checkpoints that a callback, such as `Checkpoint`, has saved."""
 
     dirpath: str | None
-    """The folder or URL where they are; None until the run has chosen one."""
+    """Their folder or URL; None until the run has chosen one."""
 
     @property
     def best_model_path(self) -> str:
-        """The best that is kept; "" where there is none."""
+        """The path of the best kept checkpoint; "" if there is none."""
 
     @property
     def best_model_score(self) -> float | None:
-        """Its monitored value; None where nothing is monitored."""
+        """Its monitored value; None if nothing is monitored."""
 
     @property
     def current_score(self) -> float | None:
-        """The newest checkpoint's monitored value; None where nothing is monitored."""
+        """The monitored value of the newest checkpoint; None if nothing is monitored."""
 
     @property
     def last_model_path(self) -> str:
-        """The newest that is kept; "" where there is none."""
+        """The path of the newest kept checkpoint; "" if there is none."""
 
 
 class ScheduledRate(Protocol):
     """A learning-rate scheduler and when it steps."""
 
     scheduler: Any
-    """What ``step`` is called on."""
+    """The scheduler."""
 
     interval: str
     """"epoch" or "step" (optimizer steps)."""
 
     name: str | None
-    """What `LearningRateMonitor` calls it."""
+    """The name that `LearningRateMonitor` logs it under."""
 
 
 class Records(Protocol):
-    """Takes logged values."""
+    """Stores logged values."""
 
     def record(
         self,
@@ -641,11 +645,11 @@ class Records(Protocol):
         add_dataloader_idx: bool,
         metric_attribute: str | None,
     ) -> None:
-        """Take one value; see `TrainModule.log`."""
+        """Store one value; see `TrainModule.log`."""
 
 
 class ManualOptimization(Protocol):
-    """Runs backward, and settles whose turn it is, where ``training_step`` steps itself."""
+    """Runs backward and toggles optimizers if ``training_step`` itself steps them."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a loss of shape ()."""
@@ -654,4 +658,4 @@ class ManualOptimization(Protocol):
         """Let only this optimizer's parameters require gradients."""
 
     def untoggle(self, optimizer: Any) -> None:
-        """Let require gradients again what did so before `toggle`."""
+        """Restore which parameters required gradients before `toggle`."""

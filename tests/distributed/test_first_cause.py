@@ -102,7 +102,10 @@ def test_what_all_ranks_run_into_is_shown_by_the_first(launched: str, request: p
     assert errors.count("Traceback (most recent call last)") == 1, errors
     assert "ValueError: boom0\nWhere: rank 0, epoch 0, global step 3, batch index 3\n" in errors
     log = ran.folder / "run" / "logs" / "rank-1.log"
-    line = "Rank 1 failed with ValueError: boom0; rank 0 failed alike, and shows where; Where: rank 1, epoch 0, "
+    line = (
+        "Rank 1 failed with ValueError: boom0; rank 0 failed the same way and shows the traceback; "
+        "Where: rank 1, epoch 0, "
+    )
     assert f"{line}global step 3, batch index 3; Log: {log}\n" in errors, errors
     assert "Traceback (most recent call last)" in log.read_text()
 

@@ -131,7 +131,7 @@ class AnswersForItself(Launcher):
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
-        (DoesNothing, "DoesNothing.run returned without having had the run done"),
+        (DoesNothing, "DoesNothing.run returned without executing the run"),
         (AnswersForItself, "What a launcher gave to work.elsewhere returned a NoneType"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: the one it goes on from, and those that it writes."""
+"""RunCheckpoints: opens the checkpoint that a run starts from, and writes those that it saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain._loops.trainables import freeze_only
 from drivetrain._runtime.generators import kept_generators
 from drivetrain.errors import CheckpointError, ConfigurationError, listed
 
-# What reads and writes checkpoints is imported where it is wanted: many runs begin afresh and keep none.
+# The code that reads and writes checkpoints is imported on use: many runs need neither.
 if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
@@ -53,40 +53,40 @@ class RunCheckpoints:
         self._allow = core.request.allow
         self.requests = core.profiling.save_requests()
         """Checkpoints that were requested within a window."""
-        self._anew: set[str] = set()  # of what may differ, what does
+        self._reset: set[str] = set()  # the accepted differences that exist
         self._background: BackgroundSaver | None = None
-        self._run = os.urandom(8).hex()  # rank 0's tells this run from others
+        self._run = os.urandom(8).hex()  # rank 0's identifies the run
         self._ancestors: tuple[tuple[str, int], ...] = ()
         self._parent, self._count = "", 0
         self._beginning = Beginning()
         self._looked_in: list[str] = []
         self.opened: Checkpoint | None = None
-        """What the run goes on from."""
+        """The checkpoint that the run starts from, if any."""
         self.ended_before: str | None = None
-        """Why nothing is left to train of what was found by "auto"; None where something is."""
-        self._said_that_none_saves = False
+        """Why the run found by "auto" has nothing left to train; None if it has."""
+        self._warned_of_no_save = False
         self.written: str | None = None
-        """The last one that this run has written, and that became whole, wherever that is."""
+        """The path of the last checkpoint that this run completed."""
 
     # Reading
 
     def begin(self) -> None:
-        """Settle which checkpoint the run begins with, and its folder. Collective.
+        """Choose the run's folder and, for "last", "best" and "auto", its checkpoint. Collective.
 
         Raises:
-            ConfigurationError: on every rank: its folder cannot be made.
-            StorageError: a storage refuses to say what there is.
+            ConfigurationError: on every rank: the folder cannot be created.
+            StorageError: a storage cannot be listed.
         """
         core = self._core
         self._looked_in = self._folders()
-        wanted_by = self._what_wants_a_folder()
-        settle_folder(core.strategy.control, wanted_by)
-        if wanted_by:
+        needed_by = self._needing_folder()
+        settle_folder(core.strategy.control, needed_by)
+        if needed_by:
             from drivetrain._engine.run_start import begin
 
             self._beginning = begin(core, core.folder, self._path, _check_form)
 
-    def _what_wants_a_folder(self) -> list[str]:
+    def _needing_folder(self) -> list[str]:
         core, trainer = self._core, self._core.trainer
         profilers = [trainer.profiler] if core.profiling.wants_folder else []
         saving = [one for one in core.callbacks if one.wants_run_folder]
@@ -94,7 +94,7 @@ class RunCheckpoints:
         return [*(type(one).__name__ for one in (*trainer.loggers, *saving, *profilers)), *asked]
 
     def claim_for_late(self) -> None:
-        """Claim a folder for callbacks that have come in `setup`, where the run has none yet. Collective."""
+        """Claim a folder, if the run has none, for callbacks that were appended in `setup`. Collective."""
         core = self._core
         if core.stage == "fit" and core.folder.path is None:
             from drivetrain._engine.run_start import begin
@@ -102,28 +102,28 @@ class RunCheckpoints:
             self._beginning = begin(core, core.folder, self._path, _check_form)
 
     def open(self) -> int:
-        """Open what the run starts from, and return the seed of the order of its samples. Collective.
+        """Open the checkpoint that the run starts from, and return the seed of its sample order. Collective.
 
         Raises:
-            CheckpointError: there is none, or training cannot go on from it.
+            CheckpointError: there is no checkpoint, or training cannot resume from it.
         """
         core = self._core
         seed, control, fitting = core.trainer.seed, core.strategy.control, core.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
             from drivetrain._engine.run_location import where_runs_are
-            from drivetrain._engine.run_start import find_beside
+            from drivetrain._engine.run_start import find_in_folders
 
-            # Chosen by rank 0, for all: another rank may see a file system that lags behind.
+            # Rank 0 chooses for all ranks: a network file system may show others an older state.
             since = [one for one in self._folders() if one not in self._looked_in]
             path = beginning.path
             if path is None and since:
-                path = find_beside(core, since, self._path or "", _check_form)
+                path = find_in_folders(core, since, self._path or "", _check_form)
             if path is None and self._path != "auto":
                 raise CheckpointError(
-                    f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
-                    f"looked in {', '.join([where_runs_are(core), *self._folders()])}, for what runs of "
-                    f"{type(core.module).__name__} with these hyper-parameters have saved.",
+                    f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
+                    f"looked in {', '.join([where_runs_are(core), *self._folders()])}, for checkpoints "
+                    f"that runs of {type(core.module).__name__} with these hyper-parameters saved.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
@@ -148,11 +148,11 @@ class RunCheckpoints:
             core.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
-    def see_what_is_left(self) -> None:
-        """Find out, by the settings of this run, whether the one that it goes on from has ended.
+    def check_what_is_left(self) -> None:
+        """Check whether the resumed run has anything left to train with the settings of this one.
 
         Raises:
-            ConfigurationError: it has, and was asked for by its path, or as "last" or "best".
+            ConfigurationError: it has not, and was named by its path or as "last" or "best".
         """
         if self.opened is None:
             return
@@ -161,7 +161,9 @@ class RunCheckpoints:
         ended, way_out = limit_reached(trainer.max_epochs, trainer.max_steps, epoch, step), "raise the limit"
         loop = self.opened.state()["loop"]
         if loop and loop.get("left_after_last_step") and step == trainer.max_steps:
-            ended = limit_reached(trainer.max_epochs, -1, epoch, step)  # a validation, or the epoch's end, is to come
+            ended = limit_reached(
+                trainer.max_epochs, -1, epoch, step
+            )  # a validation or the end of the epoch is still missing
         if ended is not None and trainer.fast_dev_run:
             way_out = f"leave out fast_dev_run={trainer.fast_dev_run}, which sets that limit"
         elif ended is None and (not loop or loop.get("asked_to_stop") is None):
@@ -176,7 +178,7 @@ class RunCheckpoints:
         )
 
     def _stopped_early(self, epoch: int, step: int) -> str | None:
-        """Why a callback ended the run; one that is patient for longer now has another key, and finds no state."""
+        """Return why a callback ended the run, or None. A callback with other settings has another key and no state."""
         assert self.opened is not None
         trainer, states = self._core.trainer, self.opened.state()["callbacks"]
         if epoch < (trainer.min_epochs or 0) or step < (trainer.min_steps or 0):
@@ -190,10 +192,10 @@ class RunCheckpoints:
         return None
 
     def check_data(self) -> None:
-        """Look whether module and data are those of the run that goes on. Collective.
+        """Compare module and data with those of the resumed run. Collective.
 
         Raises:
-            ConfigurationError: they are not, and `allow` does not name them.
+            ConfigurationError: they differ, and ``allow`` does not name them.
         """
         core, stage_data = self._core, self._data.loaded
         if core.stage != "fit":
@@ -205,62 +207,63 @@ class RunCheckpoints:
         self._compare()
 
     def _compare(self) -> None:
-        """Refuse what differs from the run that goes on, as far as this one is made by now."""
+        """Compare the components that are set up by now with those of the resumed run."""
         if self.opened is None:
             return
         from drivetrain._engine.resume_compatibility import differences, refuse
 
         now = self._memory.components
         if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
-            # The epoch has not begun: what was saved is of the loader before.
+            # The epoch has not begun, and the saved facts describe the loader of the last one.
             now = {name: value for name, value in now.items() if name != "data"}
         found = differences(self.opened.state().get("made_of"), now)
         refuse(self.opened.path, found, self._allow)
         differing = {one.consent for one in found}
-        if differing - self._anew and self._core.strategy.rank == 0:
-            told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._anew)
-            logger.warning("Not as in the run that goes on, and allowed: %s.", told)
-        self._anew |= differing
+        if differing - self._reset and self._core.strategy.rank == 0:
+            told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._reset)
+            logger.warning("Differs from the resumed run, and is allowed: %s.", told)
+        self._reset |= differing
 
     def load(self) -> None:
-        """Go on from what was opened, if anything. Collective."""
+        """Load the opened checkpoint, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
-                self._contents().load(self.opened, anew=self._anew)
+                self._contents().load(self.opened, reset=self._reset)
             self._trainables().set_resuming(self._frozen() is not None)
 
     def restore_trainables(self) -> None:
-        """Let the module train what it trained in the run that goes on, before it is wrapped. Talks to nobody."""
+        """Freeze and unfreeze parameters as in the resumed run, before the module is wrapped. Not collective."""
         frozen = self._frozen()
         if frozen is not None:
             changed = freeze_only(dict(self._core.module.named_parameters()), frozen)
             if changed and self._core.strategy.rank == 0:
                 logger.info(
-                    "As in the run that goes on, and other than in the code, is what trains of %s.", listed(changed)
+                    "As in the resumed run, and unlike in the code, these parameters are trained or frozen: %s.",
+                    listed(changed),
                 )
 
     def regroup(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers the groups that they had in the run that goes on; what trains stays as it was there.
+        """Restore the parameter groups and the frozen parameters of the resumed run.
 
         Raises:
-            ConfigurationError: they, or the schedulers, are of other classes, and `allow` does not name them.
+            ConfigurationError: optimizers or schedulers are of other classes, and ``allow`` does not name them.
         """
         self._compare()
         frozen = self._frozen()
         if frozen is None or self.opened is None:
             return
         self._trainables().freeze_as_saved(frozen, "configure_optimizers")
-        if "optimizer" not in self._anew:
+        if "optimizer" not in self._reset:
             self._contents().regroup(self.opened, optimizers)
 
     def keep_trainables(self) -> None:
-        """Undo what hooks that begin a resumed run froze or unfroze."""
+        """Undo what ``on_fit_start`` and ``on_train_start`` of a resumed run froze or unfroze."""
         frozen = self._frozen()
         if frozen is not None:
             self._trainables().freeze_as_saved(frozen, "on_fit_start or on_train_start")
             self._trainables().set_resuming(False)
         if self.opened is not None:
-            self.opened.close()  # nothing more is read: it may be removed, and its space be free
+            self.opened.close()  # it is not read any more, and may be deleted
 
     def _trainables(self) -> Trainables:
         trainables = self._collect_parts().trainables
@@ -268,12 +271,12 @@ class RunCheckpoints:
         return trainables
 
     def _frozen(self) -> set[str] | None:
-        """What did not train in the run that goes on; None for a fresh start, or a checkpoint that does not say."""
+        """Return the parameters that were frozen in the resumed run; None if that is unknown or there is none."""
         frozen = None if self.opened is None else self.opened.state().get("frozen")
         return None if frozen is None else set(frozen)
 
     def before(self, step: int) -> tuple[str, int] | None:
-        """Return the newest whole one of this run's that holds no step after ``step``, and its own. Collective."""
+        """Return the path and step of this run's newest checkpoint that is not after ``step``. Collective."""
         from drivetrain._engine.saved_state_schema import check_progress
         from drivetrain.checkpoint._format import load
 
@@ -281,7 +284,7 @@ class RunCheckpoints:
         control, found = self._core.strategy.control, None
         if control.rank == 0:
             for path in {path for one in self._core.callbacks for path in one.kept_checkpoints}:
-                with suppress(CheckpointError):  # somebody else has removed it
+                with suppress(CheckpointError):  # another process removed it
                     checkpoint = load(path)
                     check_progress(checkpoint)
                     at = int(checkpoint.progress["global_step"])
@@ -291,12 +294,12 @@ class RunCheckpoints:
         return None if found is None else (found[0], found[1])
 
     def roll_back(self, path: str) -> None:
-        """Go back to a checkpoint of this run as soon as all hooks are through, and train on from there. Collective.
+        """Load a checkpoint of this run once all hooks of the current event have run, and resume there. Collective.
 
-        Callbacks are told before and after, and see their state loaded in between.
+        Callbacks are notified before and after it; their state is loaded in between.
 
         Raises:
-            CheckpointError: it cannot be opened; later, from the loop: it is damaged.
+            CheckpointError: it cannot be opened, or, raised later from the loop, is damaged.
         """
         from drivetrain.checkpoint._format import agreed, load
 
@@ -316,7 +319,7 @@ class RunCheckpoints:
         self.requests.go_back(back)
 
     def load_weights(self) -> None:
-        """Take the weights of what was opened, if anything. Collective."""
+        """Load the weights of the opened checkpoint, if there is one. Collective."""
         if self.opened is not None:
             with self._core.profiling.span("checkpoint"):
                 self._contents().load_weights(self.opened)
@@ -333,19 +336,19 @@ class RunCheckpoints:
     # Writing
 
     def rehearse(self) -> None:
-        """Find out, before the first step, whether what the callbacks are going to save has a form. Collective.
+        """Check, before the first step, that everything the callbacks will save can be saved. Collective.
 
-        All is done that a save does, but for the copies and the writing. Where weights alone are kept, the rest is only
-        wanted should a signal come: what is amiss with it is said.
+        Does what a save does, except for copying and writing. If callbacks save weights only, the rest is needed only
+        after a preemption signal: a problem with it is then a warning.
 
         Raises:
-            CheckpointError: on every rank: something has none.
+            CheckpointError: on every rank: something cannot be saved.
         """
         core = self._core
         saving = [one for one in core.callbacks if one.writes_to]
         if not saving:
             return
-        with kept_generators(core.strategy.device):  # hooks may draw
+        with kept_generators(core.strategy.device):  # hooks may use the generators
             whole = any(one.saves_whole for one in saving)
             self._rehearse(weights_only=not whole)
             if not whole and core.saves_on_signals:
@@ -353,7 +356,9 @@ class RunCheckpoints:
                     self._rehearse(weights_only=False)
                 except CheckpointError as error:
                     if core.strategy.rank == 0:
-                        logger.warning("Told to leave by a signal, this run could not save what goes on: %s", error)
+                        logger.warning(
+                            "After a preemption signal this run could not save a checkpoint to resume from: %s", error
+                        )
 
     def _rehearse(self, weights_only: bool) -> None:
         from drivetrain.checkpoint._format import agreed, check_facts, stage
@@ -367,14 +372,14 @@ class RunCheckpoints:
                 raise staged.problem
             check_facts(contents.facts)
 
-        agreed(control, "What this run has could not be saved", formed)
+        agreed(control, "The state of this run cannot be saved", formed)
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
-        """Write a checkpoint, within an accumulation window at its end. Collective.
+        """Write a checkpoint, now or at the end of the current window. Collective.
 
         Raises:
-            ConfigurationError: what a whole one would hold ended with the processes that the run took place in.
-            CheckpointError: on every rank, where it could not be written.
+            ConfigurationError: the run took place in other processes, and its optimizer state ended with them.
+            CheckpointError: on every rank: it could not be written.
         """
         core = self._core
         if core.ran_elsewhere and not weights_only:
@@ -384,7 +389,7 @@ class RunCheckpoints:
                 "save within the run, from a hook, or with weights_only=True.",
             )
         if core.progress.within_window:
-            # Its gradients are in no checkpoint; all ranks are at the same micro-batch of it.
+            # A checkpoint holds no gradients. All ranks are at the same micro-batch of the window.
             self.requests.ask(lambda: self.write(path, weights_only, trainable_only=trainable_only))
         else:
             with core.profiling.span("checkpoint"):
@@ -404,15 +409,15 @@ class RunCheckpoints:
 
         Args:
             path: a path or an fsspec URL.
-            weights_only: leave out what a run needs to go on.
-            background: copy the state, and write while training goes on.
-            then: called once it is whole.
-            identifier: what the manifest says of it; "" draws one. Rank 0's counts.
-            digest: of each file, beside its checksums. Rank 0's counts.
-            trainable_only: leave out parameters that have never trained, but for checksums by which they are known.
+            weights_only: leave out what only a resumed run needs.
+            background: copy the state, and write it while training continues.
+            then: called once the checkpoint is complete.
+            identifier: the identifier in its manifest; "" for a random one. Rank 0's value is used.
+            digest: the digest to store for each file besides its checksum. Rank 0's value is used.
+            trainable_only: store only checksums of parameters that have never trained.
 
         Raises:
-            CheckpointError: on every rank, where it could not be written, or an earlier one in the background.
+            CheckpointError: on every rank: it, or an earlier one in the background, could not be written.
         """
         from drivetrain.checkpoint._format import save, stage
 
@@ -420,7 +425,7 @@ class RunCheckpoints:
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only, trainable_only)
         contents.digest = digest
-        facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
+        facts = contents.facts = self._with_lineage(contents.facts, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and core.trainer.loggers:
             from drivetrain._engine.run_loggers import write_out
 
@@ -433,7 +438,7 @@ class RunCheckpoints:
                 core.folder.wrote(path, facts)
 
         if strategy.module is None:
-            # After the run everything is whole on every rank, and nobody is there to write together with.
+            # After the run every rank holds the whole state, and the ranks no longer communicate.
             if strategy.rank == 0:
                 save(path, contents, LocalControl())
                 whole()
@@ -452,22 +457,22 @@ class RunCheckpoints:
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, whole)
 
-    def _next_of_kin(self, facts: Facts, identifier: str) -> Facts:
-        """Say which checkpoints this one comes from, and take it for the parent of the next."""
+    def _with_lineage(self, facts: Facts, identifier: str) -> Facts:
+        """Return ``facts`` with the lineage of the next checkpoint, which becomes the parent of the one after it."""
         parent, self._parent = self._parent, identifier
         self._count += 1
         lineage = (*self._ancestors, (self._run, self._count))
         from drivetrain.runs._identity import class_path
 
         folder, module = self._core.folder, class_path(type(self._core.module))
-        run = {"id": folder.id, "name": folder.name, "folder": _lasting(folder.path), "module": module}
+        run = {"id": folder.id, "name": folder.name, "folder": _absolute(folder.path), "module": module}
         return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
-        """Write what a failed run had as of its last step, if this is a run of one process."""
+        """Save the state of a failed run as of its last step; only in runs of one process."""
         core, strategy = self._core, self._core.strategy
         if strategy.world_size > 1 or strategy.module is None:
-            logger.warning("Nothing is saved after the failure: the other ranks are gone, and with them their part.")
+            logger.warning("Nothing is saved after the failure: the other ranks have ended, and their state is lost.")
             return
         snapshot = self._collect_parts().stopping.snapshot
         if snapshot is not None:
@@ -476,35 +481,35 @@ class RunCheckpoints:
         self.write(path, weights_only=False, digest=digest, trainable_only=trainable_only)
 
     def save_before_leaving(self) -> None:
-        """Let the callbacks write what a later run goes on from, and wait until that is whole. Collective.
+        """Let the callbacks save a checkpoint to resume from, and wait until it is complete. Collective.
 
         Raises:
-            CheckpointError: on every rank, where it could not be written.
+            CheckpointError: on every rank: it could not be written.
         """
         self.finish()
         core = self._core
         saved = [callback.save_before_leaving(core.trainer, core.module) for callback in core.callbacks]
         self.requests.run()
         self.finish()
-        if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._said_that_none_saves:
-            self._said_that_none_saves = True  # where an epoch ends as well, it is asked for again
+        if not any(saved) and core.strategy.rank == 0 and not core.request.trial and not self._warned_of_no_save:
+            self._warned_of_no_save = True  # this is called again if an epoch ends as well
             logger.warning(
-                "The run ends before its time, and nothing is saved: it has no Checkpoint callback, and none whose "
-                "save_before_leaving saves."
+                "The run ends early and nothing is saved: it has no Checkpoint callback, and no other callback that "
+                "saves in save_before_leaving."
             )
 
     def finish(self) -> None:
-        """Wait for what is being written.
+        """Wait for the checkpoint being written in the background.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it could not be written.
         """
         if self._background is not None:
             with self._core.profiling.span("checkpoint"):
                 self._background.finish()
 
     def abandon(self) -> None:
-        """Wait for what is being written; the run failed already."""
+        """Wait for the checkpoint being written in the background, and ignore its errors: the run failed already."""
         if self._background is not None:
             self._background.abandon()
 
@@ -515,6 +520,6 @@ def _check_form(checkpoint: Checkpoint) -> None:
     check_form(checkpoint)
 
 
-def _lasting(folder: str | None) -> str:
-    """A folder as other processes find it, wherever they are started."""
+def _absolute(folder: str | None) -> str:
+    """Return the folder as an absolute path or URL, which holds in other working directories."""
     return "" if folder is None else folder if "://" in folder else os.path.abspath(folder)

@@ -1,4 +1,4 @@
-"""Starting a run: in this process, in those that are there, or in ones that are started for it."""
+"""Launches a run in this process, among processes that exist already, or in processes started for it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ logger = logging.getLogger("drivetrain")
 DEFAULT_MAX_EPOCHS = 1000
 
 
-def launch(request: RunRequest) -> Any:
-    """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
+def launch(request: RunRequest[SessionContext]) -> Any:
+    """Run a stage, after starting processes if they are missing, and return its result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
     environment = environment_of(trainer.environment)
@@ -49,26 +49,26 @@ def launch(request: RunRequest) -> Any:
         with told_by_its_own_rank():
             place = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
     if not place.missing:
-        return _run_as_a_rank(request, place)
+        return _run_as_rank(request, place)
     launcher = choose_launcher(launcher or setting, place.placement.local_world_size)
     work = _WorkOfRun(request, place, devices.type)
     launcher.run(work, place.placement, address=place.address, port=place.port)
     if not work.done:
         raise ConfigurationError(
-            f"{type(launcher).__name__}.run returned without having had the run done.",
+            f"{type(launcher).__name__}.run returned without executing the run.",
             "nothing was trained.",
             "call work.here(world) or work.elsewhere(call).",
         )
     return work.result
 
 
-def _run_as_a_rank(request: RunRequest, place: Topology) -> Any:
+def _run_as_rank(request: RunRequest[SessionContext], place: Topology) -> Any:
     with told_by_its_own_rank(place.placement.rank):
         return run_here(request, place)
 
 
-def run_here(request: RunRequest, place: Topology) -> Any:
-    """Run what is asked for in this process, which has its place."""
+def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
+    """Run a stage in this process, whose place among the processes is known."""
     trainer, stage = request.trainer, request.stage
     if place.world is not None and place.placement.world_size > 1:
         place.world.meet()
@@ -91,7 +91,7 @@ def run_here(request: RunRequest, place: Topology) -> Any:
     trainer.state = {"fit": "fitting", "validate": "validating", "test": "testing", "predict": "predicting"}[stage]
     threads = torch.get_num_threads()
     if place.world is not None and place.world.is_caller and "OMP_NUM_THREADS" not in os.environ:
-        # The processes started beside this one take their part of the cores; it keeps to its own.
+        # The processes started next to this one use the other cores.
         torch.set_num_threads(min(threads, suggested_threads(place.placement.local_world_size)))
     before = strategy.sync_batchnorm
     strategy.sync_batchnorm |= synchronises
@@ -106,7 +106,7 @@ def run_here(request: RunRequest, place: Topology) -> Any:
         raise
     finally:
         torch.set_num_threads(threads)
-        strategy.sync_batchnorm = before  # the object may be the user's, and serve another `Fit` next
+        strategy.sync_batchnorm = before  # the user may pass the object to another `Fit`
     trainer.state = "finished"
     return result
 
@@ -117,10 +117,10 @@ def _launcher_setting(trainer: SessionContext) -> str | Launcher:
 
 
 def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device: torch.device) -> bool:
-    """Whether the run is to normalise over all ranks.
+    """Return whether batch normalization spans all ranks.
 
     Raises:
-        ConfigurationError: the strategy or the device cannot.
+        ConfigurationError: the strategy or the device does not support it.
     """
     if not trainer.sync_batchnorm:
         return False
@@ -143,15 +143,15 @@ def asks_for_sync_batchnorm(trainer: SessionContext, strategy: Strategy, device:
 
 
 class _WorkOfRun(Work):
-    """A run whose processes have yet to be started.
+    """A run whose processes are still to be started.
 
     Args:
-        request: what is run.
-        place: where the first process of this node stands among them.
-        device: the kind of device that each computes on.
+        request: the run.
+        place: the place of this node's first process among them.
+        device: the type of device that each process uses.
     """
 
-    def __init__(self, request: RunRequest, place: Topology, device: str) -> None:
+    def __init__(self, request: RunRequest[SessionContext], place: Topology, device: str) -> None:
         self._request = request
         self._place = place
         self.device = device
@@ -163,7 +163,7 @@ class _WorkOfRun(Work):
     def here(self, world: World) -> Any:
         store = world.store("runs")
         place = replace(self._place, placement=world.placement, store=store, world=world, missing=False)
-        self.result = _run_as_a_rank(self._request, place)
+        self.result = _run_as_rank(self._request, place)
         self.done = True
         return self.result
 
@@ -182,7 +182,7 @@ class _WorkOfRun(Work):
                 raise
             trainer.state = "interrupted"
             raise left from error
-        from drivetrain._engine.remote_result import Outcome  # for runs in other processes alone
+        from drivetrain._engine.remote_result import Outcome  # only runs in other processes need it
 
         if not isinstance(outcome, Outcome):
             raise ConfigurationError(
@@ -190,16 +190,16 @@ class _WorkOfRun(Work):
                 "it is to call the function on every rank, and return what the function returned on rank 0.",
                 "return that object as it came.",
             )
-        _take_over(outcome, self._place, self._request)
+        _apply_outcome(outcome, self._place, self._request)
         self.result, self.done = outcome.result, True
         return self.result
 
 
 def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
-    """Refuse a run whose weights would end as shards in processes that end with it.
+    """Refuse a run whose weights would remain sharded over processes that end with it.
 
     Raises:
-        ConfigurationError: they would.
+        ConfigurationError: the weights exceed the strategy's gather_limit.
     """
     strategy = trainer.chosen_strategy
     if strategy is not None and strategy.leaves_shards(module):
@@ -210,12 +210,12 @@ def _refuse_shards(trainer: SessionContext, module: TrainModule) -> None:
         )
 
 
-def _take_over(outcome: Outcome, place: Topology, request: RunRequest) -> None:
-    """Make the caller's objects what they would be had the run been here."""
+def _apply_outcome(outcome: Outcome, place: Topology, request: RunRequest[SessionContext]) -> None:
+    """Bring the caller's objects into the state that a run in this process would have left."""
     trainer = request.trainer
     if not request.trial:
         outcome.fill(request.module)
-    session = Session(request, _stand_in(trainer, place), place)
+    session = Session(request, _strategy_as_rank_0(trainer, place), place)
     core = session.core
     core.progress.load_state_dict(outcome.progress)
     core.progress.cut_short = core.progress.batch_idx > 0
@@ -233,8 +233,8 @@ def _take_over(outcome: Outcome, place: Topology, request: RunRequest) -> None:
                 owner.trainer = trainer
 
 
-def _stand_in(trainer: SessionContext, place: Topology) -> Strategy:
-    """The strategy as the caller sees it after a run elsewhere: its own, in no run, and as rank 0's was."""
+def _strategy_as_rank_0(trainer: SessionContext, place: Topology) -> Strategy:
+    """Return the caller's strategy, placed as rank 0's was in the other processes."""
     if trainer.chosen_strategy is None:
         trainer.chosen_strategy = trainer.resolved_strategy(place.placement.world_size)
     trainer.chosen_strategy.placement = place.placement
@@ -251,14 +251,17 @@ def _worker(
     allow: tuple[str, ...],
     trial: bool,
 ) -> Outcome:
-    """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
-    from drivetrain._engine.layer_transfer import Before  # for runs in other processes alone
+    """Run one rank in a process started for it.
+
+    The request's fields are separate arguments, so that an error names the one that cannot be pickled.
+    """
+    from drivetrain._engine.layer_transfer import Before  # only runs in other processes need it
     from drivetrain._engine.remote_result import Outcome
 
     before = Before.of(module)
     if not environment_of(trainer.environment).started_us:
-        trainer.environment = "auto"  # what the caller said of itself; this process has been started
+        trainer.environment = "auto"  # the caller's setting described the caller's process
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:
-        _refuse_shards(trainer, module)  # configure_model may have built what makes it so large
+        _refuse_shards(trainer, module)  # configure_model may have added the parameters
     return Outcome.of(trainer, module, result, before, brings_module=not trial)

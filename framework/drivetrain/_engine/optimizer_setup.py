@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and what trains: set up once the strategy holds the module."""
+"""Sets up optimizers and schedulers, once the strategy holds the module."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def set_up_optimizers(
 
 
 def _warn_of_unused_keys(schedulers: Sequence[SchedulerConfig], automatic: bool) -> None:
-    """Say which keys beside a scheduler nobody goes by."""
+    """Warn of keys next to a scheduler that have no effect."""
     for config in schedulers:
         kind = type(config.scheduler).__name__
         if not automatic and config != SchedulerConfig(config.scheduler, name=config.name):
             logger.warning(
-                "What configure_optimizers says beside %s about when it steps (interval, frequency, monitor) is not "
-                "heeded in manual optimization: training_step steps it, by self.lr_schedulers().step().",
+                "configure_optimizers: interval, frequency and monitor of %s are ignored in manual optimization, where "
+                "training_step steps it by self.lr_schedulers().step().",
                 kind,
             )
         elif automatic and config.monitor is not None and not config.plateau:
             logger.warning(
-                "configure_optimizers: 'monitor': %r beside %s, whose step takes no value: it is not heeded. Where it "
-                "takes one, return 'reduce_on_plateau': True with it.",
+                "configure_optimizers: 'monitor': %r is ignored with %s, whose step takes no value. If it takes one, "
+                "return 'reduce_on_plateau': True as well.",
                 config.monitor,
                 kind,
             )

@@ -1,4 +1,4 @@
-"""How a profiler sees a run: what the loops are built from is wrapped, once, before the first step."""
+"""Profiling: wraps the parts of a run in timed phases, once, before the first step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 FOLDER = "profile"
-"""Within a run's folder."""
+"""The profile's folder within a run's folder."""
 
 
 class Profiling(NoProfiling):
@@ -46,8 +46,10 @@ class Profiling(NoProfiling):
     _measuring: set[int] = set()  # noqa: RUF012 - shared by all runs of this process
     """The ids of the profilers that measure a run."""
 
-    def __init__(self, request: RunRequest, strategy: Strategy, folder: RunFolder, profiler: Profiler) -> None:
-        self._trainer: RunContext = request.trainer
+    def __init__(
+        self, request: RunRequest[RunContext], strategy: Strategy, folder: RunFolder, profiler: Profiler
+    ) -> None:
+        self._trainer = request.trainer
         self._strategy = strategy
         self._folder = folder
         self._profiler = profiler
@@ -96,8 +98,8 @@ class Profiling(NoProfiling):
         for part in (self._profiler.end, self._show, self._write):
             try:
                 part()
-            except Exception as error:  # a run does not fail for its profile
-                logger.warning("Of this run's profile something is lost: %s: %s", type(error).__name__, error)
+            except Exception as error:  # an error in the profiler must not fail the run
+                logger.warning("A part of this run's profile is lost: %s: %s", type(error).__name__, error)
 
     def _show(self) -> None:
         text = self._profiler.summary() if self._facts.rank == 0 else ""
@@ -116,11 +118,11 @@ class Profiling(NoProfiling):
         trainer = self._trainer
         if trainer.fast_dev_run:
             return None
-        # An evaluation's own folder is not claimed until a logger writes to it, which only rank 0 knows.
+        # An evaluation's own folder is claimed when a logger first writes to it, which only rank 0 knows.
         of_run = self._folder.path if self._facts.stage == "fit" else self._before
         return child(of_run or trainer.default_root_dir, FOLDER)
 
-    # What it is made of
+    # Wrapped parts
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
         return self._profiler.profile(phase)
@@ -201,7 +203,7 @@ class Profiling(NoProfiling):
             yield item
 
     def _steps(self, items: Iterator[T]) -> Iterator[T]:
-        """Say, as the next item is asked for, that what is done with the one before is over."""
+        """Report the end of a step whenever the next item is requested."""
         step = self._profiler.step
         for item in items:
             yield item
@@ -209,7 +211,7 @@ class Profiling(NoProfiling):
 
 
 class _ProfiledSource:
-    """A source of batches, of which reading is a phase."""
+    """A source of batches that times reading."""
 
     def __init__(self, source: BatchSource, follow: Callable[[Iterator[Any]], Iterator[Any]]) -> None:
         self._source = source
@@ -242,7 +244,7 @@ class _ProfiledStep:
 
 
 class _ProfiledLoop(TrainLoop):
-    """A training loop of which going to the loggers is a phase."""
+    """A training loop that times training and logging."""
 
     span: Callable[[str], AbstractContextManager[Any]]
 
@@ -264,7 +266,7 @@ class _ProfiledLoop(TrainLoop):
 
 
 class _ProfiledSaves(SaveRequests):
-    """Requests for checkpoints, each of which is a phase."""
+    """Requested checkpoints, each timed."""
 
     def __init__(self, call: Callable[[str, Callable[[], None]], Callable[[], None]]) -> None:
         super().__init__()
@@ -275,6 +277,6 @@ class _ProfiledSaves(SaveRequests):
 
 
 def _owner(hook: Any) -> str:
-    """The class whose hook it is."""
+    """Return the name of the class that a hook belongs to."""
     bound = getattr(hook, "func", hook)
     return type(bound.__self__).__name__ if hasattr(bound, "__self__") else "module"

@@ -66,8 +66,8 @@ class Reloading:
         self._components["length"] = data.first_length
         if data.given.train is not None and core.strategy.rank == 0:
             logger.warning(
-                "reload_dataloaders_every_n_epochs=%d, and fit was given its training loader: that one stays as it is. "
-                "Loaders come again from train_dataloader of a data module or of the module.",
+                "reload_dataloaders_every_n_epochs=%d, but a training loader was passed to fit: it is not rebuilt. "
+                "Only loaders from train_dataloader of a data module or of the module are.",
                 self._every,
             )
 

@@ -1,4 +1,4 @@
-"""What comes back to the caller from a run in other processes."""
+"""Outcome: the result of a run in other processes, and its transfer into the caller's objects."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from drivetrain.module.train_module import TrainModule
 
 @dataclass(slots=True)
 class Outcome:
-    """One rank's end of a run.
+    """The state of one rank after a run.
 
     Attributes:
-        result: what the stage returned.
-        tensors: the module's parameters and buffers by name, in the dtypes that the run left them in; none where the
-            layers bring them.
-        trains: which parameters require a gradient.
-        extra: by layer: what its ``get_extra_state`` returned.
-        layers: the module's own containers, where the run built or replaced layers; None where it only trained.
+        result: the return value of the stage.
+        tensors: the module's parameters and buffers by name, in their final dtypes; empty if ``layers`` holds them.
+        trains: by parameter name, whether it requires a gradient.
+        extra: the result of each layer's ``get_extra_state``, by layer name.
+        layers: the module's layers, if the run built or replaced any; else None.
         progress: the counters.
-        metrics: every value by every name.
-        callbacks: their states, in their order.
-        state: the trainer's.
-        folder: the run's.
-        versions: of the loggers.
+        metrics: the logged values by each of their names.
+        callbacks: the states of the callbacks, in their order.
+        state: the trainer's ``state``.
+        folder: the run's folder.
+        versions: the versions of the loggers.
     """
 
     result: Any
@@ -49,14 +48,14 @@ class Outcome:
     def of(
         cls, trainer: SessionContext, module: TrainModule, result: Any, before: Before, brings_module: bool = True
     ) -> Self:
-        """Collect what there is after a run, on rank 0 all of it.
+        """Collect the state after a run; only rank 0 includes the result and the module.
 
         Args:
-            trainer: which ran it.
-            module: what was run.
-            result: what the stage returned.
-            before: how the module was built.
-            brings_module: False after a trial, whose weights nobody keeps.
+            trainer: the `Fit` that ran it.
+            module: the module that was run.
+            result: the return value of the stage.
+            before: the module's layers before the run.
+            brings_module: include the module; False after a trial, whose weights are discarded.
         """
         assert trainer.session is not None
         core = trainer.session.core
@@ -79,17 +78,17 @@ class Outcome:
         )
 
     def fill(self, module: TrainModule) -> None:
-        """Make the caller's module what rank 0's is. Its tensors stay the same objects where no layer changed.
+        """Copy rank 0's module into the caller's. Its tensors stay the same objects unless layers changed.
 
         Raises:
-            ConfigurationError: layers that the run built could not be sent, nor be built here.
+            ConfigurationError: layers that the run built can neither be pickled nor be built here.
         """
         if self.layers is not None and build_of(module) != self.layers.build:
             self.layers.put_into(module)
         own = _tensors_of(module)
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                _in_the_form_of(tensor, own[name], module).copy_(tensor)
+                _with_form_of(tensor, own[name], module).copy_(tensor)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(self.trains[name])
         for name, layer in _with_extra_state(module):
@@ -105,9 +104,9 @@ def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, layer) for name, layer in module.named_modules() if type(layer).get_extra_state is not plain]
 
 
-def _in_the_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    """Give a tensor of the caller's the shape and dtype that the run's has, as a conversion here would have done."""
-    if own.is_meta:  # it had no storage, and the run gave it some
+def _with_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    """Give the caller's tensor the shape and dtype of the run's, as a conversion in this process would have done."""
+    if own.is_meta:  # the run materialized it
         fresh = torch.empty_like(wanted)
         replacement = nn.Parameter(fresh, own.requires_grad) if isinstance(own, nn.Parameter) else fresh
         for layer in module.modules():
@@ -116,5 +115,5 @@ def _in_the_form_of(wanted: torch.Tensor, own: torch.Tensor, module: nn.Module) 
         return replacement
     if own.shape != wanted.shape or own.dtype != wanted.dtype:
         own.data = torch.empty_like(wanted, device=own.device)
-        own.grad = None  # of another form
+        own.grad = None  # it has the old shape or dtype
     return own

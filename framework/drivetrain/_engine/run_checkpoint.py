@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run goes on from one."""
+"""RunCheckpoint: collects what a checkpoint stores of a run, and loads it into a run."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from drivetrain.strategies._optimizer_state import named_optimizer_state, regrou
 
 logger = logging.getLogger("drivetrain")
 
-_ANEW = 0x616E6577
-"""Tells the seeds of a run that goes on among other ranks from others derived from the same numbers."""
+_RESUME_SEED = 0x616E6577
+"""Separates the seeds of a run resumed on other ranks from others derived from the same numbers."""
 
 
 class RunCheckpoint:
-    """What a checkpoint holds of a run.
+    """Collects and loads the contents of a checkpoint.
 
     Args:
         core: the run.
         data: its data.
-        parts: what is saved and loaded of a fit.
-        memory: what the run's checkpoints share.
+        parts: the parts of a fit that a checkpoint stores.
+        memory: state that the run's checkpoints share.
     """
 
     def __init__(self, core: RunCore, data: RunData, parts: CheckpointParts, memory: CheckpointMemory) -> None:
@@ -59,12 +59,12 @@ class RunCheckpoint:
     # Saving
 
     def contents(self, weights_only: bool, trainable_only: bool = False, rehearsing: bool = False) -> Contents:
-        """Return what this rank has of the checkpoint; calls the hooks that add to it.
+        """Collect this rank's part of the checkpoint; calls the hooks that add to it.
 
         Args:
-            weights_only: leave out what a run needs to go on.
-            trainable_only: leave out parameters that have never trained. Collective then.
-            rehearsing: nothing will be written: a hook that fails so early may not fail when it counts.
+            weights_only: leave out what only a resumed run needs.
+            trainable_only: store only checksums of parameters that have never trained. Collective then.
+            rehearsing: nothing will be written; errors of hooks are ignored, since what they need may not exist yet.
         """
         core, strategy, module = self._core, self._strategy, self._module
         hyper_parameters, left_out = core.secrets.take_out(module.hparams, tell=strategy.rank == 0)
@@ -99,12 +99,12 @@ class RunCheckpoint:
         return contents
 
     def _leave_out_base(self, contents: Contents) -> None:
-        """Let checksums stand for the parameters that have never trained."""
+        """Replace parameters that have never trained by their checksums."""
         memory, weights = self._memory, contents.weights
         self._update_trained()
         parameters = self._strategy.named_parameters() if self._running else dict(self._module.named_parameters())
         memory.trained |= {name for name, one in parameters.items() if one.requires_grad}
-        for state in contents.optimizers:  # what was frozen again between two looks
+        for state in contents.optimizers:  # parameters that were frozen again since the last save
             memory.trained |= {name for name, values in state["state"].items() if values}
         base = {name for name in parameters if name in weights and name not in memory.trained}
         if unknown := base - memory.base.keys():
@@ -127,9 +127,9 @@ class RunCheckpoint:
         return weights | {name: value for name, value in opening.buffers.items() if name in weights}
 
     def shard_of(self, value: Any) -> Any:
-        """Return what this rank holds of a value."""
+        """Return this rank's part of a value."""
         held = self._strategy.shard_of(value)
-        # A DTensor that the strategy knows nothing of: the user's own tensor parallelism.
+        # A DTensor that is unknown to the strategy comes from the user's own tensor parallelism.
         return held.full_tensor() if isinstance(held, torch.Tensor) and hasattr(held, "full_tensor") else held
 
     @property
@@ -137,24 +137,24 @@ class RunCheckpoint:
         return self._strategy.module is not None
 
     def _state(self, rehearsing: bool) -> dict[str, Any]:
-        """What all ranks have alike."""
+        """Return the state that is the same on all ranks."""
         trainer, datamodule = self._core.trainer, self._core.datamodule
-        with _forgiven(rehearsing):
+        with _ignoring_errors(rehearsing):
             own: dict[str, Any] = {}
             self._module.on_save_checkpoint(own)
         callbacks = {}
-        for key, callback in self._keyed():
+        for key, callback in self._callbacks_by_key():
             state: Any = {}
             extra: dict[str, Any] = {}
-            with _forgiven(rehearsing):
+            with _ignoring_errors(rehearsing):
                 callback.on_save_checkpoint(trainer, self._module, extra)
                 state = callback.state_dict()
             callbacks[key] = {"state": state, "extra": extra}
         of_data: Any = {}
-        with _forgiven(rehearsing):
+        with _ignoring_errors(rehearsing):
             of_data = {} if datamodule is None else datamodule.state_dict()
         schedulers: list[Any] = []
-        with _forgiven(rehearsing):
+        with _ignoring_errors(rehearsing):
             schedulers = [config.scheduler.state_dict() for config in self._optimization.schedulers]
         return {
             "module": own,
@@ -171,23 +171,23 @@ class RunCheckpoint:
 
     def _callback_tensors(self, rehearsing: bool) -> dict[str, Mapping[str, Any]]:
         if not self._running:
-            return {}  # what was spread over the ranks is gone with them
+            return {}  # sharded tensors ended with their processes
         found: dict[str, Mapping[str, Any]] = {}
-        for key, callback in self._keyed():
-            with _forgiven(rehearsing):
+        for key, callback in self._callbacks_by_key():
+            with _ignoring_errors(rehearsing):
                 tensors = callback.save_tensors(self._core.trainer, self._module)
                 if tensors:
                     found[key] = tensors
         return found
 
     def _frozen(self) -> list[str]:
-        """The names of what does not train."""
+        """Return the names of frozen parameters."""
         if self._running and self._trainables is not None:
             return self._trainables.frozen()
         return [name for name, one in self._module.named_parameters() if not one.requires_grad]
 
     def _frozen_again(self) -> list[str]:
-        """The names of what does not train, and has."""
+        """Return the names of frozen parameters that have trained before."""
         trained = self._update_trained()
         return [name for name in self._frozen() if name in trained]
 
@@ -198,7 +198,7 @@ class RunCheckpoint:
         return self._memory.trained
 
     def _rank_state(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """What is this rank's own."""
+        """Return the state that differs between ranks."""
         core, data, snapshot = self._core, self._data, self._snapshot
         buffers = self._own_buffers(weights) if self._running else {}
         if snapshot is not None and snapshot.in_force:
@@ -219,12 +219,12 @@ class RunCheckpoint:
     # Loading
 
     def regroup(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers the groups that the saved ones had: some may have been added within that run. Collective.
+        """Restore the saved parameter groups, of which some may have been added during that run. Collective.
 
-        Their settings come with their state.
+        The groups' settings are loaded with their state.
         """
         if len(checkpoint.manifest.optimizers) != len(optimizers):
-            return  # refused, with both numbers, where state is loaded
+            return  # `load` refuses this and names both numbers
         saved = self._agreed(
             checkpoint, lambda: [checkpoint.optimizer_groups(index) for index in range(len(optimizers))]
         )
@@ -233,8 +233,8 @@ class RunCheckpoint:
             dropped = regrouped(optimizer, groups, named)
             if dropped and self._strategy.rank == 0:
                 logger.warning(
-                    "Optimizer %d holds %d parameter(s) that are in no group of it in %r: %s. They are left out, as "
-                    "there; optimizer.add_param_group adds them.",
+                    "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "
+                    "in that run; optimizer.add_param_group adds them.",
                     number,
                     len(dropped),
                     checkpoint.path,
@@ -242,30 +242,30 @@ class RunCheckpoint:
                 )
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint's weights and nothing else.
+        """Load a checkpoint's weights and nothing else.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit; nothing is changed then.
+            CheckpointError: it is damaged or does not fit; nothing was changed.
         """
         self._check_base(checkpoint)
         self._load_weights(checkpoint, self._agreed(checkpoint, lambda: self._read_weights(checkpoint)))
 
-    def load(self, checkpoint: Checkpoint, back: bool = False, anew: Collection[str] = ()) -> None:
-        """Take everything that the run goes on from.
+    def load(self, checkpoint: Checkpoint, back: bool = False, reset: Collection[str] = ()) -> None:
+        """Load everything that a resumed run needs.
 
         Args:
-            checkpoint: of this run or another.
-            back: the run is under way: what trains, and in which groups, goes back as well.
-            anew: what is not the saved run's, and begins anew: some of "optimizer", "scheduler" and "data".
+            checkpoint: a checkpoint of this run or another.
+            back: the run is rolled back: also restore frozen parameters and parameter groups.
+            reset: state not to load because it does not fit: some of "optimizer", "scheduler" and "data".
 
         Raises:
-            CheckpointError: it is damaged, or does not fit; nothing is changed then.
+            CheckpointError: it is damaged or does not fit; nothing was changed.
         """
         core, strategy, optimization = self._core, self._strategy, self._optimization
 
         def read() -> tuple[Any, ...]:
-            optimizers = None if "optimizer" in anew else len(optimization.optimizers)
-            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in anew else len(optimization.schedulers))
+            optimizers = None if "optimizer" in reset else len(optimization.optimizers)
+            check_optimizers_fit(checkpoint, optimizers, None if "scheduler" in reset else len(optimization.schedulers))
             weights = self._read_weights(checkpoint)
             states = [
                 checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
@@ -278,7 +278,7 @@ class RunCheckpoint:
                 core.metrics.check_states([one["metrics"] for one in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
 
-        # All that is needed is read and checked, on every rank, before anything changes.
+        # Every rank reads and checks everything before anything changes.
         self._check_base(checkpoint)
         weights, states, state, ranks, tensors = self._agreed(checkpoint, read)
         if back and state.get("frozen") is not None:
@@ -291,29 +291,29 @@ class RunCheckpoint:
         for index, optimizer_state in enumerate(states):
             with taking(checkpoint, f"the state of optimizer {index}", "state"):
                 strategy.load_optimizer_state(optimizer_state, index)
-        if "scheduler" not in anew:
+        if "scheduler" not in reset:
             for number, scheduler_state in enumerate(state["schedulers"]):
                 with taking(checkpoint, "the run's state", f"schedulers/{number}"):
                     optimization.schedulers[number].scheduler.load_state_dict(scheduler_state)
         with taking(checkpoint, "the run's state", "precision"):
             strategy.precision.load_state_dict(state["precision"])
         core.progress.load_state_dict(checkpoint.progress)
-        if "data" in anew:
-            self._begin_epoch_anew()
+        if "data" in reset:
+            self._restart_epoch()
         else:
             with taking(checkpoint, "the ranks' documents", "source"):
-                self._go_on(state, ranks)
+                self._restore_position(state, ranks)
         self._load_into_hooks(checkpoint, state, tensors)
 
     def _load_weights(self, checkpoint: Checkpoint, weights: dict[str, Any]) -> None:
         base = checkpoint.manifest.facts.base
-        if base:  # as they are, they are what it was trained on
+        if base:  # the module's own values, which `_check_base` has compared
             own: Mapping[str, Any] = self._strategy.model_state()
             weights = {**{name: self._strategy.shard_of(own[name]) for name in base}, **weights}
         self._strategy.load_model_state(weights)
 
-    def _go_on(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
-        """Come back to the place in the data, with every generator, or as near to it as another dealing allows."""
+    def _restore_position(self, state: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+        """Restore the position in the data and the generators, exactly if the data is split as it was."""
         data, progress, saved = self._data, self._core.progress, state["data"]
         if data.reload is not None:
             data.reload(progress.epoch)
@@ -332,15 +332,15 @@ class RunCheckpoint:
             if progress.batch_idx:
                 source.load_state_dict(own["source"])
         else:
-            seed = derive_seed(_ANEW, saved["seed"], progress.epoch, progress.epoch_samples)
+            seed = derive_seed(_RESUME_SEED, saved["seed"], progress.epoch, progress.epoch_samples)
             seed_rank(seed, self._strategy.data_rank)
         self._core.metrics.load_state_dict([one["metrics"] for one in ranks], self._strategy.device)
 
-    def _begin_epoch_anew(self) -> None:
-        """Go on with the epoch under way from the beginning of other data."""
+    def _restart_epoch(self) -> None:
+        """Restart the current epoch at the beginning of other data."""
         progress = self._core.progress
         progress.batch_idx = progress.epoch_samples = 0
-        seed_rank(derive_seed(_ANEW, self._data.seed, progress.epoch, 0), self._strategy.data_rank)
+        seed_rank(derive_seed(_RESUME_SEED, self._data.seed, progress.epoch, 0), self._strategy.data_rank)
 
     def _load_into_hooks(
         self, checkpoint: Checkpoint, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Any]]
@@ -349,7 +349,7 @@ class RunCheckpoint:
         self._module.on_load_checkpoint(state["module"])
         if datamodule is not None:
             datamodule.load_state_dict(state["datamodule"])
-        for key, callback in self._keyed():
+        for key, callback in self._callbacks_by_key():
             saved = state["callbacks"].get(key)
             if saved is not None:
                 with taking(checkpoint, "the run's state", f"callbacks/{key}"):
@@ -359,7 +359,7 @@ class RunCheckpoint:
                 callback.on_load_checkpoint(trainer, self._module, saved["extra"])
 
     def _check_base(self, checkpoint: Checkpoint) -> None:
-        """Refuse a checkpoint of trained weights whose base is another than the module's. Collective."""
+        """Refuse a ``trainable_only`` checkpoint whose base weights are not the module's. Collective."""
         base = checkpoint.manifest.facts.base
         if not base:
             return
@@ -377,30 +377,32 @@ class RunCheckpoint:
         weights = checkpoint.weights().staged(strategy.model_regions())
         if strict:
             return weights
-        # What it has under no such name stays as it is.
+        # Parameters that the checkpoint lacks keep their values.
         return {name: weights[name] if name in weights else strategy.shard_of(value) for name, value in own.items()}
 
     def _read_callback_tensors(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         trainer, module = self._core.trainer, self._module
         saved = checkpoint.manifest.callbacks
-        unclaimed = sorted(saved.keys() - {key for key, _ in self._keyed()})
+        unclaimed = sorted(saved.keys() - {key for key, _ in self._callbacks_by_key()})
         if unclaimed and self._strategy.rank == 0:
             logger.warning(
-                "%r has tensors of %s, which this run has not: they are left out.", checkpoint.path, listed(unclaimed)
+                "%r has tensors of %s, which this run does not have: they are ignored.",
+                checkpoint.path,
+                listed(unclaimed),
             )
         return {
             key: checkpoint.callback_tensors(key).staged(callback.tensor_regions(trainer, module))
-            for key, callback in self._keyed()
+            for key, callback in self._callbacks_by_key()
             if key in saved
         }
 
     def _read_rank_states(self, checkpoint: Checkpoint, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the ranks said of themselves whose places this rank takes: one where as many read the data as then."""
+        """Return the saved states of the ranks that this rank stands for: exactly one with the same number of ranks."""
         strategy, saved, parts = self._strategy, checkpoint.manifest.world_size, data["world_size"]
         if (saved, parts) == (strategy.world_size, strategy.data_world_size):
             taken = [strategy.rank]
         else:
-            alike = saved // parts  # so many ranks read the same part then
+            alike = saved // parts  # ranks that read the same part of the data
             taken = [part * alike for part in range(strategy.data_rank, parts, strategy.data_world_size)]
         states = [checkpoint.rank_state(rank) for rank in taken]
         for rank, state in zip(taken, states, strict=True):
@@ -410,8 +412,8 @@ class RunCheckpoint:
     def _agreed(self, checkpoint: Checkpoint, read: Any) -> Any:
         return agreed(self._strategy.control, f"The checkpoint {checkpoint.path!r} cannot be loaded", read)
 
-    def _keyed(self) -> Iterator[tuple[str, Callback]]:
-        """Each callback by its state key; those that do not tell themselves apart are told by their order."""
+    def _callbacks_by_key(self) -> Iterator[tuple[str, Callback]]:
+        """Yield each callback with its state key; equal keys are numbered."""
         count: Counter[str] = Counter()
         for callback in self._core.callbacks:
             key = callback.state_key
@@ -420,8 +422,8 @@ class RunCheckpoint:
 
 
 @contextmanager
-def _forgiven(rehearsing: bool) -> Iterator[None]:
-    """Let go of what a user's hook raises in a rehearsal: what it looks for may not be there before training."""
+def _ignoring_errors(rehearsing: bool) -> Iterator[None]:
+    """Ignore errors of a user's hook in a rehearsal: what it needs may not exist before training."""
     try:
         yield
     except Exception:

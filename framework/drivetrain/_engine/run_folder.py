@@ -1,31 +1,31 @@
-"""The folder of a run, as every rank knows it; rank 0 keeps the run's record in it."""
+"""RunFolder: the folder of a run on every rank, and on rank 0 the run's record in it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-# What writes records is imported where it is wanted: many runs have no folder.
+# The code that writes records is imported on use: many runs have no folder.
 if TYPE_CHECKING:
     from drivetrain._engine.run_recorder import RunRecorder
     from drivetrain.checkpoint._format import Facts
 
 
 CHOSEN = ("last", "best", "auto")
-"""What `ckpt_path` may be besides a path."""
+"""The values of ``ckpt_path`` that are not paths."""
 
 
 class Beginning(NamedTuple):
-    """What rank 0 tells the others.
+    """How a run begins, as rank 0 decides it for all ranks.
 
     Attributes:
-        path: of the checkpoint that the run begins with; None for a fresh start.
-        folder: the run's, or None.
-        id: the run's, or "".
-        went_on: whether it is the folder of the run that wrote the checkpoint.
-        parent: the id of the run that wrote the checkpoint, or "".
-        versions: of the loggers, in their order.
-        problem: an error's what, why and fix, in place of all this.
+        path: the checkpoint that the run starts from; None for a fresh start.
+        folder: the run's folder, or None.
+        id: the run's identifier, or "".
+        went_on: the folder is that of the run that wrote the checkpoint.
+        parent: the identifier of the run that wrote the checkpoint, or "".
+        versions: the versions of the loggers, in their order.
+        problem: the what, why and fix of an error that prevents the run; the other fields are then unset.
     """
 
     path: str | None = None
@@ -41,44 +41,44 @@ class RunFolder:
     """The folder of one run.
 
     Args:
-        before: that of the last run of the same `Fit`.
+        before: the folder of the last run of the same `Fit`.
     """
 
     def __init__(self, before: RunFolder | None = None) -> None:
         self.path: str | None = None
-        """The folder, a path or URL; None where the run has none."""
+        """The folder, a path or URL; None if the run has none."""
         self.id = ""
-        """What tells the run from all others; "" where it has no folder."""
+        """The identifier of the run; "" if it has no folder."""
         self.name = ""
-        """What runs of one kind are called: the first logger's name."""
+        """The name that runs of one experiment share: that of the first logger."""
         self.rewinds_to: int | None = None
-        """The optimizer step after which logs are dropped; None where the run has a folder of its own."""
+        """The optimizer step after which existing log rows are dropped; None if the run has a new folder."""
         self.recorder: RunRecorder | None = None
-        """Keeps the record; on rank 0, where there is a folder."""
+        """Writes the run's record; on rank 0 and only with a folder."""
         self.is_of_fit = False
-        """Whether a run has trained there."""
+        """Whether a fit has written to the folder."""
         self.before = before
-        """That of the last run of the same `Fit`, until this one has begun."""
-        self._is_anothers = False
+        """The folder of the last run of the same `Fit`, until this run has its own."""
+        self._is_shared = False
 
     def join(self, other: RunFolder) -> None:
-        """Be the folder of the run before, whose record this one, an evaluation, only adds to."""
+        """Use the folder of the last run, to whose record this evaluation only adds an entry."""
         self.be(other)
-        self._is_anothers = True
+        self._is_shared = True
 
     def be(self, other: RunFolder) -> None:
-        """Be the folder of a run that took place in other processes."""
+        """Use the folder of another run, such as one that took place in other processes."""
         self.path, self.id, self.name = other.path, other.id, other.name
         self.is_of_fit, self.recorder = other.is_of_fit, other.recorder
 
     def begins_with(self, facts: Facts | None, path: str | None, parent: str, went_on: bool) -> None:
-        """Note which checkpoint the run begins with.
+        """Record which checkpoint the run starts from.
 
         Args:
-            facts: what the checkpoint says; None for a fresh start.
-            path: where it is.
-            parent: the id of the run that wrote it; "" for none.
-            went_on: whether it is in the folder of that run.
+            facts: the checkpoint's facts; None for a fresh start.
+            path: the checkpoint's path.
+            parent: the identifier of the run that wrote it; "" for none.
+            went_on: the checkpoint is in this run's folder.
         """
         step = None if facts is None else int(facts.progress["global_step"])
         self.rewinds_to = None if not went_on else -1 if step is None else step
@@ -86,40 +86,40 @@ class RunFolder:
             self.recorder.begins_with(path, "" if facts is None else facts.identifier, step or 0, parent, went_on)
 
     def trains(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
-        """Note what there is to train on, as training begins."""
+        """Record the training data as training begins."""
         if self.recorder is not None:
             self.recorder.trains(data, seed, batch_size)
 
     def wrote(self, path: str, facts: Facts) -> None:
-        """Note a checkpoint that has become whole."""
+        """Record a completed checkpoint."""
         if self.recorder is not None:
             self.recorder.wrote(path, facts)
 
     def removed(self, identifier: str) -> None:
-        """Note that a checkpoint is no longer kept."""
+        """Record that a checkpoint was deleted."""
         if self.recorder is not None:
             self.recorder.removed(identifier)
 
     def note(self, kind: str, text: str, step: int) -> None:
-        """Note that something has happened to the run after optimizer step ``step``."""
+        """Record an event after optimizer step ``step``."""
         if self.recorder is not None:
             self.recorder.note(kind, text, step)
 
     def end(self, status: str, why: str, step: int) -> None:
-        """Note how the run ended.
+        """Record how the run ended.
 
         Args:
             status: "finished", "interrupted" or "failed".
-            why: in words.
-            step: optimizer steps that it made.
+            why: the reason, as text.
+            step: the number of optimizer steps made.
         """
         if self.recorder is None:
             return
-        if self._is_anothers:
+        if self._is_shared:
             self.recorder.note("evaluated", f"{status}: {why}" if why else status, step)
         else:
             self.recorder.end(status, why, step)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What keeps the record stays with the process that has it.
+        # The recorder belongs to the process that created it.
         return self.__dict__ | {"recorder": None, "before": None}

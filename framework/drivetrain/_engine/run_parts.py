@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -41,7 +41,6 @@ from drivetrain.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from drivetrain._engine.batches import BatchMover
-    from drivetrain._engine.session_context import SessionContext
     from drivetrain._loops.progress_reports import Pacing
     from drivetrain._loops.step import TrainStep
     from drivetrain._loops.windows import MicroBatch
@@ -50,8 +49,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+Trainer = TypeVar("Trainer", bound=RunContext, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunRequest(Generic[Trainer]):
     """One call of `Fit.fit`, `validate`, `test` or `predict`.
 
     Attributes:
@@ -65,7 +67,7 @@ class RunRequest:
         trial: the run is a trial, whose weights are discarded: it has no schedulers and no `configure_callbacks`.
     """
 
-    trainer: SessionContext
+    trainer: Trainer
     stage: str
     module: TrainModule
     given: Given
@@ -173,7 +175,7 @@ class RunCore:
         secrets: removes secrets from hyper-parameters before they are logged or saved.
     """
 
-    request: RunRequest
+    request: RunRequest[RunContext]
     strategy: Strategy
     metrics: MetricStore
     progress: Progress

@@ -1,4 +1,4 @@
-"""How a run begins: with which checkpoint, and in which folder. Rank 0 settles both, and tells the others."""
+"""Chooses a run's checkpoint and folder. Rank 0 decides and sends the result to the other ranks."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ logger = logging.getLogger("drivetrain")
 
 Check = Callable[[Checkpoint], None]
 
-_LOOK_EVERY = 5.0  # seconds between two looks at other runs' heartbeats; the other ranks hear as often that we live
+_LOOK_EVERY = 5.0  # seconds between two reads of other runs' heartbeats, and between two messages to the other ranks
 
 
 def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) -> Beginning:
-    """Settle what a run begins with, and claim its folder. Collective.
+    """Choose the checkpoint that a run starts from, and claim the run's folder. Collective.
 
     Args:
         run: the run.
-        folder: its folder, which is filled in.
+        folder: the run's folder, which is filled in.
         ckpt_path: a path or URL, one of `CHOSEN`, or None.
-        check: raises `CheckpointError` of a checkpoint that cannot be gone on from.
+        check: raises `CheckpointError` if a run cannot resume from the checkpoint.
 
     Raises:
-        ConfigurationError: on every rank: the folder cannot be made, or belongs to a run that is under way.
-        StorageError: a storage refuses to say what there is.
+        ConfigurationError: on every rank: the folder cannot be created, or belongs to a live run.
+        StorageError: a storage cannot be listed.
     """
     control = run.strategy.control
     place = place_of_run(run) if run.stage == "fit" else None
@@ -76,13 +76,13 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
     if control.rank == 0 and (ckpt_path in CHOSEN or (fits and ckpt_path is not None) or fixed is not None):
         search = _search(run, place, ckpt_path)
     if fits and (ckpt_path is not None or fixed is not None):
-        _watch(control, search, check)
-    told = None
+        _wait_for_liveness(control, search, check)
+    decided = None
     if control.rank == 0:
-        told = _settled(run, folder, place, search, ckpt_path, check)
-    beginning = Beginning(*control.from_rank_0(told))
+        decided = _decide(run, folder, place, search, ckpt_path, check)
+    beginning = Beginning(*control.from_rank_0(decided))
     if beginning.problem is not None:
-        control.agree("a run's folder that cannot be")  # before any rank goes, all must have come
+        control.agree("a run's folder that cannot be")  # no rank may leave before all have read the result
         raise ConfigurationError(*beginning.problem)
     if control.rank > 0:
         folder.path, folder.id = beginning.folder, beginning.id
@@ -93,22 +93,22 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
     return beginning
 
 
-def find_beside(run: RunCore, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
-    """Return the newest checkpoint in folders that callbacks have chosen in their setup. Collective."""
+def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check: Check) -> str | None:
+    """Return the newest checkpoint in folders that callbacks chose in their ``setup``. Collective."""
     control = run.strategy.control
     search = _search(run, None, ckpt_path, folders) if control.rank == 0 else None
     if run.stage == "fit":
-        _watch(control, search, check)  # an evaluation may read what is under way
+        _wait_for_liveness(control, search, check)  # an evaluation may read the checkpoints of a live run
     path = None
     if search is not None and run.stage == "fit":
-        path = _choice(run, search, ckpt_path, check).path
+        path = _choose(run, search, ckpt_path, check).path
     elif search is not None:
-        path = _for_evaluation(run, search, ckpt_path, check)
+        path = _checkpoint_to_evaluate(run, search, ckpt_path, check)
     found: str | None = control.from_rank_0(path)
     return found
 
 
-# With what
+# The checkpoint
 
 
 def _search(
@@ -124,13 +124,13 @@ def _search(
     elif ckpt_path in CHOSEN:
         search.look_through([folder for one in run.callbacks for folder in one.writes_to])
     elif ckpt_path is not None:
-        with suppress(CheckpointError):  # opening it says so, on every rank
+        with suppress(CheckpointError):  # every rank gets the error when it opens the checkpoint
             search.look_at(load(ckpt_path))
     return search
 
 
-def _watch(control: Any, search: Search | None, check: Check) -> None:
-    """Watch a run that may live on another machine. Collective: the others wait too, and hear that we live."""
+def _wait_for_liveness(control: Any, search: Search | None, check: Check) -> None:
+    """Watch the heartbeat of a run that may be live on another machine. Collective: the other ranks wait for rank 0."""
     watch: Watch | None = None
 
     def is_over() -> bool:
@@ -156,31 +156,31 @@ def _watch(control: Any, search: Search | None, check: Check) -> None:
             watch.look(_LOOK_EVERY)
 
 
-def _choice(run: RunCore, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
-    """Return what a fit begins with."""
+def _choose(run: RunCore, search: Search | None, ckpt_path: str | None, check: Check) -> Choice:
+    """Return the checkpoint and record that a fit starts from."""
     if search is None or ckpt_path is None:
         return Choice()
     if ckpt_path not in CHOSEN:
         with suppress(CheckpointError):
             return search.at(load(ckpt_path))
-        return Choice(ckpt_path)  # opening it says why it cannot be, on every rank
+        return Choice(ckpt_path)  # every rank gets the error when it opens the checkpoint
     choice = search.newest(check)
     if ckpt_path != "best" or choice.path is None:
         return choice
-    return choice._replace(path=_best_beside(choice.path), record=None)
+    return choice._replace(path=_best_in_folder_of(choice.path), record=None)
 
 
-def _for_evaluation(run: RunCore, search: Search, ckpt_path: str, check: Check) -> str | None:
-    """Return what an evaluation takes its weights from; the run may be under way."""
+def _checkpoint_to_evaluate(run: RunCore, search: Search, ckpt_path: str, check: Check) -> str | None:
+    """Return the checkpoint whose weights an evaluation loads; its run may be live."""
     best = [one.best_model_path for one in run.callbacks if one.best_model_path]
     if ckpt_path == "best" and best:
         return best[0]
     path = search.newest(check, alive_too=True).path
-    return _best_beside(path) if ckpt_path == "best" and path is not None else path
+    return _best_in_folder_of(path) if ckpt_path == "best" and path is not None else path
 
 
-def _best_beside(path: str) -> str:
-    """Return the best checkpoint beside the newest one: that knows it by name, for another process wrote them."""
+def _best_in_folder_of(path: str) -> str:
+    """Return the best checkpoint in the folder of the newest one, whose callbacks' state names it."""
     newest = load(path)
     with taking(newest, "the run's state", "callbacks"):
         states = [one["state"] for one in newest.state()["callbacks"].values()]
@@ -189,10 +189,10 @@ def _best_beside(path: str) -> str:
     return next((one for one in named if one is not None), path)
 
 
-# Settled by rank 0
+# The folder, on rank 0
 
 
-def _settled(
+def _decide(
     run: RunCore,
     folder: RunFolder,
     place: RunPlace | None,
@@ -203,29 +203,29 @@ def _settled(
     if run.stage != "fit":
         path = ckpt_path
         if search is not None and ckpt_path in CHOSEN:
-            path = _for_evaluation(run, search, ckpt_path, check)
-            _tell(run, ckpt_path, Choice(path))
+            path = _checkpoint_to_evaluate(run, search, ckpt_path, check)
+            _log_choice(run, ckpt_path, Choice(path))
         _share_with_evaluation(run, folder)
         return Beginning(path, folder.path, folder.id, versions=_versions(run))
     if place is None:
-        choice = _choice(run, search, ckpt_path, check)
+        choice = _choose(run, search, ckpt_path, check)
     else:
         problem = why_not(place.path)
         if problem is not None:
             return Beginning(problem=cannot_write(place, problem))
         try:
-            choice = _claimed(run, folder, place, search, ckpt_path, check)
+            choice = _claim_folder(run, folder, place, search, ckpt_path, check)
         except ConfigurationError as error:
             return Beginning(problem=(error.what, error.why, error.fix))
         except OSError as error:
             return Beginning(problem=cannot_write(place, error.strerror or str(error)))
     if ckpt_path in CHOSEN:
-        _tell(run, ckpt_path, choice)
+        _log_choice(run, ckpt_path, choice)
     versions = _versions(run)
     return Beginning(choice.path, folder.path, folder.id, choice.record is not None, choice.parent, versions)
 
 
-def _claimed(
+def _claim_folder(
     run: RunCore,
     folder: RunFolder,
     place: RunPlace,
@@ -233,23 +233,23 @@ def _claimed(
     ckpt_path: str | None,
     check: Check,
 ) -> Choice:
-    """Choose a checkpoint, and claim the folder of its run, or a fresh one. One run at a time does so in a place."""
+    """Choose a checkpoint, and claim the folder of its run or a new one, under a lock on the parent folder."""
     loggers, described = run.trainer.loggers, _description(run)
     above = missing_above(place.path)
     with alone_in(place.path):
         while True:
-            choice = _choice(run, search, ckpt_path, check)
+            choice = _choose(run, search, ckpt_path, check)
             if choice.record is None:
                 fixed = place.fixed or place.evaluated
                 lives = None if search is None else search.was_seen_to_live
-                _take(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
+                _set_recorder(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
                 break
             recorder = RunRecorder.go_on(choice.record, described)
             if recorder is not None:
-                _take(folder, recorder)
+                _set_recorder(folder, recorder)
                 break
             assert search is not None
-            search.taken(choice.record)  # somebody was quicker
+            search.taken(choice.record)  # another run claimed it first
     assert folder.path is not None
     version = folder.path.rstrip("/").rpartition("/")[2]
     first = first_with_files(loggers)
@@ -276,7 +276,7 @@ def _claimed(
     return choice
 
 
-def _take(folder: RunFolder, recorder: RunRecorder) -> None:
+def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
     folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
 
 
@@ -304,7 +304,7 @@ def _description(run: RunCore) -> Description:
 
 
 def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
-    """Let an evaluation log where the run of before did; else where a folder is claimed once something is written."""
+    """Let an evaluation log to the last run's folder, or to a folder that is claimed at the first write."""
     loggers = run.trainer.loggers
     first = first_with_files(loggers)
     before = folder.before
@@ -321,8 +321,10 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
     def claim() -> str:
         with alone_in(place.path):
             if place.fixed is not None and (there := read(folder.path or "")) is not None and there.is_training:
-                return place.fixed  # an evaluation of what that run has trained: the record is the run's
-            _take(folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version))
+                return place.fixed  # an evaluation of that run's module: keep the run's record
+            _set_recorder(
+                folder, RunRecorder.claim(place.path, place.fixed, place.asked, _description(run), [], version)
+            )
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]
 
@@ -338,11 +340,11 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
 
 
 def _versions(run: RunCore) -> tuple[str, ...]:
-    """The loggers' versions, where there is somebody to be told."""
+    """Return the loggers' versions, if there are other ranks to send them to."""
     return tuple(one.version_name for one in run.trainer.loggers) if run.strategy.world_size > 1 else ()
 
 
-def _tell(run: RunCore, ckpt_path: str, choice: Choice) -> None:
+def _log_choice(run: RunCore, ckpt_path: str, choice: Choice) -> None:
     found = choice.path is not None
     does = "going on from" if run.stage == "fit" else "the weights of"
     what = f"{does} {choice.path}" if found else "a fresh start"

@@ -70,6 +70,7 @@ from drivetrain._runtime.process_state import ProcessState
 from drivetrain.data._rng_replay import ReadAhead
 from drivetrain.module._run_handle import attach, detach
 from drivetrain.module.train_module import TrainModule
+from drivetrain.run_context import RunContext
 from drivetrain.strategies._module_lock import hold, release
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
@@ -110,7 +111,7 @@ class Session:
 
     def __init__(
         self,
-        request: RunRequest,
+        request: RunRequest[RunContext],
         strategy: Strategy,
         topology: Topology,
         previous: RunFolder | None = None,
@@ -259,7 +260,7 @@ class Session:
         self._check_folders()
         data.seed = checkpoints.open()
         if core.stage == "fit":
-            checkpoints.see_what_is_left()
+            checkpoints.check_what_is_left()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
             tell_of_unseeded(core.module, trainer.seed)
         reloading = self._load_data()
@@ -374,7 +375,7 @@ class Session:
             name = signal.Signals(number).name
             trial = self.core.request.trial
             does = "the trial ends after this step" if trial else "the run saves its last whole step and ends"
-            logger.warning("%s: %s; once more, and it ends at once.", name, does)
+            logger.warning("%s: %s. A second signal ends it at once.", name, does)
 
     def _leave(self, number: int) -> None:
         """End a run that a signal cut short. It is saved already; neither its epoch nor its training is over."""
@@ -577,11 +578,11 @@ class Session:
             try:
                 call()
             except Exception:
-                logger.exception("While a failed run was taken down, this failed too:")
+                logger.exception("Tearing down the failed run raised another error:")
         cause, told_by = cause_of(control, self._topology.world, failure, error)
         cause = as_asked(cause, self._awaited)
         if told_by is not None:
-            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
+            self.last_line = f"{failure.in_a_line()}; rank {told_by} failed the same way and shows the traceback"
         if cause is not error:
             self._log.add_cause(cause)
         return cause

@@ -91,13 +91,13 @@ class SessionContext(RunContext):
 
     def _strategy_before_a_run(self) -> Strategy:
         strategy = self.chosen_strategy or self.resolved_strategy(self.world_size)
-        with suppress(ConfigurationError):  # no such device here: the run will say so
+        with suppress(ConfigurationError):  # the device is missing here; the run reports it
             strategy.device = resolve_devices(self.accelerator, self.devices).of(self.local_rank)
             strategy.precision = resolve_precision(self.precision_setting, strategy.device)
         return strategy
 
     def resolved_strategy(self, world_size: int) -> Strategy:
-        """What ``strategy="auto"`` is on so many processes, always the same object for as many."""
+        """Return the strategy for "auto" with ``world_size`` processes; the same object for the same number."""
         name = "ddp" if world_size > 1 else "single_device"
         if self._auto_strategy is None or self._auto_strategy.name != name:
             self._auto_strategy = strategy_by_name(name)
@@ -215,7 +215,7 @@ class SessionContext(RunContext):
         if session.core.position.loop == "training" and session.core.metrics.batch is not None:
             return session.core.position.batch_idx + 1 == length
         progress = session.core.progress
-        ended = progress.batch_idx == 0 and progress.epoch > 0  # nothing of the next epoch was read yet
+        ended = progress.batch_idx == 0 and progress.epoch > 0  # the next epoch has not begun
         return ended or progress.batch_idx == length
 
     @property
@@ -256,7 +256,7 @@ class SessionContext(RunContext):
     def _indices(self) -> list[int]:
         try:
             return list(resolve_devices(self.accelerator, self.devices).indices)
-        except ConfigurationError:  # no such device here: the run will say so
+        except ConfigurationError:  # the device is missing here; the run reports it
             return []
 
     @property
@@ -278,17 +278,17 @@ class SessionContext(RunContext):
 
     @property
     def global_rank(self) -> int:
-        return self._standing().rank
+        return self._placement().rank
 
     @property
     def local_rank(self) -> int:
-        return self._standing().local_rank
+        return self._placement().local_rank
 
     @property
     def node_rank(self) -> int:
-        return self._standing().node_rank
+        return self._placement().node_rank
 
-    def _standing(self) -> Strategy | Placement:
+    def _placement(self) -> Strategy | Placement:
         if self.chosen_strategy is not None and (self.session is not None or self.chosen_strategy.single_process):
             return self.chosen_strategy
         return expected_placement(self.environment, self.devices, self.num_nodes)
@@ -334,22 +334,22 @@ class SessionContext(RunContext):
 
     @property
     def val_dataloaders(self) -> Any:
-        return self._given_to("validate")
+        return self._passed_loaders("validate")
 
     @property
     def test_dataloaders(self) -> Any:
-        return self._given_to("test")
+        return self._passed_loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        return self._given_to("predict")
+        return self._passed_loaders("predict")
 
     @property
     def evaluated_loaders(self) -> Sequence[Any]:
         data = None if self.session is None else self.session.data.stage_data
         return () if data is None else data.evaluated
 
-    def _given_to(self, stage: str) -> Any:
+    def _passed_loaders(self, stage: str) -> Any:
         data = None if self.session is None else self.session.data.stage_data
         return None if data is None else data.given_to_evaluate.get(stage)
 
@@ -440,7 +440,7 @@ class SessionContext(RunContext):
         return next(iter(self.checkpoint_callbacks), None)
 
     def _all_callbacks(self) -> list[Callback]:
-        """With those of the module's ``configure_callbacks`` in this run, or the last one."""
+        """Return the callbacks, with those that ``configure_callbacks`` returned in this run or the last one."""
         return (
             self.callbacks
             if self.session is None
@@ -449,7 +449,7 @@ class SessionContext(RunContext):
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
-        from drivetrain.callbacks import Checkpoint  # with all that writes checkpoints
+        from drivetrain.callbacks import Checkpoint  # imports the code that writes checkpoints
 
         return [callback for callback in self._all_callbacks() if isinstance(callback, Checkpoint)]
 
@@ -459,13 +459,13 @@ class SessionContext(RunContext):
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        from drivetrain.callbacks import EarlyStopping  # by whoever stops early
+        from drivetrain.callbacks import EarlyStopping  # only needed on use
 
         return [callback for callback in self._all_callbacks() if isinstance(callback, EarlyStopping)]
 
     @property
     def progress_bar_callback(self) -> ProgressBar | None:
-        from drivetrain.callbacks import ProgressBar  # by whoever looks on
+        from drivetrain.callbacks import ProgressBar  # only needed on use
 
         return next((callback for callback in self._all_callbacks() if isinstance(callback, ProgressBar)), None)
 
@@ -566,7 +566,7 @@ class SessionContext(RunContext):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_trainers  # by whoever asks for what is not there
+            from drivetrain._config.lightning_names import of_trainers  # only an error needs it
 
             raise AttributeError(of_trainers(type(self).__name__, name))
 
@@ -582,6 +582,6 @@ class SessionContext(RunContext):
 
 @cache
 def _pass_through() -> Profiler:
-    from drivetrain.profilers import PassThroughProfiler  # by spans in a run that nobody profiles
+    from drivetrain.profilers import PassThroughProfiler  # only runs with spans and no profiler need it
 
     return PassThroughProfiler()

@@ -35,18 +35,18 @@ logger = logging.getLogger("drivetrain")
 
 
 class StageData:
-    """What a stage reads.
+    """The prepared loaders of a stage, with their limits and lengths.
 
     Args:
-        trainer: whose limits hold.
-        stage: "fit", "validate", "test" or "predict"; or "train" for the part of fit that trains.
-        module: whose own loaders serve where none are given.
-        given: the loaders or the data module.
-        dealing: how they are dealt to ranks.
-        control: the way to the other ranks, where only they know how much they have.
+        trainer: the `Fit`, whose limits apply.
+        stage: "fit", "validate", "test" or "predict"; or "train" for fit without its validation.
+        module: provides loaders if none were passed.
+        given: the loaders or the data module that were passed.
+        dealing: how the data is split over ranks.
+        control: exchanges lengths between ranks whose loaders differ.
 
     Raises:
-        ConfigurationError: there is no loader where one is needed, none for the step that is there, or no batch in it.
+        ConfigurationError: a loader is missing or empty, or the module lacks the step that the stage runs.
     """
 
     def __init__(
@@ -65,29 +65,31 @@ class StageData:
         self._control = control
         self.train: BatchSource | None = None
         self.loaders: tuple[Any, ...] = ()
-        """The training loader(s) as the user gave them."""
+        """The training loader(s) as the user passed them."""
         self.train_limit: int | None = None
-        """Micro-batches after which a training epoch is cut off; None where its data end it."""
+        """Micro-batches after which a training epoch is cut off; None if it ends with its data."""
         self.train_length: int | None = None
-        """Micro-batches that a training epoch should have, the same on every rank; None where nothing says."""
+        """Expected micro-batches of a training epoch, the same on every rank; None if unknown."""
         self.train_certain = True
-        """Whether it has exactly as many, whatever a loader says."""
+        """Whether ``train_length`` is exact, rather than a loader's estimate."""
         self.batch_size: int | None = None
-        """Samples of one rank's training micro-batch; None where the loader does not say."""
+        """Samples of one rank's training micro-batch; None if the loader has no ``batch_size``."""
         self.evaluated: tuple[Any, ...] = ()
-        """The evaluation loaders, one by one."""
+        """The evaluation loaders, as a flat sequence."""
         self.given_to_evaluate: dict[str, Any] = {}
-        """By stage what the user gave: a loader, or a collection of them."""
+        """The evaluation loader or collection of loaders that the user passed, by stage."""
         self.sources: dict[str, list[BatchSource]] = {}
-        """Evaluation loaders by stage."""
+        """The prepared evaluation loaders by stage."""
         self.limits: dict[str, list[int | None]] = {}
-        """Micro-batches to read of each of them at most; None for all there are."""
+        """The limit of micro-batches of each evaluation loader, by stage; None for all."""
         self.lengths: dict[str, list[int | None]] = {}
-        """Micro-batches that each of them should give; None where nothing says."""
+        """The expected micro-batches of each evaluation loader, by stage; None if unknown."""
         if stage in ("fit", "train"):
             self._find_training()
             if stage == "fit" and is_overridden("validation_step", module, TrainModule):
-                with kept_generators(torch.device("cpu")):  # of training, which began before validation was asked for
+                with kept_generators(
+                    torch.device("cpu")
+                ):  # building validation loaders must not change training's draws
                     self._find_evaluation("validate", within_fit=True)
         else:
             self._find_evaluation(stage, within_fit=False)
@@ -99,12 +101,12 @@ class StageData:
             yield from sources
 
     def close(self) -> None:
-        """Let go of all workers."""
+        """Stop all worker processes."""
         for source in self:
             source.close()
 
     def facts(self) -> dict[str, Any]:
-        """What must be alike on every rank, for the handshake."""
+        """Return the facts that must be the same on every rank, for the handshake."""
         facts: dict[str, Any] = {}
         if self.train is not None:
             facts["training micro-batches"] = self.train.length if self.train.static else None
@@ -134,7 +136,7 @@ class StageData:
         if trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
         length = self.train.length
-        if not self.train.static:  # each rank knows its own; the longest ends the epoch
+        if not self.train.static:  # each rank knows only its own length; the longest ends the epoch
             lengths = self._control.gather_objects(length)
             length = None if None in lengths else max(lengths)
         self.train_limit = limit = limit_of(setting, length, name)
@@ -172,7 +174,7 @@ class StageData:
             return
         if within_fit and trainer.overfit_batches:
             setting, name = trainer.overfit_batches, "overfit_batches"
-            if not is_combined(self.loaders[0]):  # on what is trained on, in the same order, as often as it was given
+            if not is_combined(self.loaders[0]):  # one copy of the training loader per validation loader
                 several = is_combined(loaders)
                 loaders = [self.loaders[0]] * len(several_loaders(loaders)) if several else self.loaders[0]
         self.given_to_evaluate[stage] = loaders

@@ -1,4 +1,4 @@
-"""Which loaders a stage reads, and how much of each."""
+"""Finds the loaders of a stage, prepares them and computes their limits."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from drivetrain.data.combined import is_loader
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
-_LOOKED_AT = 8
-"""Entries of a list that tell whether it holds loaders or batches."""
+_CHECKED_ENTRIES = 8
+"""The number of entries of a list to check for loaders; a list may hold many batches."""
 
 _KINDS = {"train": "train", "validate": "val", "test": "test", "predict": "predict"}
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What `Fit.fit` and its like were given."""
+    """The data that was passed to `Fit.fit` or another entry point."""
 
     train: Any = None
     evaluate: Any = None
     datamodule: DataModule | None = None
     asked_for: Any = None
-    """The training loader(s), where somebody wanted to know in `setup` how long the run would be."""
+    """The training loader(s), if they were built in `setup` to estimate the run's length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dealing:
-    """How loaders are dealt to ranks.
+    """How the data is split over ranks.
 
     Attributes:
-        rank: this rank among those that get different data.
-        world_size: how many those are.
-        seed: of the order, the same on every rank.
+        rank: this rank's data rank.
+        world_size: the data world size.
+        seed: the seed of the sample order, the same on every rank.
         replace_sampler: ``Fit(use_distributed_sampler=...)``.
     """
 
@@ -50,17 +50,17 @@ class Dealing:
 
 
 def loader_method(kind: str) -> str:
-    """What the method is called that returns the loader(s) for ``kind``."""
+    """Return the name of the method that provides the loader(s) for ``kind``."""
     return f"{_KINDS[kind]}_dataloader"
 
 
 def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: TrainModule) -> Any:
-    """Return the loader(s) for ``kind`` ("train", "validate", "test", "predict"), or None where there are none.
+    """Return the loader(s) for ``kind`` ("train", "validate", "test", "predict"), or None if there are none.
 
-    What the call was given comes first, then the data module, then the module.
+    Loaders that were passed take precedence over the data module's, and those over the module's.
 
     Raises:
-        ConfigurationError: loaders and a data module were both given.
+        ConfigurationError: loaders and a data module were both passed.
     """
     name = loader_method(kind)
     if given is not None and datamodule is not None:
@@ -79,7 +79,7 @@ def find_loaders(kind: str, given: Any, datamodule: DataModule | None, module: T
 
 
 def training_source(loaders: Any, dealing: Dealing, sequential: bool) -> BatchSource:
-    """Prepare the training loader; several at once are combined, the longest ending the epoch."""
+    """Prepare the training loader; several are combined, and the longest ends the epoch."""
     if _is_several(loaders):
         loaders = CombinedLoader(loaders, mode="max_size_cycle")
     return _prepared("training loader", loaders, dealing, training=True, predicting=sequential)
@@ -95,7 +95,7 @@ def evaluation_sources(stage: str, loaders: Any, dealing: Dealing, sequential: b
 
 
 def several_loaders(loaders: Any) -> list[Any]:
-    """Return the evaluation loaders of what was given: one, or several."""
+    """Return one or several evaluation loaders as a list."""
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         return loaders.flattened
     if _is_several(loaders):
@@ -104,15 +104,15 @@ def several_loaders(loaders: Any) -> list[Any]:
 
 
 def is_combined(loaders: Any) -> bool:
-    """Whether training draws its batches from several loaders at once."""
+    """Return whether training combines several loaders."""
     return isinstance(loaders, CombinedLoader) or _is_several(loaders)
 
 
 def limit_of(setting: int | float | None, length: int | None, name: str) -> int | None:
-    """Turn a limit into a number of micro-batches; None for all there are, which may be another number than ``length``.
+    """Convert a limit to a number of micro-batches; None for all, however many a loader yields.
 
     Raises:
-        ConfigurationError: a part of an unknown length.
+        ConfigurationError: the limit is a fraction of an unknown length, or rounds down to 0.
     """
     if setting is None or (isinstance(setting, float) and setting == 1.0):
         return None
@@ -137,7 +137,7 @@ def limit_of(setting: int | float | None, length: int | None, name: str) -> int 
 
 
 def shorter(limit: int | None, length: int | None) -> int | None:
-    """Return how many micro-batches are to be expected; None where neither is known."""
+    """Return the number of micro-batches to expect; None if neither is known."""
     return limit if length is None else length if limit is None else min(limit, length)
 
 
@@ -157,12 +157,12 @@ def _prepared(name: str, loader: Any, dealing: Dealing, *, training: bool, predi
 
 
 def _is_several(loaders: Any) -> bool:
-    """Whether this is a collection of loaders, and not one loader that happens to be a list of batches."""
+    """Return whether this is a collection of loaders, as opposed to one loader that is a list of batches."""
     if isinstance(loaders, Mapping):
         return True
     if not isinstance(loaders, list | tuple):
         return False
-    first = loaders[:_LOOKED_AT]  # a list of batches may be long, and all of a kind
+    first = loaders[:_CHECKED_ENTRIES]  # a list of batches may be long, and its entries are alike
     return any(is_loader(loader) or isinstance(loader, Mapping) or _is_several(loader) for loader in first) and not any(
         isinstance(loader, Mapping) and not _holds_loaders(loader) for loader in first
     )

@@ -1,4 +1,4 @@
-"""Trials: a few steps of what a call asks for, run on copies before it begins, and everything put back."""
+"""Trials: run a few steps of a call on copies before the call begins, and restore all state."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _HOST = torch.device("cpu")
 Prepare = Callable[[Any, Any, Any], Any]
 
 
-def ask_before_launch(
+def run_before_launch_hooks(
     trainer: SessionContext, stage: str, module: TrainModule, given: Given, ckpt_path: str | None = None
 ) -> None:
-    """Let callbacks try out what they want to know before a run begins."""
+    """Call ``before_launch`` of the callbacks, which may run trials."""
     trials = EngineTrials(trainer, stage, module, given, ckpt_path)
     for callback in sorted(trainer.callbacks, key=lambda one: -one.priority):
         if is_overridden("before_launch", callback, Callback):
@@ -48,18 +48,17 @@ def ask_before_launch(
 
 
 class EngineTrials:
-    """Runs trials; `drivetrain.run_context.Trials` says what a finder may ask of it.
+    """Runs trials for finders; implements `drivetrain.run_context.Trials`.
 
-    A trial is a run of a copy of the `Fit`, of the module and of the data module, in the processes that are there or in
-    ones that are started for it, so that a rank that fails takes the others along as in any run. Tensors of data sets
-    are not copied.
+    A trial runs copies of the `Fit`, the module and the data module in the existing processes, or in processes started
+    for it, so that the failure of a rank ends the other ranks as in any run. Data sets are not copied.
 
     Args:
-        trainer: whose settings hold.
+        trainer: the `Fit`, whose settings apply.
         stage: "fit", "validate", "test" or "predict".
-        module: what the call was given.
-        given: its loaders or data module.
-        ckpt_path: what it was to go on from.
+        module: the module passed to the call.
+        given: the loaders or the data module passed to the call.
+        ckpt_path: the checkpoint passed to the call.
     """
 
     def __init__(
@@ -76,8 +75,8 @@ class EngineTrials:
 
     def run(self, callback: Any, steps: int, prepare: Prepare | None = None) -> None:
         _refuse_one_shot(self.loaders)
-        module, datamodule = copied(self.module), _apart(self.datamodule)
-        with self._kept():
+        module, datamodule = copied(self.module), _copied_data(self.datamodule)
+        with self._restored():
             loaders = self.loaders if prepare is None else prepare(module, datamodule, self.loaders)
             fits = self.stage == "fit"
             given = Given(loaders if fits else None, None if fits else loaders, datamodule)
@@ -93,7 +92,7 @@ class EngineTrials:
                 raise
             fits = False
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if cuda or not fits:  # frames of what failed, and circles in what did not, hold memory that the next one needs
+        if cuda or not fits:  # frames of a failure, and reference cycles, hold memory that the next trial needs
             gc.collect()
         if cuda:
             torch.cuda.empty_cache()
@@ -109,19 +108,19 @@ class EngineTrials:
                 logger.info(text, *values)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Keep what the copies share with the user's objects: generators, and where stateful objects stand."""
+    def _restored(self) -> Iterator[None]:
+        """Restore afterwards what the copies share with the user's objects: generators and the state of loaders."""
         trainer = self._trainer
         shared = [one for one in (self._given.train, self._given.evaluate, self.datamodule) if one is not None]
-        # A device's generators start with the process's first use of it, which would be the trial's.
+        # A device's generators are created at its first use, which may be the trial's.
         cuda = torch.cuda.is_initialized() or resolve_devices(trainer.accelerator, trainer.devices).type == "cuda"  # type: ignore[no-untyped-call]
         process = ProcessState(generators=True, cuda_generators=cuda and not _starts_processes(trainer))
-        with process, kept_generators(_HOST, own_generators(*shared)), _kept_states(shared):
+        with process, kept_generators(_HOST, own_generators(*shared)), _restored_states(shared):
             yield
 
 
 def copied(module: TrainModule) -> TrainModule:
-    """Return a copy of a module that shares nothing with it.
+    """Return a deep copy of a module.
 
     Raises:
         ConfigurationError: something in it cannot be copied.
@@ -136,19 +135,19 @@ def copied(module: TrainModule) -> TrainModule:
         ) from error
 
 
-def _apart(datamodule: Any) -> Any:
-    """Return a copy of a data module: what is assigned to it is its own, its data sets are the same objects."""
+def _copied_data(datamodule: Any) -> Any:
+    """Return a shallow copy of a data module, with its own collections and the same data sets."""
     if datamodule is None:
         return None
-    apart = copy.copy(datamodule)
-    for name, value in vars(apart).items():
+    duplicate = copy.copy(datamodule)
+    for name, value in vars(duplicate).items():
         if isinstance(value, dict | list | set):
-            vars(apart)[name] = copy.copy(value)
-    return apart
+            vars(duplicate)[name] = copy.copy(value)
+    return duplicate
 
 
 def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) -> Any:
-    """Return a copy of a `Fit` that runs ``steps``, and tells nobody of it but ``callback``."""
+    """Return a copy of a `Fit` that runs ``steps`` with ``callback`` only."""
     trial: Any = copy.copy(trainer)
     trial.callbacks, trial.loggers = [callback], [SilentLogger() for _ in trainer.loggers]
     trial.session, trial.state = None, "idle"
@@ -156,11 +155,11 @@ def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) ->
     trial.given_profiler = None
     trial.enable_checkpointing, trial.barebones, trial.fast_dev_run = False, True, False
     trial.log_every_n_steps = trial.num_sanity_val_steps = 0
-    # An epoch has a step at least, or none ever comes; configure_optimizers may read it, to build a schedule.
+    # Each epoch has at least one step, so this many epochs suffice; configure_optimizers may read max_epochs.
     trial.max_epochs, trial.max_steps, trial.max_time = max(steps, trainer.max_epochs or 0), steps, None
     trial.min_epochs = trial.min_steps = None
     trial.reload_dataloaders_every_n_epochs = 0
-    if isinstance(trial.precision_setting, Precision):  # whose loss scale moves
+    if isinstance(trial.precision_setting, Precision):  # its loss scale changes
         trial.precision_setting = copy.deepcopy(trial.precision_setting)
     if stage == "fit":
         trial.limit_val_batches, trial.val_check_interval, trial.check_val_every_n_epoch = 0, None, 1
@@ -171,7 +170,7 @@ def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) ->
 
 
 def _starts_processes(trainer: SessionContext) -> bool:
-    """Whether this process may start others, by forking it too, and is not to use the device before it does."""
+    """Return whether this process may start others, so that it must not use the device before that."""
     strategy = trainer.chosen_strategy
     if environment_of(trainer.environment).started_us or (strategy is not None and strategy.single_process):
         return False
@@ -184,21 +183,21 @@ def _refuse_one_shot(loaders: Any) -> None:
             raise ConfigurationError(
                 f"A {type(one).__name__} was given as a loader, and batches are to be tried out first.",
                 "an iterator gives each batch once: those of the trial would be missing from the run.",
-                "give a loader that can be gone through again: an object whose __iter__ begins anew.",
+                "give a loader that can be iterated repeatedly: an object whose __iter__ starts again.",
             )
 
 
 def _has_no_batch(error: BaseException) -> bool:
-    """Whether a loader has no batch, or a limit that is a part of it takes none."""
+    """Return whether a loader has no batch, or a fractional limit leaves none."""
     return isinstance(error, ConfigurationError) and any(
         said in error.what for said in ("has no batch", "is none at all")
     )
 
 
 @contextmanager
-def _kept_states(shared: list[Any]) -> Iterator[None]:
-    """Put objects with a ``state_dict`` back: loaders and data sets that know where they stand."""
-    stateful = [one for each in shared for one in _parts(each) if _keeps_place(one)]
+def _restored_states(shared: list[Any]) -> Iterator[None]:
+    """Restore the state of loaders and data sets that have a ``state_dict``."""
+    stateful = [one for each in shared for one in _parts(each) if _is_stateful(one)]
     states = [copy.deepcopy(one.state_dict()) for one in stateful]
     try:
         yield
@@ -215,5 +214,5 @@ def _parts(shared: Any) -> list[Any]:
     return [one for one in found if one is not None]
 
 
-def _keeps_place(one: Any) -> bool:
+def _is_stateful(one: Any) -> bool:
     return all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -251,7 +251,7 @@ class TestGoingOn:
             assert torch.equal(module.layer.weight, best["layer.weight"])
 
     def test_last_and_best_say_where_they_looked(self, tmp_path: Path) -> None:
-        with pytest.raises(CheckpointError, match=r"no checkpoint that a run could go on from.*\n.*checkpoints"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint to resume from.*\n.*checkpoints"):
             fit(tmp_path, Checkpoint(), max_epochs=1).fit(Scored([0.0]), loader(), ckpt_path="last")
 
     def test_saving_after_a_resume_does_not_collide(self, tmp_path: Path) -> None:

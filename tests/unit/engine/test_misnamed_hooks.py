@@ -409,8 +409,8 @@ def test_keys_that_cannot_be_are_refused(tmp_path: Path, keys: dict[str, Any], s
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"monitor": "loss"}, "'monitor': 'loss' beside ByValue, whose step takes no value"),
-        ({"automatic": False, "interval": "step"}, "not heeded in manual optimization"),
+        ({"monitor": "loss"}, "'monitor': 'loss' is ignored with ByValue, whose step takes no value"),
+        ({"automatic": False, "interval": "step"}, "ignored in manual optimization"),
     ],
 )
 def test_keys_that_nobody_goes_by_are_told(tmp_path: Path, keys: dict[str, Any], said: str) -> None:  # I-10

@@ -219,7 +219,7 @@ def test_a_loader_that_was_given_stays(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level("INFO", "drivetrain")
     net, loader = Net(), DataLoader(Sequences(3), batch_size=4)
     quiet(max_epochs=2).fit(net, loader)
-    assert caplog.text.count("fit was given its training loader: that one stays as it is") == 1
+    assert caplog.text.count("a training loader was passed to fit: it is not rebuilt") == 1
     assert {length for _, _, length in net.seen} == {3}
 
 

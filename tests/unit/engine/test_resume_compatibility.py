@@ -114,7 +114,7 @@ def test_with_consent_it_goes_on(
     # J-07
     other, batches = module(), loader()
     trainer = fit(other, batches, ckpt_path=saved, allow=(consent,))
-    assert re.search("Not as in the run that goes on, and allowed: ", caplog.text)
+    assert re.search("Differs from the resumed run, and is allowed: ", caplog.text)
     assert trainer.current_epoch == 2
     here = len(batches.dataset)
     if consent == "data":  # the epoch under way begins anew

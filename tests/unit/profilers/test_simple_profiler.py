@@ -316,7 +316,7 @@ def test_a_profile_that_cannot_be_written_is_told_and_the_run_goes_on(
     runner = fit(tmp_path, profiler=SimpleProfiler(tmp_path / "file"))
     runner.fit(Net(), loader())
     assert runner.state == "finished"
-    assert "Of this run's profile something is lost: FileExistsError" in caplog.text
+    assert "A part of this run's profile is lost: FileExistsError" in caplog.text
     assert "Profile of fit" in capsys.readouterr().out
 
 

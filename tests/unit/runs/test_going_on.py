@@ -70,7 +70,7 @@ def test_a_run_of_another_class_is_passed_over(
 ) -> None:  # J-13: it took class M's finished run, made no step and ended as a success
     trained(tmp_path)
     if which == "last":
-        with pytest.raises(CheckpointError, match=r"(?s)no checkpoint that a run could go on from.*runs of Another"):
+        with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to resume from.*runs of Another"):
             trained(tmp_path, which, module=Another())
         return
     other = trained(tmp_path, which, module=Another())
