@@ -521,7 +521,7 @@ MISTAKES = [
     Mistake(
         "monitor beside StepLR",
         START,
-        "'loss' beside StepLR",
+        "'loss' is ignored with StepLR",
         "takes no value",
         "reduce_on_plateau",
         scheduled(lambda one: {"scheduler": by_steps(one), "monitor": "loss"}),
