@@ -1,4 +1,4 @@
-"""The same network on the same data, driven by the engine."""
+"""Trains the benchmark network with the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain import Fit, Strategy, TrainModule
 
 
 class Trained(TrainModule):
-    """The GPT, or another net, with AdamW."""
+    """The GPT of the benchmarks, or another network, trained with AdamW."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def train_by_engine(
     accelerator: str = "cpu",
     **settings: Any,
 ) -> float:
-    """Train on this rank's part of the data, with further settings of `Fit`; returns a checksum of the weights."""
+    """Train on this rank's part of the data, with further arguments of `Fit`; return a checksum of the weights."""
     torch.manual_seed(0)
     module = module or Trained(net())
     ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -81,7 +81,7 @@ class EpochChecks:
             if name in first and not _is_finite(value) and not _is_finite(first[name]):
                 self._warned_of_loss = True
                 logger.warning(
-                    "In epoch %d %s was %s after the first micro-batch and %s after the last: the module no longer "
+                    "In epoch %d %s was %s after the first micro-batch, and %s after the last: the module no longer "
                     "learns. Check the data and lower the learning rate; NonFiniteGuard and detect_anomaly=True "
                     "stop at the first such value. Said once.",
                     epoch,

@@ -181,7 +181,7 @@ class EvaluateLoop:
         return _by_loader(numbers, len(self._sources), loaders)
 
     def _evaluate(self, index: int, source: BatchSource, limit: int | None) -> bool:
-        """Evaluate one loader; return False if the ranks exit, after which its effects are undone."""
+        """Evaluate one loader; return False if the ranks exit, with its effects undone."""
         metrics, arguments, run, step = self._metrics, self._arguments, self._run, self._step
         early_exit = self._early_exit
         exits = None if early_exit is None else early_exit.exit_check()
@@ -191,7 +191,7 @@ class EvaluateLoop:
         for batch_idx, (host_batch, share) in enumerate(self._batches(source, limit, name)):
             position.batch_idx = batch_idx
             if share.joins:
-                count += share.start >= 0  # the loader's own batch, not one of another rank
+                count += share.start >= 0  # a batch of the loader, not the last one repeated
                 self._join(host_batch, batch_idx, index)
                 if exits is not None and exits():
                     break

@@ -63,7 +63,7 @@ class OptimizerHandle:
         self._step_optimizer: Callable[..., bool] = strategy.optimizer_step
         self._before_step = before_step
         self._passes_closure = passes_closure
-        self._weights_changed = weights_changed or _nothing
+        self._weights_changed = weights_changed or _do_nothing
         self._contexts = contexts
         self.share = 1.0
         """The factor of this rank's loss in the mean over ranks; 0 while it joins without data."""
@@ -170,7 +170,7 @@ def resolve_weights_changed(strategy: Strategy) -> Callable[[], None] | None:
     return precision.weights_changed if is_overridden("weights_changed", precision, Precision) else None
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None
 
 
@@ -204,7 +204,7 @@ class ManualStep:
         self._arguments = arguments
         self._before_backward = hooks.on_before_backward
         self._after_backward = hooks.on_after_backward
-        self._weights_changed = resolve_weights_changed(strategy) or _nothing
+        self._weights_changed = resolve_weights_changed(strategy) or _do_nothing
         self._contexts = resolve_contexts(strategy)
         self._syncs_in_context = syncs_in_context(strategy)
         self._scales_loss = strategy.precision.scales_loss

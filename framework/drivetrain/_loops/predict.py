@@ -114,7 +114,7 @@ class PredictLoop:
             position.batch_idx = batch_idx
             indices = None if indices_of_batches is None else next(indices_of_batches, None)
             position.indices = None if share.joins else indices
-            count += not share.joins or share.start >= 0  # the loader's own batch, not one of another rank
+            count += not share.joins or share.start >= 0  # a batch of the loader, not the last one repeated
             predicted = bool(self._predicted_checks) and (share.joins or self._is_predicted(indices, batch_idx, index))
             if self._collective and self._predicted_checks and self._is_predicted_on_all_ranks(predicted):
                 continue

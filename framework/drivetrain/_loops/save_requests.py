@@ -15,7 +15,7 @@ class SaveRequests:
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
         """The requests in order. The loop checks whether there are any."""
-        self.back: Callable[[], None] | None = None
+        self.rollback: Callable[[], None] | None = None
         """Loads an earlier checkpoint; the loop calls it after it has left the epoch. None without a rollback."""
 
     def ask(self, save: Callable[[], None]) -> None:
@@ -24,14 +24,14 @@ class SaveRequests:
 
     def go_back(self, load: Callable[[], None]) -> None:
         """Request a rollback: leave the epoch at the next such point, call ``load`` and continue from there."""
-        self.back = load
+        self.rollback = load
         self.waiting.append(load)  # makes the loop call `run`
 
     def run(self) -> None:
         """Write the requested checkpoints, unless a rollback was requested."""
         waiting = self.waiting[:]
         self.waiting.clear()
-        if self.back is not None:
+        if self.rollback is not None:
             return
         for save in waiting:
             save()

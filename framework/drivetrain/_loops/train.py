@@ -250,8 +250,8 @@ class TrainLoop:
             ended = self._train_epoch(snapshot, over)
             self._position.leave(before)
             over = ended is not EpochEnd.ROLLBACK and self._end_epoch(ended)
-            if self._requests.back is not None and not self._stop.leaving:
-                resumed = self._roll_back(self._requests.back)
+            if self._requests.rollback is not None and not self._stop.leaving:
+                resumed = self._roll_back(self._requests.rollback)
             elif over:
                 return
 
@@ -438,7 +438,7 @@ class TrainLoop:
     def _save_or_roll_back(self) -> bool:
         """Write the requested checkpoints; return whether a return to an earlier one was requested instead."""
         self._requests.run()
-        return self._requests.back is not None
+        return self._requests.rollback is not None
 
     def _validate(self, window_closed: bool) -> EpochEnd | None:
         """Validate within the epoch; return why the epoch ends then, or None if it continues."""
@@ -499,7 +499,7 @@ class TrainLoop:
 
     def _roll_back(self, load: Callable[[], None]) -> Mapping[str, Any] | None:
         """Restore an earlier checkpoint by ``load``; return the state of the loop that it contains."""
-        self._requests.back = None
+        self._requests.rollback = None
         load()
         self._flushed_at = self._progress.micro_batches
         self._stop.agree_after_pause("going back to an earlier checkpoint")

@@ -1,4 +1,4 @@
-"""Optimizers that want a closure, whatever the signature of their step says (I-06)."""
+"""Optimizers that need a closure, whether or not the signature of their step requires one (I-06)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain import ConfigurationError
 
 
 class Climbing(SGD):
-    """Takes the gradients that are there, climbs by them, and descends by those that it finds there."""
+    """Ascends along the given gradients, evaluates the closure there, and descends along its gradients."""
 
     behind_autograd = False
     says = "climbing wants a closure"
@@ -36,20 +36,20 @@ class Climbing(SGD):
 
 
 class Hidden(Climbing):
-    """Climbs where autograd does not see it."""
+    """Moves the parameters through ``.data``, which autograd does not record."""
 
     behind_autograd = True
 
 
 class Required(Climbing):
-    """Its signature says what it needs."""
+    """Requires a closure by its signature."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
 
 
 class Asking(Climbing):
-    """Asks where it stands, climbs, and asks again."""
+    """Evaluates the closure, moves the parameters, and evaluates it again."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -60,7 +60,7 @@ class Asking(Climbing):
 
 
 class Sharp(Regression):
-    """With BatchNorm, whose buffers count the forwards."""
+    """Has a BatchNorm, whose buffers count the forwards."""
 
     def __init__(self, kind: type[Optimizer]) -> None:
         super().__init__()

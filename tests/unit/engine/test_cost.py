@@ -23,7 +23,7 @@ _SHORT, _LONG = 100, 500
 
 
 class Terminal(StringIO):
-    """A progress bar draws on it."""
+    """A terminal for the progress bar."""
 
     def isatty(self) -> bool:
         return True
@@ -57,7 +57,7 @@ def _loader() -> DataLoader[Any]:
 
 
 def _calls(run: Callable[[], Any]) -> int:
-    """How many Python functions ``run`` calls."""
+    """Return the number of Python functions that ``run`` calls."""
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -74,7 +74,7 @@ def _calls(run: Callable[[], Any]) -> int:
 
 
 def _hand_written(steps: int, accumulate: int = 1) -> None:
-    """Calls as little as it can: the calls of `optimizer.zero_grad()` differ between versions of torch (2.13: 21)."""
+    """Train with as few calls as possible; those of `optimizer.zero_grad()` vary with torch (2.13: 21)."""
     module = Bare()
     parameters = list(module.parameters())
     optimizer = module.configure_optimizers()
@@ -93,7 +93,7 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "options", "most"),
     [
-        # H-01 allows 25 bare and 35 with one log; what is reached is held, with a call or two to spare.
+        # H-01 allows 25 bare and 35 with one log; these bounds are what is reached, plus a call or two.
         ("bare", Bare, {}, 6),
         ("one self.log", Logging, {}, 9),
         ("five of them", LoggingFive, {}, 21),
@@ -102,9 +102,9 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
         ("clipping", Bare, {"gradient_clip_val": 1.0}, 23),
         ("with a validation loader", Validating, {}, 6),
         ("typical", Logging, TYPICAL, 16),
-        # L-09: lines in a file cost a step nothing. They hang on what is done every log_every_n_steps (here 50).
+        # L-09: lines in a file add no calls to a step: they are written every log_every_n_steps (here 50).
         ("lines in a file", Logging, {"enable_progress_bar": True}, 9),
-        # Ten of these take note of what the window began with; without signals to heed nothing does.
+        # Ten of these take the window's snapshot, which is only needed with preemption signals.
         ("two of a window", Bare, {"accumulate_grad_batches": 2}, 28),
         ("two of a window, no signals", Bare, {"accumulate_grad_batches": 2, "preemption_signals": None}, 17),
     ],
@@ -164,7 +164,7 @@ def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any
 
 
 def _forbidding(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
-    """Note every way in which Python waits for a device's value, and every collective."""
+    """Record each call by which Python waits for a device's value, and each collective."""
     for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "numpy"):
         plain = getattr(torch.Tensor, name)
 
@@ -184,7 +184,7 @@ def _forbidding(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
 def test_a_step_waits_for_no_value_and_makes_no_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kind: type[Bare]
 ) -> None:
-    """H-01: between the second and the last batch nothing of a tensor is read."""
+    """H-01: between the second and the last batch no tensor value is read."""
     reads: list[str] = []
     marks: list[int] = []
 
@@ -201,8 +201,8 @@ def test_a_step_waits_for_no_value_and_makes_no_collective(
     assert reads[marks[0] : marks[-1]] == []
 
 
-def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
-    """A hook nobody overrides is absent from the loop: not called and found empty, but not there."""
+def test_hooks_that_are_not_overridden_are_absent(tmp_path: Path) -> None:
+    """A hook that is not overridden is absent from the loop."""
     runner = fit(tmp_path)
     runner.fit(Bare(), _loader())
     assert runner.session is not None
@@ -213,9 +213,9 @@ def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fit_imports_nothing_that_is_not_used(tmp_path: Path) -> None:
-    """H-02, extended to a run: neither building a Fit nor running a bare one brings in what nobody asked for.
+    """H-02, extended to a run: neither building a Fit nor running a bare one imports unused modules.
 
-    The raw loop's own step comes first, with what torch imports for it.
+    The raw loop's step runs first, so that torch's imports for it are excluded.
     """
     script = f"""
 import sys, torch

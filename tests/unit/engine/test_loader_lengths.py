@@ -1,4 +1,4 @@
-"""Lengths that prove wrong cut nothing: the data end the epoch, and it is said once, with both numbers. Row I-04."""
+"""A wrong loader length cuts nothing off: the data ends the epoch, and one warning gives both numbers. Row I-04."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wrong_lengths import Batches
 
 
 class Sharded(IterableDataset[torch.Tensor]):
-    """Its workers share its samples; torch's estimate of its batches knows nothing of that."""
+    """Splits its samples over workers, which torch's estimate of its batches ignores."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -36,20 +36,20 @@ class Sharded(IterableDataset[torch.Tensor]):
 
 
 class Listed:
-    """Any iterable of batches with a length of its own."""
+    """An iterable of batches that states a length."""
 
-    def __init__(self, samples: int, said: int) -> None:
-        self.samples, self.said = samples, said
+    def __init__(self, samples: int, length: int) -> None:
+        self.samples, self.length = samples, length
 
     def __len__(self) -> int:
-        return self.said
+        return self.length
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(loader(self.samples))
 
 
 class Losing(DataLoader[Any]):
-    """Leaves out the second batch, as one that passes over broken files would."""
+    """Skips the second batch, as a loader that skips broken files would."""
 
     def __iter__(self) -> Any:
         return (batch for index, batch in enumerate(super().__iter__()) if index != 1)
@@ -61,8 +61,8 @@ class Doubled(DataLoader[Any]):
         return iter(batches + batches)
 
 
-def sampled(samples: int, said: int) -> DataLoader[Any]:
-    return DataLoader(Numbered(samples), batch_sampler=Batches(samples, said))
+def sampled(samples: int, length: int) -> DataLoader[Any]:
+    return DataLoader(Numbered(samples), batch_sampler=Batches(samples, length))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -229,7 +229,7 @@ def test_a_validation_that_the_data_do_not_come_to_runs_at_the_epoch_s_end(
 
 
 class Scheduled(Tiny):
-    """Its schedule lasts as long as the run should."""
+    """Has a schedule as long as the estimated run."""
 
     def __init__(self, kind: str = "one cycle") -> None:
         super().__init__(0.1)

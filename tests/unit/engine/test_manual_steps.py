@@ -1,4 +1,4 @@
-"""Manual optimization in one process: what several steps, closures and toggles within one training_step come to."""
+"""Manual optimization in one process: several steps, closures and toggled optimizers within one training_step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.precision import MixedPrecision
 
 
 class ByHand(Regression):
-    """Manual optimization by a function."""
+    """Runs a function as the training step of manual optimization."""
 
     automatic_optimization = False
 
@@ -37,7 +37,7 @@ def norm(module: Any) -> float:
 
 
 class Norms(Callback):
-    """The gradient's norm before each step."""
+    """Records the gradient norm before each step."""
 
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -65,7 +65,7 @@ def _clips_twice(module: Any, batch: Any) -> None:
 
 
 def _steps_on(module: Any, batch: Any) -> None:
-    """Adds to gradients that were stepped on, and steps twice on the same."""
+    """Accumulates into gradients after a step, and steps twice with the same gradients."""
     optimizer = module.optimizers()
     optimizer.zero_grad()
     for _ in range(2):
@@ -75,7 +75,7 @@ def _steps_on(module: Any, batch: Any) -> None:
 
 
 def _looks_between(module: Any, batch: Any) -> None:
-    """Clips what half a batch gave, before the other half is added."""
+    """Clips the gradients of half a batch before those of the other half are added."""
     optimizer = module.optimizers()
     optimizer.zero_grad()
     module.manual_backward(module.loss(batch) / 2)
@@ -100,7 +100,7 @@ def test_gradients_are_unscaled_once_whatever_a_training_step_does(tmp_path: Pat
 
 
 class _Two(ByHand):
-    """Its weight steps in every second training_step, its bias in all."""
+    """Steps its weight in every second training_step and its bias in each."""
 
     turn = 0
 
@@ -152,7 +152,7 @@ def _backward_now_and_steps_later(module: Any, batch: Any) -> None:
 
 
 def _steps_and_goes_backward(module: Any, batch: Any) -> None:
-    """Each step is on the gradients of the training_step before."""
+    """Steps with the gradients of the previous training_step."""
     optimizer = module.optimizers()
     optimizer.step()
     optimizer.zero_grad()
@@ -233,7 +233,7 @@ def test_a_forward_sees_what_changed_the_weights_by_any_way(tmp_path: Path, prec
 
 
 class Twice(SGD):
-    """Evaluates a closure twice if it is given one, and does without."""
+    """Evaluates a closure twice if it gets one; works without one too."""
 
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
@@ -290,7 +290,7 @@ def test_a_closure_that_would_not_arrive_is_refused(tmp_path: Path) -> None:
 
 
 class TestToggles:
-    """I-02: toggle_optimizer and untoggle_optimizer beside the context manager."""
+    """I-02: toggle_optimizer and untoggle_optimizer, besides the context manager."""
 
     def _run(self, tmp_path: Path, step: Callable[[Any, Any], Any]) -> Any:
         module = ByHand(step)
@@ -346,7 +346,7 @@ class TestToggles:
 
 
 class _Told(torch.autograd.Function):
-    """Says whether autocast is on in backward."""
+    """Records whether autocast is enabled in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, said: list[tuple[str, bool]]) -> torch.Tensor:
@@ -361,7 +361,7 @@ class _Told(torch.autograd.Function):
 
 
 class _Asks(torch.optim.SGD):
-    """Evaluates a closure where there is one, and says whether autocast is on."""
+    """Evaluates a closure if it gets one, and records whether autocast is enabled."""
 
     said: ClassVar[list[tuple[str, bool]]] = []
 

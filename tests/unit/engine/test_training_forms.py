@@ -19,7 +19,7 @@ from drivetrain.precision import MixedPrecision
 
 
 class Outputs(Callback):
-    """Keeps what on_train_batch_end was given."""
+    """Records the outputs that on_train_batch_end receives."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -29,7 +29,7 @@ class Outputs(Callback):
 
 
 class Returning(Regression):
-    """Returns what a function makes of its loss."""
+    """Returns the result of a function of its loss."""
 
     def __init__(self, make: Callable[[torch.Tensor, int], Any]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class TestOutputs:
 
 
 def _reference(kept: list[list[int]], lr: float = 0.05, size: int = 4) -> Regression:
-    """Plain steps, each over those micro-batches of its window that are kept, weighted by their samples."""
+    """Train by hand: each step over the kept micro-batches of its window, weighted by samples."""
     module = Regression(lr)
     optimizer = module.configure_optimizers()
     batches = list(regression(22, size))
@@ -182,7 +182,7 @@ class TestNoneLosses:
         assert [kept == {} for kept in outputs.kept] == [index in skipped for index in range(6)]
 
     def test_with_weights(self, tmp_path: Path) -> None:
-        """B-03 with a hole in the window."""
+        """B-03 with a micro-batch left out of the window."""
 
         class Weighted(Returning):
             def batch_weight(self, batch: Any) -> float:
@@ -234,7 +234,7 @@ class TestClosures:
         assert runner.global_step == len(windows)
 
     def test_a_none_loss_within_the_window(self, tmp_path: Path) -> None:
-        """Every evaluation is over what contributed, the first as well as those that follow."""
+        """Each evaluation is a mean over the micro-batches that contributed, from the first on."""
 
         class Closing(Returning):
             def configure_optimizers(self) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients are forgotten by each optimizer's own rule, and cheaply by torch's."""
+"""Gradients are cleared by an overridden zero_grad, or without the overhead of torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain._loops.zero_grad import zero_grad
 
 
 class Keeping(SGD):
-    """Clears in place, so that whoever holds a gradient still holds it."""
+    """Clears gradients in place, so that references to them stay valid."""
 
     cleared = 0
 
@@ -60,7 +60,7 @@ def test_torchs_own_is_done_to_every_group_and_to_none_else() -> None:
 
 
 def test_gradients_do_not_live_through_the_next_forward(tmp_path: Path) -> None:
-    """Their memory is free for its activations."""
+    """The memory of old gradients is free for the forward's activations."""
     seen: list[list[Tensor | None]] = []
 
     class Looking(Bare):
