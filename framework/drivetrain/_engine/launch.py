@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._engine.error_reporting import print_in_a_line, told_by_its_own_rank
+from drivetrain._engine.error_reporting import print_in_one_line, peer_failures_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.session import Session
@@ -69,7 +69,7 @@ def launch(request: Request) -> Any:
         place = topology_of_first(devices, trainer.num_nodes, trainer.chosen_strategy)
     else:
         devices = resolve_devices(trainer.accelerator, trainer.devices)
-        with told_by_its_own_rank():
+        with peer_failures_in_one_line():
             place = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
     if not place.missing:
         return _run_as_a_rank(request, place)
@@ -86,7 +86,7 @@ def launch(request: Request) -> Any:
 
 
 def _run_as_a_rank(request: Request, place: Topology) -> Any:
-    with told_by_its_own_rank(place.placement.rank):
+    with peer_failures_in_one_line(place.placement.rank):
         return run_here(request, place)
 
 
@@ -125,7 +125,7 @@ def run_here(request: Request, place: Topology) -> Any:
         if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
             place.world.left_with = error.code
         if session.last_line is not None:
-            print_in_a_line(error, session.last_line)
+            print_in_one_line(error, session.last_line)
         raise
     finally:
         torch.set_num_threads(threads)
