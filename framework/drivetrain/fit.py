@@ -503,7 +503,7 @@ class Fit(RunState):
 
     def finish_logging(self) -> None:
         if self._log_queue is not None:
-            self._log_queue.hand_on(wait=True)
+            self._log_queue.deliver(wait=True)
 
     def print(self, *args: Any, **options: Any) -> None:
         if self.global_rank != 0:

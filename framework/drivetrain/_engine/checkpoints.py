@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain._engine.handshake import settle_folder
+from drivetrain._engine.handshake import check_folder_agreement
 from drivetrain._engine.run_folder import CHOSEN, Beginning
-from drivetrain._engine.saved_state_schema import taking
+from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import restore_frozen
@@ -71,7 +71,7 @@ class RunCheckpoints:
         session = self._session
         self._looked_in = self._folders()
         wanted_by = self._what_wants_a_folder()
-        settle_folder(session.strategy.control, wanted_by)
+        check_folder_agreement(session.strategy.control, wanted_by)
         if wanted_by:
             from drivetrain._engine.run_start import begin
 
@@ -102,7 +102,7 @@ class RunCheckpoints:
         seed, control, fitting = session.trainer.seed, session.strategy.control, session.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
-            from drivetrain._engine.run_location import where_runs_are
+            from drivetrain._engine.run_location import runs_folder
             from drivetrain._engine.run_start import find_beside
 
             # Chosen by rank 0, for all: another rank may see a file system that lags behind.
@@ -113,22 +113,22 @@ class RunCheckpoints:
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint that a run could go on from.",
-                    f"looked in {', '.join([where_runs_are(session), *self._folders()])}, for what runs of "
+                    f"looked in {', '.join([runs_folder(session), *self._folders()])}, for what runs of "
                     f"{type(session.module).__name__} with these hyper-parameters have saved.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
             if fitting:
-                session.folder.begins_with(None, None, "", beginning.went_on)
+                session.folder.note_start(None, None, "", beginning.went_on)
             return order_seed(seed, control)
 
-        from drivetrain._engine.checkpoint_compatibility import check_goes_on
+        from drivetrain._engine.checkpoint_compatibility import check_resumable
         from drivetrain.checkpoint._format import agreed, load
 
         def opened() -> Checkpoint:
             checkpoint = load(path)
             if fitting:
-                check_goes_on(checkpoint, seed)
+                check_resumable(checkpoint, seed)
             return checkpoint
 
         self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
@@ -136,7 +136,7 @@ class RunCheckpoints:
         if fitting:
             facts = self.opened.manifest.facts
             self._ancestors, self._parent = facts.lineage, facts.identifier
-            session.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
+            session.folder.note_start(facts, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def see_what_is_left(self) -> None:
@@ -174,7 +174,7 @@ class RunCheckpoints:
             return None
         for callback in self._session.callbacks:
             saved = states.get(callback.state_key)
-            with taking(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
+            with reporting_malformed(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
                 reason = None if saved is None else callback.why_ended(saved["state"])
             if reason is not None:
                 return f"{type(callback).__name__} has ended it: {reason}"
@@ -200,14 +200,14 @@ class RunCheckpoints:
         """Refuse what differs from the run that goes on, as far as this one is made by now."""
         if self.opened is None:
             return
-        from drivetrain._engine.resume_compatibility import differences, refuse
+        from drivetrain._engine.resume_compatibility import find_differences, refuse_differences
 
         now = self._session.made_of
         if self._session.reload is not None and not self.opened.progress.get("batch_idx"):
             # The epoch has not begun: what was saved is of the loader before.
             now = {name: value for name, value in now.items() if name != "data"}
-        found = differences(self.opened.state().get("made_of"), now)
-        refuse(self.opened.path, found, self._allow)
+        found = find_differences(self.opened.state().get("made_of"), now)
+        refuse_differences(self.opened.path, found, self._allow)
         differing = {one.consent for one in found}
         if differing - self._anew and self._session.strategy.rank == 0:
             told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._anew)
@@ -410,15 +410,15 @@ class RunCheckpoints:
         contents.digest = digest
         facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and session.trainer.loggers:
-            from drivetrain._engine.run_loggers import write_out
+            from drivetrain._engine.run_loggers import flush_loggers
 
-            write_out(session.trainer)
+            flush_loggers(session.trainer)
 
         def whole() -> None:
             self.written = path
             then()
             if strategy.rank == 0:
-                session.folder.wrote(path, facts)
+                session.folder.note_checkpoint(path, facts)
 
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
@@ -497,9 +497,9 @@ class RunCheckpoints:
 
 
 def _check_form(checkpoint: Checkpoint) -> None:
-    from drivetrain._engine.checkpoint_compatibility import check_form
+    from drivetrain._engine.checkpoint_compatibility import check_saved_state
 
-    check_form(checkpoint)
+    check_saved_state(checkpoint)
 
 
 def _lasting(folder: str | None) -> str:

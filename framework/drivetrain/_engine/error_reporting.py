@@ -1,4 +1,4 @@
-"""How errors are shown: notes that say where the run was, and one line from ranks that only follow another's failure."""
+"""Notes that say where a run failed, and one-line output from ranks that only follow another's failure."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class OneLineHook:
         if line is None:
             self._previous(kind, error, traceback)
             return
-        # One write: on an unbuffered stderr print() writes the newline separately, and the lines of two ranks could mix.
+        # print() would write the newline separately on an unbuffered stderr, and the lines of two ranks could mix.
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
         time.sleep(_EXIT_DELAY)

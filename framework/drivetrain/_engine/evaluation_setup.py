@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from drivetrain._engine.batches import Move, safely
+from drivetrain._engine.batches import Move, safe_move
 from drivetrain._engine.session_state import SessionState
 from drivetrain._loops.evaluate import EvaluateLoop
 from drivetrain._loops.evaluation_interrupt import EarlyExit
@@ -38,7 +38,7 @@ def build_evaluation(
     assert run.data is not None
     strategy = run.strategy
     within_training = run.stage == "fit"
-    give_out_buffers = run.buffers.give_out if within_training else partial(strategy.sync_buffers, run.module)
+    give_out_buffers = run.buffers.take_from_rank_0 if within_training else partial(strategy.sync_buffers, run.module)
     return EvaluateLoop(
         stage,
         module=run.module,
@@ -68,7 +68,7 @@ def build_validation(run: SessionState, runner: StepRunner, move: Move | None) -
 
     def validate() -> list[dict[str, float]]:
         within = run.opening if run.progress.within_window else None
-        with within.evaluating() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
+        with within.keep_evaluation_changes() if within else nullcontext(), _draws_apart(run), run.buffers.aside():
             run.validating = True
             try:
                 with run.profiling.span("validation"):
@@ -88,7 +88,7 @@ def _safe(run: SessionState, stage: str, move: Move | None) -> Move | None:
     assert run.data is not None
     if move is None or run.strategy.device.type != "cuda":
         return move
-    return safely(move, all(source.lasting for source in run.data.sources[stage]))
+    return safe_move(move, all(source.lasting for source in run.data.sources[stage]))
 
 
 def build_prediction(run: SessionState, runner: StepRunner, move: Move | None) -> Callable[[], list[Any] | None]:

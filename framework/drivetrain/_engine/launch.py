@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._engine.error_reporting import print_in_one_line, peer_failures_in_one_line
+from drivetrain._engine.error_reporting import peer_failures_in_one_line, print_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.session import Session
-from drivetrain._engine.signals import as_asked, awaited_signals
+from drivetrain._engine.signals import as_interruption, handled_signals
 from drivetrain._engine.stage_loaders import Given
-from drivetrain._engine.topology import Topology, environment_of, find_topology, stands_alone, topology_of_first
+from drivetrain._engine.topology import Topology, find_topology, first_rank_topology, is_standalone, resolve_environment
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, Work, World, choose_launcher, named_launcher, suggested_threads
@@ -61,12 +61,12 @@ def launch(request: Request) -> Any:
     """Run what is asked for, starting processes first where they are missing; returns what the stage returns."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
-    environment = environment_of(trainer.environment)
+    environment = resolve_environment(trainer.environment)
     setting = _launcher_setting(trainer)
     launcher = named_launcher(setting)
-    if launcher is not None and launcher.places_devices and stands_alone(environment):
+    if launcher is not None and launcher.places_devices and is_standalone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
-        place = topology_of_first(devices, trainer.num_nodes, trainer.chosen_strategy)
+        place = first_rank_topology(devices, trainer.num_nodes, trainer.chosen_strategy)
     else:
         devices = resolve_devices(trainer.accelerator, trainer.devices)
         with peer_failures_in_one_line():
@@ -181,7 +181,7 @@ class _WorkOfRun(Work):
         self.done = False
         self.result: Any = None
         fitting = request.stage == "fit"
-        self.signals = awaited_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
+        self.signals = handled_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
 
     def here(self, world: World) -> Any:
         store = world.store("runs")
@@ -200,7 +200,7 @@ class _WorkOfRun(Work):
             trainer.state = "interrupted"
             raise
         except RankFailedError as error:
-            left = as_asked(error, self.signals)
+            left = as_interruption(error, self.signals)
             if left is error:
                 raise
             trainer.state = "interrupted"
@@ -274,11 +274,11 @@ def _worker(
     trial: bool,
 ) -> Outcome:
     """Run on one rank, in a process started for it. A parameter each: an error names what cannot be sent."""
-    from drivetrain._engine.layer_transfer import Before  # for runs in other processes alone
+    from drivetrain._engine.layer_transfer import InitialLayers  # for runs in other processes alone
     from drivetrain._engine.remote_result import Outcome
 
-    before = Before.of(module)
-    if not environment_of(trainer.environment).started_us:
+    before = InitialLayers.of(module)
+    if not resolve_environment(trainer.environment).started_us:
         trainer.environment = "auto"  # what the caller said of itself; this process has been started
     result = launch(Request(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:

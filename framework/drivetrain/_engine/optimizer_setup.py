@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from drivetrain._engine.handshake import check_ranks_agree, facts_about_optimizers
-from drivetrain._engine.resume_compatibility import names_of
+from drivetrain._engine.handshake import check_ranks_agree, optimizer_facts
+from drivetrain._engine.resume_compatibility import class_names
 from drivetrain._engine.session_state import SessionState
 from drivetrain._loops.configured_optimizers import SchedulerConfig, asks_for_closure, check_optimizers, read_optimizers
 from drivetrain._loops.manual_step import handles_of
@@ -29,8 +29,8 @@ def set_up_optimizers(run: SessionState, regroup: Callable[[Sequence[Optimizer]]
     optimizers, run.schedulers = read_optimizers(configured)
     schedulers = [config.scheduler for config in run.schedulers]
     if strategy.world_size > 1:  # a rate that is a tensor on a device is waited for
-        check_ranks_agree(strategy.control, facts_about_optimizers(optimizers, schedulers))
-    run.made_of |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
+        check_ranks_agree(strategy.control, optimizer_facts(optimizers, schedulers))
+    run.made_of |= {"optimizers": class_names(optimizers), "schedulers": class_names(schedulers)}
     automatic = module.automatic_optimization
     closure = run.closure = asks_for_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)

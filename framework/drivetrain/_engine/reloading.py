@@ -82,7 +82,7 @@ class Reloading:
             assert data.train is not None
             run.made_of["data"] = data_facts(data.train, data.loaders)
             if run.opening is not None:
-                run.opening.read_from(data.train)
+                run.opening.set_source(data.train)
             run.validate = build_validation(run, runner, move) if data.sources.get("validate") else None
             loop.use(epoch_data(run, move), run.validate)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from drivetrain._engine.defaults import with_own
+from drivetrain._engine.defaults import with_module_callbacks
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
 from drivetrain._loops.configured_optimizers import SchedulerConfig
@@ -423,7 +423,7 @@ class RunState(RunContext):
 
     def _all_callbacks(self) -> list[Callback]:
         """With those of the module's ``configure_callbacks`` in this run, or the last one."""
-        return self.callbacks if self.session is None else with_own(self.callbacks, self.session.own)
+        return self.callbacks if self.session is None else with_module_callbacks(self.callbacks, self.session.own)
 
     @property
     def checkpoint_callbacks(self) -> list[Checkpoint]:
@@ -460,7 +460,7 @@ class RunState(RunContext):
         return "" if self.session is None else self.session.folder.id
 
     def checkpoint_removed(self, identifier: str) -> None:
-        self._running("checkpoint_removed").folder.removed(identifier)
+        self._running("checkpoint_removed").folder.note_removal(identifier)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         return self._running("checkpoint_before").checkpoints.before(step)

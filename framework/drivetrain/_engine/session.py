@@ -15,27 +15,27 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.batches import BatchMover, batch_mover
+from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiled_steps import CompiledSteps
-from drivetrain._engine.console_logging import log_to_console, say_once
-from drivetrain._engine.defaults import checked_callbacks, with_own
+from drivetrain._engine.console_logging import log_once, log_to_console
+from drivetrain._engine.defaults import checked_callbacks, with_module_callbacks
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
 from drivetrain._engine.evaluation_setup import build_evaluation, build_prediction, build_validation, try_validation
-from drivetrain._engine.failure_propagation import cause_of, error_to_report, tell_others
+from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
 from drivetrain._engine.fused_optimizers import suggest_fused_optimizers
-from drivetrain._engine.handshake import check_ranks_agree, facts_about, settings_alike
+from drivetrain._engine.handshake import check_ranks_agree, module_facts, setting_facts
 from drivetrain._engine.optimizer_setup import set_up_optimizers
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_log import RankLog
 from drivetrain._engine.run_folder import RunFolder
-from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
+from drivetrain._engine.seeding import seed_rank, warn_unseeded
 from drivetrain._engine.session_state import SessionState
-from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
+from drivetrain._engine.signals import Signals, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, Given
-from drivetrain._engine.topology import Topology, check_control_plane, check_devices_apart, check_set_up
+from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_training,
     build_training_pass,
@@ -60,7 +60,7 @@ from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.monitors import Monitors
+    from drivetrain._engine.monitors import MonitorCheck
     from drivetrain._engine.reloading import Reloading
 
 logger = logging.getLogger("drivetrain")
@@ -109,18 +109,18 @@ class Session(SessionState):
         """Said in place of this rank's error, where a lower rank ran into the same and shows it."""
         self.own: list[Callback] = []  # what configure_callbacks returned
         self._given_callbacks: list[Callback] = []  # trainer.callbacks as they were when they were taken
-        self._monitors: Monitors | None = None
+        self._monitors: MonitorCheck | None = None
         self._teardowns: list[Callable[[str], None]] = []
         """Those still to be called, from when the first set-up is."""
         self._compiled: CompiledSteps | None = None
         self._reloading: Reloading | None = None
-        awaited = awaited_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
+        awaited = handled_signals(trainer.preemption_signals, os.environ) if stage == "fit" else ()
         self._awaited = awaited
         self._signals = Signals(awaited, self._asked_to_leave)
         writes = not (trainer.fast_dev_run or trainer.barebones)
         named = writes and trainer.settings["default_root_dir"].source != "default"
         root = trainer.default_root_dir if named else None
-        self._log = RankLog(self.folder, strategy.rank, strategy.world_size, otherwise=root)
+        self._log = RankLog(self.folder, strategy.rank, strategy.world_size, fallback=root)
         if trainer.profiles:
             from drivetrain._engine.profiling import Profiling  # by runs that somebody profiles
 
@@ -197,7 +197,7 @@ class Session(SessionState):
 
             quieten(trainer.loggers, strategy.rank > 0)
         check_control_plane(strategy, self.place.placement)
-        check_devices_apart(strategy)
+        check_distinct_devices(strategy)
         if self.place.world is not None and strategy.world_size > 1:
             strategy.control.external_failures = self.place.world.failures
         self.draws.device = strategy.device
@@ -215,10 +215,12 @@ class Session(SessionState):
             self._prepare_data()
         self._set_up()
         if self._keeps_files:
-            from drivetrain._engine.write_checks import check_folders
+            from drivetrain._engine.write_checks import check_writable_folders
 
             writing = self.callbacks if self.stage == "fit" else []
-            check_folders(strategy, writing, [] if self.stage == "predict" else trainer.loggers)  # which log nothing
+            check_writable_folders(
+                strategy, writing, [] if self.stage == "predict" else trainer.loggers
+            )  # which log nothing
         self.seed = self.checkpoints.open()
         if self.stage == "fit":
             self.checkpoints.see_what_is_left()
@@ -228,7 +230,7 @@ class Session(SessionState):
             and self.checkpoints.opened is None
             and strategy.rank == 0
         ):
-            tell_of_unseeded(self.module, trainer.seed)
+            warn_unseeded(self.module, trainer.seed)
         self.cursor.world_size = strategy.data_world_size
         dealing = Dealing(strategy.data_rank, strategy.data_world_size, self.seed, trainer.use_distributed_sampler)
         load = partial(StageData, trainer, self.stage, self.module, self.given, dealing, strategy.control)
@@ -246,7 +248,7 @@ class Session(SessionState):
             runner = profiling.call("forward", self._set_up_module(self._data()))
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_rank(trainer.seed, strategy.data_rank)
-        return runner, profiling.mover(batch_mover(self.module, self.given.datamodule, strategy))
+        return runner, profiling.mover(build_batch_mover(self.module, self.given.datamodule, strategy))
 
     def _take_down(self) -> None:
         strategy = self.strategy
@@ -304,25 +306,25 @@ class Session(SessionState):
             self._reloading.feed(loop, runner, move)
         self.checkpoints.load()
         if not self.trial:
-            say_once(self.strategy.precision.describe())
+            log_once(self.strategy.precision.describe())
         advice = None if self.trial else suggest_fused_optimizers(self.optimizers)
         if advice is not None:
-            say_once(advice)
+            log_once(advice)
         return loop
 
     def _train(self, runner: StepRunner, move: BatchMover | None, loop: TrainLoop) -> None:
         hooks = self.hooks
         ended_before = self.checkpoints.ended_before
         if self.strategy.rank == 0 and ended_before is None and self.trainer.loggers:
-            from drivetrain._engine.run_loggers import begin_logging  # by runs that log
+            from drivetrain._engine.run_loggers import prepare_loggers  # by runs that log
 
-            begin_logging(self.trainer.loggers, self.folder.rewinds_to, self.hyper_parameters())
+            prepare_loggers(self.trainer.loggers, self.folder.rewinds_to, self.hyper_parameters())
         for hook in hooks.on_fit_start:
             hook()
         if self.validate is not None and self.trainer.num_sanity_val_steps and self.checkpoints.opened is None:
             try_validation(self, runner, move, self.monitors.note_validation)
         self.metrics.enter("train", reset=self.checkpoints.opened is None)
-        self._signals.wait_for_the_run()
+        self._signals.defer_to_run()
         for hook in hooks.on_train_start:
             hook()
         self.checkpoints.keep_trainables()
@@ -350,7 +352,7 @@ class Session(SessionState):
     def _note_beginning(self) -> None:
         data, batches = self._data(), self.trainer.num_training_batches
         facts = {**self.made_of.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.folder.trains({**facts, "batch_size": data.batch_size}, self.seed, data.batch_size)
+        self.folder.note_training({**facts, "batch_size": data.batch_size}, self.seed, data.batch_size)
 
     def _asked_to_leave(self, number: int) -> None:
         self.stop.signal = number
@@ -361,8 +363,8 @@ class Session(SessionState):
 
     def _leave(self, number: int) -> None:
         """End what a signal has cut short: it is saved, and neither the epoch nor the training is over."""
-        self._signals.answered = True
-        self._left_with = interruption(number)
+        self._signals.handled = True
+        self._left_with = interruption_error(number)
         self.draws.end()
         self.checkpoints.finish()
         if self.strategy.rank == 0 and not self.trial:
@@ -399,7 +401,7 @@ class Session(SessionState):
 
     def _take_callbacks(self) -> None:
         given = self._given_callbacks = checked_callbacks(self.trainer.callbacks, "trainer.callbacks holds")
-        self.callbacks = with_own(given, self.own)
+        self.callbacks = with_module_callbacks(given, self.own)
         self._hooks = self.profiling.hooks(HookTable(self.trainer, self.module, self.callbacks))
         for callback in self.callbacks:
             let_log(callback, self.module)
@@ -427,17 +429,17 @@ class Session(SessionState):
             module.configure_model()
         self._attach()  # what it has built, too
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-            from drivetrain._engine.lazy_parameters import refuse_lazy
+            from drivetrain._engine.lazy_parameters import refuse_lazy_layers
 
-            refuse_lazy(module)
+            refuse_lazy_layers(module)
         if self.stage == "fit":
             self.checkpoints.restore_trainables()  # a strategy wraps what trains
         strategy.check(module)
-        facts = {"stage": self.stage, **settings_alike(self.trainer), **data.facts(), **facts_about(module)}
+        facts = {"stage": self.stage, **setting_facts(self.trainer), **data.facts(), **module_facts(module)}
         check_ranks_agree(strategy.control, facts)  # before anything is wrapped, which would only hang
         self._compiled = CompiledSteps(module, self.trainer.compile, self.metrics)
         run_step = strategy.setup_module(module)
-        check_set_up(strategy, module, run_step)
+        check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
         hold(module)
         if self.stage == "fit":
@@ -464,12 +466,12 @@ class Session(SessionState):
     # Reads
 
     @property
-    def monitors(self) -> Monitors:
+    def monitors(self) -> MonitorCheck:
         """Compares what is monitored with what is logged."""
         if self._monitors is None:
-            from drivetrain._engine.monitors import Monitors  # for training
+            from drivetrain._engine.monitors import MonitorCheck  # for training
 
-            self._monitors = Monitors(self)
+            self._monitors = MonitorCheck(self)
         return self._monitors
 
     @property
@@ -521,10 +523,10 @@ class Session(SessionState):
             return
         problem = None
         if self.trainer.loggers:
-            from drivetrain._engine.run_loggers import finish_logging  # by runs that log
+            from drivetrain._engine.run_loggers import finalize_loggers  # by runs that log
 
             with self.profiling.span("logging"):
-                problem = finish_logging(self.trainer, status)
+                problem = finalize_loggers(self.trainer, status)
         if problem is not None:
             status, self._why = "failed", _in_short(problem)
         self.folder.end({"success": "finished"}.get(status, status), self._why, self.progress.global_step)
@@ -536,9 +538,9 @@ class Session(SessionState):
             reasons, nothing_left = self._ended_by
             lines = [how_it_ended(reasons, self.progress, nothing_left, time.monotonic() - self._began)]
             if self.trainer.settings["enable_progress_bar"].value and not self.trainer.barebones:
-                from drivetrain._engine.run_summary import left_behind
+                from drivetrain._engine.run_summary import output_summary
 
-                lines += left_behind(self, self.checkpoints.written)
+                lines += output_summary(self, self.checkpoints.written)
             logger.info("\n".join(lines))
 
     def _detach(self) -> None:
@@ -567,7 +569,7 @@ class Session(SessionState):
         note_where(error, self)
         note_inference_tensors(error)
         failure = Failure.of_exception(self.strategy.rank, error)
-        tell_others(control, failure)
+        publish_failure(control, failure)
         self._log.add_failure(error, failure.traceback)
         release(self.module)
         calls: list[Callable[[], Any]] = []
@@ -583,8 +585,8 @@ class Session(SessionState):
                 call()
             except Exception:
                 logger.exception("While a failed run was taken down, this failed too:")
-        cause, told_by = cause_of(control, self.place.world, failure, error)
-        cause = as_asked(cause, self._awaited)
+        cause, told_by = resolve_cause(control, self.place.world, failure, error)
+        cause = as_interruption(cause, self._awaited)
         if told_by is not None:
             self.last_line = f"{failure.in_a_line()}; rank {told_by} failed alike, and shows where"
         if cause is not error:

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from drivetrain._config.secret_values import LeftOut
 from drivetrain._engine.data_cursor import Cursor
-from drivetrain._engine.evaluation_buffers import BuffersAside
+from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Given
-from drivetrain._engine.window_snapshot import WindowOpening
+from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain._loops.loader_lengths import Lengths
@@ -141,14 +141,14 @@ class SessionState:
         self.position = Position()
         self.cursor = Cursor()
         self.draws = ReadAhead(strategy.device)
-        self.buffers = BuffersAside(module, strategy)
+        self.buffers = EvaluationBuffers(module, strategy)
         self.saves = SaveRequests()
         self.seed = 0
         """Of the order of samples, the same on every rank."""
         self.loop: TrainLoop | None = None
         self.metrics = MetricStore(module)
         self.stop = StopRequest(strategy.control, None, None, None)
-        self.opening: WindowOpening | None = None
+        self.opening: WindowSnapshot | None = None
         """What the window under way began with; None where windows have one micro-batch, or nobody asks to leave."""
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[SchedulerConfig] = []

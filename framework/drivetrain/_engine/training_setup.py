@@ -13,11 +13,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import duration
-from drivetrain._engine.batches import BatchMover, moved
+from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.session_state import SessionState
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import Dealing, find_loaders
-from drivetrain._engine.window_snapshot import WindowOpening
+from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.epoch_checks import EpochWatch
 from drivetrain._loops.hooks import is_overridden
@@ -164,7 +164,7 @@ def set_up_stopping(run: SessionState) -> None:
     run.stop = StopRequest(run.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     source = None if run.data is None else run.data.train
     if source is not None and run.leaves_on_signals and run.module.automatic_optimization:
-        run.opening = WindowOpening(
+        run.opening = WindowSnapshot(
             run.module, source, run.draws, run.metrics, run.progress, lambda: trainer.accumulate_grad_batches
         )
 
@@ -381,6 +381,6 @@ def _micro_batches(
             micro_batches = weighed_windows(pairs, size, weigh)
         else:
             micro_batches = dealt_windows(pairs, size, ranks, shares)
-        return moved(micro_batches, move, ahead=not source.stateful, lasting=lasting)
+        return move_micro_batches(micro_batches, move, ahead=not source.stateful, lasting=lasting)
 
     return begin

@@ -14,10 +14,10 @@ import torch
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.console_logging import log_to_console
 from drivetrain._engine.launch import Request, launch
-from drivetrain._engine.out_of_memory import failed_for_memory
+from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_state import RunState
 from drivetrain._engine.stage_loaders import Given
-from drivetrain._engine.topology import environment_of
+from drivetrain._engine.topology import resolve_environment
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.generators import kept_generators
@@ -88,7 +88,7 @@ class EngineTrials:
             self.run(callback, steps, prepare)
             fits = True
         except Exception as error:
-            if not (failed_for_memory(error) or _has_no_batch(error)):
+            if not (ran_out_of_memory(error) or _has_no_batch(error)):
                 raise
             fits = False
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -172,7 +172,7 @@ def _trial_of(trainer: RunState, stage: str, callback: Any, steps: int) -> Any:
 def _starts_processes(trainer: RunState) -> bool:
     """Whether this process may start others, by forking it too, and is not to use the device before it does."""
     strategy = trainer.chosen_strategy
-    if environment_of(trainer.environment).started_us or (strategy is not None and strategy.single_process):
+    if resolve_environment(trainer.environment).started_us or (strategy is not None and strategy.single_process):
         return False
     return len(resolve_devices(trainer.accelerator, trainer.devices).indices) * trainer.num_nodes > 1
 

@@ -84,7 +84,7 @@ def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: pytest.
 
 
 def test_a_hook_of_the_user_s_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = record(monkeypatch)
+    record(monkeypatch)
 
     def hook(*_: object) -> None: ...
 

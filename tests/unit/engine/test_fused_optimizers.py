@@ -60,7 +60,7 @@ def test_a_process_says_it_once_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # L-09
-    monkeypatch.setattr(console_logging, "_SAID", set())
+    monkeypatch.setattr(console_logging, "_LOGGED", set())
     data = DataLoader(TensorDataset(torch.ones(4, 2)))
     fit(tmp_path).fit(Module(), data)  # where nobody listens it has not been said
     with caplog.at_level(logging.INFO, logger="drivetrain"):

@@ -35,5 +35,5 @@ def test_what_one_logger_fails_to_write_the_others_get() -> None:
     for step in (2, 3):  # as where their numbers had not arrived
         queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
     with pytest.raises(OSError, match="at 2"):
-        queue.hand_on(wait=True)
+        queue.deliver(wait=True)
     assert (full.steps, other.steps) == ([3], [1, 2, 3])

@@ -30,7 +30,7 @@ def test_each_keeps_its_own_samples_while_the_next_one_is_read(monkeypatch: pyte
     monkeypatch.setattr(batches, "Prefetcher", _Immediate)
     pairs = ((number, Share(number + 1, number + 1, False, 0)) for number in range(4))
     move = batches.BatchMover((), None, (lambda batch, _: 10 * batch,), torch.device("cuda"))
-    found = batches.moved(single_windows(pairs), move)
+    found = batches.move_micro_batches(single_windows(pairs), move)
     assert [(micro.batch, micro.samples, micro.weight) for micro in found] == [
         (0, 1, 1),
         (10, 2, 2),

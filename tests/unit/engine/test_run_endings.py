@@ -15,7 +15,7 @@ from engine_case import Bare, Tiny, fit, loader
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError
-from drivetrain._engine.run_summary import _shown
+from drivetrain._engine.run_summary import _relative_path
 from drivetrain._loops.stopping import _duration
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
@@ -155,9 +155,9 @@ def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
 
 
 def test_paths_and_durations_read_well(tmp_path: Path) -> None:
-    assert _shown(str(tmp_path / "a" / "b")) == os.path.join("a", "b")
-    assert _shown(str(tmp_path.parent)) == str(tmp_path.parent)
-    assert _shown("s3://bucket/a") == "s3://bucket/a"
+    assert _relative_path(str(tmp_path / "a" / "b")) == os.path.join("a", "b")
+    assert _relative_path(str(tmp_path.parent)) == str(tmp_path.parent)
+    assert _relative_path("s3://bucket/a") == "s3://bucket/a"
     assert [_duration(seconds) for seconds in (0.04, 12.34, 59.99, 60, 754, 3600, 90061)] == [
         "0.0 s",
         "12.3 s",

@@ -49,7 +49,7 @@ def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.manual_seed(random)
         monkeypatch.setattr(seed, "_seed_at_import", random)
         monkeypatch.setattr(seed, "_last_seed", None)
-        monkeypatch.setattr(seeding, "_found_unseeded", False)
+        monkeypatch.setattr(seeding, "_reported_unseeded", False)
         yield
 
 
@@ -128,7 +128,7 @@ def test_started_functions_know_how_their_caller_built_the_module(tmp_path: Path
     trainer = fit(tmp_path, **options)
     trainer.fit(Line(), loader(4))
     assert sum(log.read_text().count("Fit(seed=7) seeds the run") for log in tmp_path.rglob("rank-*.log")) == 1
-    seeding._found_unseeded = False
+    seeding._reported_unseeded = False
     torch.manual_seed(1)
     trainer = fit(tmp_path / "again", **options)
     trainer.fit(Line(), loader(4))

@@ -304,7 +304,7 @@ from drivetrain import Fit, TrainModule
 from drivetrain._engine import signals
 
 where = sys.argv[1]
-signals._GIVE_UP = 1.0  # not to wait for it in a test
+signals._FIRST_SIGNAL_GRACE = 1.0  # not to wait for it in a test
 
 class Net(TrainModule):
     def __init__(self):
