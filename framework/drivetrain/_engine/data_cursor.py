@@ -52,8 +52,8 @@ class Cursor:
         Returns:
             Whether the data is sharded as it was, so that the run can resume bit for bit.
         """
-        alike = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
-        if alike:
+        same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
+        if same_sharding:
             self.epoch, self.begins = state["epoch"], Origin(*state["begins"])
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
@@ -62,4 +62,4 @@ class Cursor:
             number = -(-done // stride) if stride else -(-before * state["world_size"] // self.world_size)
             self.epoch, self.begins = progress.epoch, Origin(done, number)
             progress.batch_idx = number
-        return alike
+        return same_sharding

@@ -123,9 +123,9 @@ def _lost_connection(failure: Failure, peer: str) -> DistributedError:
     # The connection's own message is kept: `Failure.distance` recognises a consequence by it.
     return DistributedError(
         f"Rank {failure.rank} has lost {peer}: {failure.message}",
-        "it did not say why it left: it was killed, its machine went down, or the network between them did",
-        "look at what it printed last, and at its machine's log; under torchrun --max-restarts a run with "
-        "ckpt_path='auto' goes on by itself",
+        "it reported no error: it was killed, its machine went down, or the network between them failed",
+        "look at its last output and at its machine's log; under torchrun --max-restarts a run with "
+        "ckpt_path='auto' resumes by itself",
     )
 
 

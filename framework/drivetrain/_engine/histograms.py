@@ -30,7 +30,7 @@ def log_histograms(run: SessionState, name: str, value: Any, step: int, bins: in
     from_ranks = control.gather_objects([problem, {key: list(reach) for key, reach in reaches.items()}])
     if (invalid := next((one for one, _ in from_ranks if one is not None), None)) is not None:
         raise ConfigurationError(
-            f"log_histogram was given what is no tensor, {invalid}.",
+            f"log_histogram takes tensors, and was given {invalid}.",
             "it counts a tensor's values.",
             "give a tensor, or tensors by name; None on ranks that hold no part of it.",
         )

@@ -1,4 +1,4 @@
-"""Refuses methods whose names resemble hooks: the engine would never call them, without a message."""
+"""Refuses methods whose names resemble hooks, which the engine would silently never call."""
 
 from __future__ import annotations
 

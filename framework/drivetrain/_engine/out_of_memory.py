@@ -142,7 +142,7 @@ def _size(nbytes: int) -> str:
 
 
 def _cheaper(session: SessionState, totals: dict[str, int]) -> list[str]:
-    """Return what to change, ordered by what helps most: parameters' memory first if it is more than half."""
+    """Return what to change, what helps most first: the parameters' state if it takes more than half of the memory."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = session.strategy
     used = torch.cuda.memory_allocated(strategy.device) if strategy.device.type == "cuda" else sum(totals.values())

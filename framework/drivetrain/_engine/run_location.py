@@ -28,8 +28,8 @@ class RunLocation(NamedTuple):
     Attributes:
         path: the folder that contains them.
         fixed: the name that the user chose for this run's folder; None for any.
-        asked: the name that was returned before the run began, to code that read it; None for none.
-        whose: what writes there, for errors: a logger's class, "Checkpoint" or "The profiler".
+        asked: the name that was returned to code that read it before the run; None for none.
+        writer: what writes there, for errors: a logger's class, "Checkpoint" or "The profiler".
         for_checkpoints: whether it is for checkpoints, without a logger.
         evaluated: the name of the folder that an evaluation of the same `Fit` used, which the run shares; or None.
     """
@@ -37,7 +37,7 @@ class RunLocation(NamedTuple):
     path: str
     fixed: str | None
     asked: str | None
-    whose: str
+    writer: str
     for_checkpoints: bool = False
     evaluated: str | None = None
 
@@ -58,8 +58,8 @@ def locate_run(run: SessionState) -> RunLocation | None:
     saves = any(one.wants_run_folder for one in run.callbacks)
     if not saves and not run.profiling.wants_folder:
         return None
-    whose = "Checkpoint" if saves else _PROFILER
-    return RunLocation(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, whose, for_checkpoints=saves)
+    writer = "Checkpoint" if saves else _PROFILER
+    return RunLocation(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, writer, for_checkpoints=saves)
 
 
 def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
@@ -166,16 +166,16 @@ def logs_into(one: Logger, folder: str) -> bool:
 
 def write_error(place: RunLocation, problem: str) -> tuple[str, str, str]:
     """Return the what, why and fix of the error for a folder that cannot be written to."""
-    if place.whose == _PROFILER:
+    if place.writer == _PROFILER:
         return (
-            f"{place.whose} cannot write to {place.path!r}: {problem}.",
+            f"{place.writer} cannot write to {place.path!r}: {problem}.",
             "its measurements would be lost at the end of the run.",
             "give Fit a default_root_dir that can be written to, or the profiler a dirpath.",
         )
     return (
-        f"{place.whose} cannot write to {place.path!r}: {problem}.",
+        f"{place.writer} cannot write to {place.path!r}: {problem}.",
         FAILS_AT_FIRST_SAVE if place.for_checkpoints else FAILS_AT_FIRST_ROW,
         "give Fit a default_root_dir that can be written to: a dirpath takes the checkpoints, and run.json is there."
         if place.for_checkpoints
-        else f"give {place.whose} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
+        else f"give {place.writer} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
     )

@@ -111,7 +111,7 @@ class RunRecorder:
         Args:
             place: the folder that contains the folders of runs of this name.
             fixed: the folder's name if the user chose it, else None.
-            asked: the name that code which read it before the run was given, or None.
+            asked: the name that was returned to code that read it before the run, or None.
             run: the run's description.
             above: the folders that were created so that ``place`` exists.
             expected: the name to use unless another run has claimed it; None for any.
@@ -215,7 +215,7 @@ class RunRecorder:
         """Record how the run ended.
 
         A run that never trained leaves no trace: its folder is removed if nothing else is in it, and a resumed run's
-        record is restored, unless the record did not say yet that the run has finished.
+        record is restored, unless this run has finished it.
 
         Args:
             status: a status of `runs._record`.

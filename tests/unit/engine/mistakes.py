@@ -223,7 +223,7 @@ MISTAKES = [
         "hook misspelt",
         BUILT,
         "on_train_epoch_stop",
-        "not be done",
+        "would not run",
         "write on_train_epoch_",
         calls(lambda path: hooks(on_train_epoch_stop=lambda self, trainer, module: None)),
     ),
@@ -349,7 +349,7 @@ MISTAKES = [
         "epoch end of old",
         START,
         "training_epoch_end",
-        "not be done",
+        "would not run",
         "on_train_epoch_end(self)",
         net(training_epoch_end=lambda self, outputs: None),
     ),
@@ -357,12 +357,12 @@ MISTAKES = [
         "plural step",
         START,
         "validation_steps",
-        "not be done",
+        "would not run",
         "write validation_step",
         net(validation_steps=lambda self, batch: None),
     ),
     Mistake(
-        "own backward", START, "Net.backward", "not be done", "manual_backward", net(backward=lambda self, loss: None)
+        "own backward", START, "Net.backward", "would not run", "manual_backward", net(backward=lambda self, loss: None)
     ),
     Mistake(
         "outputs of an epoch",
@@ -572,7 +572,7 @@ MISTAKES = [
         "lazy layer",
         START,
         "lazy (LazyLinear)",
-        "with the first forward",
+        "in the first forward",
         "run one forward",
         lambda path: Run(fit(path), type("Net", (Net,), {"__init__": _lazy})()),
     ),
