@@ -1,4 +1,4 @@
-"""Sixty mistakes that newcomers make, each with what it is told: the value, the reason, the way out, and when."""
+"""Sixty mistakes of newcomers, each with the expected message (the value, the reason, the fix) and its time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPOCH = "at the end of the first epoch"
 
 @dataclass
 class Run:
-    """A fit that a mistake is in."""
+    """A fit that contains a mistake."""
 
     trainer: Fit
     module: TrainModule
@@ -46,16 +46,16 @@ class Run:
 
 @dataclass
 class Mistake:
-    """What somebody wrote, and what they are told.
+    """A mistake and the expected message.
 
     Attributes:
-        name: of the test.
-        when: it is told.
-        value: words of the message that say what was wrong.
-        why: words of the reason.
-        fix: words of the way out.
-        make: builds what it is in; raises, where it is told then.
-        said: it is a warning, and the run goes on.
+        name: the name of the test.
+        when: when the message is expected.
+        value: a part of the message's first sentence, which names the value.
+        why: a part of the reason.
+        fix: a part of the fix.
+        make: builds the run with the mistake; raises if the message is expected then.
+        said: whether the message is a warning, after which the run continues.
     """
 
     name: str
@@ -84,18 +84,18 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def hooks(**methods: Any) -> Callback:
-    """A callback with these methods."""
+    """Return a callback with these methods."""
     kind: type[Callback] = type("Watch", (Callback,), methods)
     return kind()
 
 
 def net(**methods: Any) -> Callable[[Path], Run]:
-    """A run of a module with these methods."""
+    """Return a run of a module with these methods."""
     return lambda path: Run(fit(path), type("Net", (Net,), methods)())
 
 
 def steps(does: Callable[[Any, Any], Any]) -> Callable[[Path], Run]:
-    """A run whose training_step does this."""
+    """Return a run whose training_step calls ``does``."""
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.seen.append([batch_idx])
@@ -105,12 +105,12 @@ def steps(does: Callable[[Any, Any], Any]) -> Callable[[Path], Run]:
 
 
 def optimized(configure: Callable[[Any], Any]) -> Callable[[Path], Run]:
-    """A run whose configure_optimizers does this."""
+    """Return a run whose configure_optimizers calls ``configure``."""
     return net(configure_optimizers=configure)
 
 
 def scheduled(keys: Callable[[Any], Any]) -> Callable[[Path], Run]:
-    """A run with a scheduler."""
+    """Return a run with a scheduler."""
 
     def configure(module: Any) -> Any:
         optimizer = sgd(module)

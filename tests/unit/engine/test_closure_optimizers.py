@@ -1,4 +1,4 @@
-"""Optimizers that want a closure, whatever the signature of their step says (I-06)."""
+"""Optimizers that need a closure, whatever the signature of their ``step`` says (I-06)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain import ConfigurationError
 
 
 class Climbing(SGD):
-    """Takes the gradients that are there, climbs by them, and descends by those that it finds there."""
+    """Like SAM: ascends along the current gradients, evaluates the closure there, and descends by the new gradients."""
 
     behind_autograd = False
     says = "climbing wants a closure"
@@ -36,20 +36,20 @@ class Climbing(SGD):
 
 
 class Hidden(Climbing):
-    """Climbs where autograd does not see it."""
+    """The same, ascending without autograd."""
 
     behind_autograd = True
 
 
 class Required(Climbing):
-    """Its signature says what it needs."""
+    """The closure is a required parameter."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
 
 
 class Asking(Climbing):
-    """Asks where it stands, climbs, and asks again."""
+    """Evaluates the closure before and after ascending."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -60,7 +60,7 @@ class Asking(Climbing):
 
 
 class Sharp(Regression):
-    """With BatchNorm, whose buffers count the forwards."""
+    """Has BatchNorm, whose buffers count the forwards."""
 
     def __init__(self, kind: type[Optimizer]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run says about itself, at the time, once, on rank 0 (I-17)."""
+"""Messages that a run logs: at the right time, once, on rank 0 (I-17)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Logs(Tiny):
-    """Logs ``loss`` in training and ``val_loss`` in validation; where ``mute``, not in the sanity check."""
+    """Logs ``loss`` in training and ``val_loss`` in validation; with ``mute``, not in the sanity check."""
 
     mute = False
 
@@ -35,14 +35,14 @@ class Logs(Tiny):
 
 
 def said(trainer: Fit, module: TrainModule, *loaders: Any, level: int = logging.WARNING, **options: Any) -> list[str]:
-    """What a fit says at ``level`` and above."""
+    """Return the messages that a fit logs at ``level`` and above."""
     with captured_warnings(level) as lines:
         trainer.fit(module, *loaders, **options)
     return lines
 
 
 def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> str:
-    """The one line that a run ends with."""
+    """Return the line with which a run ends."""
     (line,) = [one for one in said(trainer, module, *loaders, level=logging.INFO, **options) if "run ended" in one]
     return line
 
@@ -171,7 +171,7 @@ class Muted(Logs):
 
 
 class Staged(Tiny):
-    """Puts the names together, and logs nothing in the sanity check."""
+    """Logs composed names, and nothing in the sanity check."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(batch, "train")
@@ -209,7 +209,7 @@ def test_without_a_sanity_check_nothing_is_guessed(tmp_path: Path) -> None:  # I
 
 
 class Elsewhere(Callback):
-    """A callback of the user's own, whose attributes mean something else."""
+    """A user's callback with an attribute ``monitor`` of another meaning."""
 
     def __init__(self, folder: str) -> None:
         self.monitor, self.filename, self.dirpath = "gpu", "{split}.csv", folder
@@ -328,7 +328,7 @@ def test_a_manual_step_that_steps_seldom_is_left_alone(tmp_path: Path) -> None: 
 
 
 class Shifted(Regression):
-    """A loss to which a number is added for each batch; its gradient is as it was."""
+    """Adds a number per batch to the loss, without changing the gradient."""
 
     def __init__(self, *numbers: float) -> None:
         super().__init__()
@@ -413,11 +413,11 @@ def test_the_empty_loader_is_named(tmp_path: Path, loaders: tuple[Any, ...], whi
     assert caught.value.what.startswith(which)
 
 
-# Going on, and loading
+# Resuming and loading
 
 
 def _trained(tmp_path: Path, **options: Any) -> str:
-    """Train two epochs, and return the checkpoint."""
+    """Train two epochs and return the checkpoint."""
     trainer = fit(tmp_path, max_epochs=2, enable_checkpointing=True, **options)
     trainer.fit(Logs(), loader(), loader())
     assert trainer.checkpoint_callback is not None

@@ -1,4 +1,4 @@
-"""What a step costs over a hand-written loop: Python calls, waits for the device, collectives (H-01, H-02)."""
+"""The cost of a step over a hand-written loop: Python calls, device synchronisations, collectives (H-01, H-02)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _loader() -> DataLoader[Any]:
 
 
 def _calls(run: Callable[[], Any]) -> int:
-    """How many Python functions ``run`` calls."""
+    """Return the number of Python function calls in ``run``."""
     count = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
@@ -74,7 +74,7 @@ def _calls(run: Callable[[], Any]) -> int:
 
 
 def _hand_written(steps: int, accumulate: int = 1) -> None:
-    """Calls as little as it can: the calls of `optimizer.zero_grad()` differ between versions of torch (2.13: 21)."""
+    """A hand-written loop with few calls. Those of `optimizer.zero_grad()` depend on torch's version (21 in 2.13)."""
     module = Bare()
     parameters = list(module.parameters())
     optimizer = module.configure_optimizers()
@@ -93,7 +93,7 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "options", "most"),
     [
-        # H-01 allows 25 bare and 35 with one log; what is reached is held, with a call or two to spare.
+        # H-01 allows 25 bare and 35 with one log; the bounds here are one or two calls above what was measured.
         ("bare", Bare, {}, 6),
         ("one self.log", Logging, {}, 9),
         ("five of them", LoggingFive, {}, 21),
@@ -102,9 +102,9 @@ def _hand_written(steps: int, accumulate: int = 1) -> None:
         ("clipping", Bare, {"gradient_clip_val": 1.0}, 23),
         ("with a validation loader", Validating, {}, 6),
         ("typical", Logging, TYPICAL, 16),
-        # L-09: lines in a file cost a step nothing. They hang on what is done every log_every_n_steps (here 50).
+        # L-09: lines in a file add no calls per step. They are written every log_every_n_steps (here 50).
         ("lines in a file", Logging, {"enable_progress_bar": True}, 9),
-        # Ten of these take note of what the window began with; without signals to heed nothing does.
+        # Ten of these take the window's snapshot, which is only taken if signals are handled.
         ("two of a window", Bare, {"accumulate_grad_batches": 2}, 28),
         ("two of a window, no signals", Bare, {"accumulate_grad_batches": 2, "preemption_signals": None}, 17),
     ],
@@ -164,7 +164,7 @@ def test_python_calls_of_a_validation_batch(tmp_path: Path, record_property: Any
 
 
 def _forbidding(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
-    """Note every way in which Python waits for a device's value, and every collective."""
+    """Record every synchronisation with a device and every collective."""
     for name in ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "numpy"):
         plain = getattr(torch.Tensor, name)
 
@@ -184,7 +184,7 @@ def _forbidding(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
 def test_a_step_waits_for_no_value_and_makes_no_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kind: type[Bare]
 ) -> None:
-    """H-01: between the second and the last batch nothing of a tensor is read."""
+    """H-01: no tensor value is read between the second and the last batch."""
     reads: list[str] = []
     marks: list[int] = []
 
@@ -202,7 +202,7 @@ def test_a_step_waits_for_no_value_and_makes_no_collective(
 
 
 def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
-    """A hook nobody overrides is absent from the loop: not called and found empty, but not there."""
+    """A hook that is not overridden is never called."""
     runner = fit(tmp_path)
     runner.fit(Bare(), _loader())
     assert runner.session is not None
@@ -213,7 +213,7 @@ def test_hooks_that_nobody_overrides_are_absent(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_fit_imports_nothing_that_is_not_used(tmp_path: Path) -> None:
-    """H-02, extended to a run: neither building a Fit nor running a bare one brings in what nobody asked for.
+    """H-02, extended to a run: neither building a Fit nor running a bare one imports modules of unused features.
 
     The raw loop's own step comes first, with what torch imports for it.
     """

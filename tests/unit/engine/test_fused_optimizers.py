@@ -1,4 +1,4 @@
-"""What a run says of kernels that its optimizers do not use."""
+"""The suggestion to use fused or foreach optimizer kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths that prove wrong cut nothing: the data end the epoch, and it is said once, with both numbers. Row I-04."""
+"""Wrong lengths of loaders: the epoch ends with the data, and one warning names both numbers. Row I-04."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wrong_lengths import Batches
 
 
 class Sharded(IterableDataset[torch.Tensor]):
-    """Its workers share its samples; torch's estimate of its batches knows nothing of that."""
+    """Splits its samples over workers, which torch's estimate of the number of batches does not consider."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -49,7 +49,7 @@ class Listed:
 
 
 class Losing(DataLoader[Any]):
-    """Leaves out the second batch, as one that passes over broken files would."""
+    """Skips the second batch, as a loader that skips broken files would."""
 
     def __iter__(self) -> Any:
         return (batch for index, batch in enumerate(super().__iter__()) if index != 1)
@@ -229,7 +229,7 @@ def test_a_validation_that_the_data_do_not_come_to_runs_at_the_epoch_s_end(
 
 
 class Scheduled(Tiny):
-    """Its schedule lasts as long as the run should."""
+    """Its schedule lasts for the estimated number of steps."""
 
     def __init__(self, kind: str = "one cycle") -> None:
         super().__init__(0.1)

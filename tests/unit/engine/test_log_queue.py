@@ -1,4 +1,4 @@
-"""Rows that wait for their numbers, and loggers that fail."""
+"""Rows that wait for device values, and loggers that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.loggers import Logger
 
 
 class Keeping(Logger):
-    """Keeps the rows, but for those of the steps at which its disk is full."""
+    """Records rows, and raises at the steps at which its disk is full."""
 
     name = version = "kept"
 

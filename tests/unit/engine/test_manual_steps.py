@@ -1,4 +1,4 @@
-"""Manual optimization in one process: what several steps, closures and toggles within one training_step come to."""
+"""Manual optimization in one process: several steps, closures and toggles within one training_step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _clips_twice(module: Any, batch: Any) -> None:
 
 
 def _steps_on(module: Any, batch: Any) -> None:
-    """Adds to gradients that were stepped on, and steps twice on the same."""
+    """Accumulates into gradients after a step, and steps twice on the same gradients."""
     optimizer = module.optimizers()
     optimizer.zero_grad()
     for _ in range(2):
@@ -75,7 +75,7 @@ def _steps_on(module: Any, batch: Any) -> None:
 
 
 def _looks_between(module: Any, batch: Any) -> None:
-    """Clips what half a batch gave, before the other half is added."""
+    """Clips the gradients of half a batch before adding the other half's."""
     optimizer = module.optimizers()
     optimizer.zero_grad()
     module.manual_backward(module.loss(batch) / 2)
@@ -233,7 +233,7 @@ def test_a_forward_sees_what_changed_the_weights_by_any_way(tmp_path: Path, prec
 
 
 class Twice(SGD):
-    """Evaluates a closure twice if it is given one, and does without."""
+    """Evaluates a closure twice if it is given one; the closure is optional."""
 
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
@@ -346,7 +346,7 @@ class TestToggles:
 
 
 class _Told(torch.autograd.Function):
-    """Says whether autocast is on in backward."""
+    """Records whether autocast is enabled in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, said: list[tuple[str, bool]]) -> torch.Tensor:
@@ -361,7 +361,7 @@ class _Told(torch.autograd.Function):
 
 
 class _Asks(torch.optim.SGD):
-    """Evaluates a closure where there is one, and says whether autocast is on."""
+    """Evaluates a closure if there is one, and records whether autocast is enabled."""
 
     said: ClassVar[list[tuple[str, bool]]] = []
 

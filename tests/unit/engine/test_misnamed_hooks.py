@@ -1,4 +1,4 @@
-"""No hook, key or callback is taken and then passed over (I-10)."""
+"""No hook, key or callback is accepted and then silently ignored (I-10)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain import Callback, ConfigurationError, DataModule, Fit, RunContext
 
 
 def nothing(self: Any, *args: Any) -> None:
-    """What would have been called."""
+    """A method that would have been called."""
 
 
 def module_with(*names: str, **methods: Callable[..., Any]) -> Tiny:
@@ -70,7 +70,7 @@ def test_a_method_that_nobody_calls_is_refused(tmp_path: Path, name: str, way_ou
 
 
 def test_helpers_are_left_alone(tmp_path: Path) -> None:  # I-10
-    """Names that share a word with a hook's, and hooks' names of old that the module itself calls."""
+    """Names that share a word with a hook's, and former hook names that the module itself calls."""
 
     class Net(Tiny):
         def training_loss(self) -> None: ...
@@ -291,11 +291,11 @@ def test_a_data_module_is_looked_at_too(tmp_path: Path, name: str, way_out: str)
     assert way_out in caught.value.fix
 
 
-# Callbacks that come late
+# Callbacks that are added late
 
 
 class Counting(Callback):
-    """Counts what it hears."""
+    """Counts the hooks that are called."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -336,7 +336,7 @@ def test_a_callback_appended_later_is_refused(tmp_path: Path, hook: str) -> None
 
 
 class ByValue:
-    """A scheduler of somebody's own, whose step takes a value."""
+    """A custom scheduler whose step takes a value."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []

@@ -1,4 +1,4 @@
-"""What newcomers' mistakes are told, and when (I-10, I-17)."""
+"""Newcomers' mistakes get a clear message in time (I-10, I-17)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHEN = {0: START, 1: FIRST, BATCHES: EPOCH}
 
 
 class _Listening(logging.Handler):
-    """Notes how many training steps had been begun as a line came that holds ``value``."""
+    """Records messages that contain ``value``, with the number of training steps begun by then."""
 
     def __init__(self, value: str, module: Any) -> None:
         super().__init__(logging.WARNING)

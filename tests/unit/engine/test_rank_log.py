@@ -1,4 +1,4 @@
-"""Where a rank's log goes, and that keeping it fails no run: G-01."""
+"""A rank's log: its location, and that its errors do not fail the run: G-01."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], count))
     assert "rank 1: The run failed.\nthe traceback\n" in newest.read_text()
     assert error.__notes__ == [f"Log: {newest}"]
-    # What another run wrote counts as well.
+    # What another run has written to the file counts towards its size.
     again = RankLog(log._run, 1, 2)
     with newest.open("ab") as file:
         file.truncate(MAX_LOG_BYTES)

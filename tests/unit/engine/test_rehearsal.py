@@ -1,4 +1,4 @@
-"""What cannot be saved is found before the first step. J-08."""
+"""State that cannot be saved is found before the first step. J-08."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.testing import FaultyStore
 
 
 class Odd(Callback):
-    """Its state has no form."""
+    """Its state cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
@@ -66,7 +66,7 @@ class Groups(Tiny):
 
 
 class Foreign(Tiny):
-    """Its optimizer keeps state for what is no parameter of the module."""
+    """Its optimizer has state for a tensor that is not a parameter of the module."""
 
     def __init__(self, key: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def test_nobody_minds_where_nothing_is_saved_or_weights_alone(tmp_path: Path) ->
 
 
 class NotYet(Callback):
-    """Asks for what there is only once the run has trained."""
+    """Its state exists only after the run has trained."""
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["loss"] = float(trainer.callback_metrics["loss"])
@@ -142,7 +142,7 @@ def test_a_hook_that_is_not_ready_before_training_is_forgiven(tmp_path: Path) ->
     assert saver.best_model_path
 
 
-# The place
+# The folder
 
 
 @pytest.mark.parametrize(

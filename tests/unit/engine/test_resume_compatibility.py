@@ -1,4 +1,4 @@
-"""A run that goes on is the one that was saved: what differs is refused by name, before anything changes (J-07)."""
+"""A resumed run must have the saved run's parts: differences are refused by name before anything changes (J-07)."""
 
 from __future__ import annotations
 

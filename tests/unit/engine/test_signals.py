@@ -1,4 +1,4 @@
-"""Signals in a run of one process: it saves, ends, and loses nothing. A-03, G-03."""
+"""Signals in a run of one process: it saves and stops without losing a step. A-03, G-03."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_second_one_ends_the_run_there_and_then(tmp_path: Path) -> None:
 
 
 def test_one_that_comes_again_at_once_is_the_same(tmp_path: Path) -> None:
-    """As from a launcher that passes on what its whole group got."""
+    """As from a launcher that forwards a signal which the whole group got."""
     sending = Sending(signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(SystemExit):
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))

@@ -1,4 +1,4 @@
-"""What training_step may return, manual optimization, closure optimizers, windows that lose micro-batches."""
+"""Return values of training_step, manual optimization, closure optimizers, windows with skipped micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.precision import MixedPrecision
 
 
 class Outputs(Callback):
-    """Keeps what on_train_batch_end was given."""
+    """Records the outputs passed to on_train_batch_end."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -29,7 +29,7 @@ class Outputs(Callback):
 
 
 class Returning(Regression):
-    """Returns what a function makes of its loss."""
+    """Returns a function of its loss."""
 
     def __init__(self, make: Callable[[torch.Tensor, int], Any]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class TestOutputs:
 
 
 def _reference(kept: list[list[int]], lr: float = 0.05, size: int = 4) -> Regression:
-    """Plain steps, each over those micro-batches of its window that are kept, weighted by their samples."""
+    """The reference: steps over the kept micro-batches of each window, weighted by samples."""
     module = Regression(lr)
     optimizer = module.configure_optimizers()
     batches = list(regression(22, size))
@@ -182,7 +182,7 @@ class TestNoneLosses:
         assert [kept == {} for kept in outputs.kept] == [index in skipped for index in range(6)]
 
     def test_with_weights(self, tmp_path: Path) -> None:
-        """B-03 with a hole in the window."""
+        """B-03 with a skipped micro-batch in the window."""
 
         class Weighted(Returning):
             def batch_weight(self, batch: Any) -> float:
@@ -234,7 +234,7 @@ class TestClosures:
         assert runner.global_step == len(windows)
 
     def test_a_none_loss_within_the_window(self, tmp_path: Path) -> None:
-        """Every evaluation is over what contributed, the first as well as those that follow."""
+        """Every evaluation uses the micro-batches that contributed."""
 
         class Closing(Returning):
             def configure_optimizers(self) -> Any:

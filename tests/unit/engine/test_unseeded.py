@@ -1,4 +1,4 @@
-"""A run's seed comes too late for a module that was built before it in a process that nobody had seeded. Row I-18."""
+"""The warning about a module that was built before its run's seed, with unseeded generators. Row I-18."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Late(Line):
 
 @pytest.fixture(autouse=True)
 def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Be as a process is that has seeded nothing."""
+    """Make the process look as if no generator had been seeded."""
     with ProcessState(generators=True):
         random = torch.seed() >> 11 | 2**40
         torch.manual_seed(random)
@@ -122,7 +122,7 @@ def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  
 
 
 def test_started_functions_know_how_their_caller_built_the_module(tmp_path: Path) -> None:  # I-18
-    # They cannot tell by their own generators: those of a fork server are as nobody has seeded them.
+    # Their own generators do not show it: those of a fork server are never seeded.
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork", "seed": 7}
     options["callbacks"] = Checkpoint(save_top_k=0)  # so that there is a folder for logs
     trainer = fit(tmp_path, **options)

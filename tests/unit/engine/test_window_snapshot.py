@@ -1,4 +1,4 @@
-"""A signal within a long window or a validation: the run leaves at once, and goes on as if nothing had been. J-09."""
+"""A signal within a long window or a validation: the run stops at once and resumes exactly. J-09."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Moment = tuple[Any, ...]
 
 
 class Augmented(Dataset[Any]):
-    """Draws as it is read."""
+    """Draws random numbers when it is read."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -39,7 +39,7 @@ class Augmented(Dataset[Any]):
 
 
 class Changing(TrainModule):
-    """Has all that a micro-batch changes: buffers, metric objects, logged values, generators, counts of its own."""
+    """Has everything that a micro-batch changes: buffers, metric objects, logged values, generators, counters."""
 
     batches: torch.Tensor
     validated: torch.Tensor
@@ -101,7 +101,7 @@ class Changing(TrainModule):
 
 
 class Leave:
-    """Sends this process SIGTERM at a moment, once."""
+    """Sends this process SIGTERM once, at a given point."""
 
     def __init__(self, *moment: Any) -> None:
         self.moment = moment
@@ -123,7 +123,7 @@ def train(folder: Path, module: Changing, **options: Any) -> Fit:
 
 
 def end(fit: Fit, module: Changing) -> dict[str, Any]:
-    """All that has to be the same."""
+    """Return everything that must be equal."""
     stopper = next(one for one in fit.callbacks if isinstance(one, EarlyStopping))
     return {
         "state": {name: value.tolist() for name, value in module.state_dict().items()},
@@ -186,7 +186,7 @@ def test_twice_in_one_window(tmp_path: Path) -> None:  # J-09
 
 
 class Averaged(Callback):
-    """Puts other weights in place while the module is validated, as it begins or with its first batch."""
+    """Swaps in other weights for a validation, at its start or with its first batch."""
 
     def __init__(self, hook: str) -> None:
         setattr(self, hook, self._swap)
@@ -205,7 +205,7 @@ class Averaged(Callback):
 
 @pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"])
 def test_weights_that_hooks_have_put_in_place_are_not_saved(tmp_path: Path, hook: str) -> None:  # J-09
-    """The validation goes on to its end, at which they put the weights back."""
+    """The validation runs to its end, at which they restore the weights."""
 
     def run(folder: Path, *at: Callable[[Moment], None]) -> tuple[Fit, Changing]:
         module = Changing(*at)
@@ -257,7 +257,7 @@ def test_a_failed_run_is_saved_as_of_its_last_step(tmp_path: Path, moment: Momen
 
 
 def test_a_stop_that_was_asked_for_is_not_forgotten(tmp_path: Path) -> None:  # J-09
-    """It comes at the window's end, which the run that is told to leave does not wait for."""
+    """Validation runs at the window's end, for which a stopping run does not wait."""
 
     class Stopping(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -376,7 +376,7 @@ def test_a_validation_after_the_last_step_is_still_to_come(
 
 
 def test_what_a_validation_that_is_begun_anew_asks_for_is_heeded_at_once(tmp_path: Path) -> None:  # J-09
-    """A checkpoint holds the weights that had the score, and a stop comes before the next window."""
+    """A checkpoint contains the weights that were scored, and a stop takes effect before the next window."""
 
     def run(folder: Path, module: Changing) -> Any:
         saver = Checkpoint(folder, monitor="val_loss/dataloader_idx_0", save_top_k=-1)

@@ -1,4 +1,4 @@
-"""Gradients are forgotten by each optimizer's own rule, and cheaply by torch's."""
+"""Gradients are cleared by each optimizer's own zero_grad, and cheaply for torch's optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain._loops.zero_grad import zero_grad
 
 
 class Keeping(SGD):
-    """Clears in place, so that whoever holds a gradient still holds it."""
+    """Clears in place, so that references to a gradient stay valid."""
 
     cleared = 0
 
