@@ -37,9 +37,9 @@ def log_histograms(run: SessionState, name: str, value: Any, step: int, bins: in
     joined, counted = {}, {}
     for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # all ranks' keys, in the same order
         joined[key] = Reach.joined([Reach(*each[key]) for _, each in from_ranks if key in each])
-        one = numbers.get(key)
-        if one is not None and not joined[key].is_empty:
-            part = one.counted(joined[key].edges(bins))
+        held = numbers.get(key)
+        if held is not None and not joined[key].is_empty:
+            part = held.counted(joined[key].edges(bins))
             counted[key] = [part.counts, part.sum, part.sum_of_squares]
     parts = control.gather_objects(counted)
     if control.rank > 0 or run.sanity_checking:

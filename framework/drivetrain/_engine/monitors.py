@@ -52,8 +52,8 @@ class MonitorCheck:
             if self._may_log_later() and not get_close_matches(name, known, n=1, cutoff=0.85):
                 continue
             logger.warning(
-                "%s: nothing of that name was logged in %s first step.%s Logged were: %s. Unless something logs it by "
-                "then, the run ends with an error where it is read. Said once.",
+                "%s: nothing of that name was logged in %s first step.%s Logged names: %s. Unless it is logged later, "
+                "the run fails when it reads the value. Said once.",
                 monitored_by,
                 "the sanity check and the" if self._validated else "the",
                 nearest(name, known),
@@ -73,9 +73,10 @@ class MonitorCheck:
         run = self._run
         unseen = run.validate is not None and not self._validated
         names = (*_LATE_HOOKS, *(_EVALUATION_HOOKS if unseen else ()))
-        hooked = any(is_overridden(name, run.module, ModuleHooks) for name in names)
-        own = [one for one in run.callbacks if not type(one).__module__.startswith("drivetrain.")]
-        return unseen or hooked or any(is_overridden(name, one, Callback) for one in own for name in names)
+        if unseen or any(is_overridden(name, run.module, ModuleHooks) for name in names):
+            return True
+        callbacks = [one for one in run.callbacks if not type(one).__module__.startswith("drivetrain.")]
+        return any(is_overridden(name, callback, Callback) for callback in callbacks for name in names)
 
     def _is_in_user_code(self, name: str) -> bool:
         """Whether the user's code contains the name: it may be logged in another step, or under a condition."""
@@ -90,7 +91,7 @@ class MonitorCheck:
                     if isinstance(function, FunctionType) and _contains(function.__code__, name):
                         return True
                 module_members = vars(sys.modules.get(kind.__module__, object)).values()
-                if any(isinstance(one, FunctionType) and _logs(one.__code__, name) for one in module_members):
+                if any(isinstance(member, FunctionType) and _logs(member.__code__, name) for member in module_members):
                     return True
         return False
 

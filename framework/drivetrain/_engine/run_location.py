@@ -65,19 +65,20 @@ def locate_run(run: SessionState) -> RunLocation | None:
 def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
     """Return where a logger that writes files, and the loggers that share its folder, write."""
     sharing = loggers_sharing_folder(first, loggers)
-    directories = [one.directory for one in sharing]
+    directories = [logger.directory for logger in sharing]
     # A logger that can neither adopt a version nor claim a directory chooses its own.
     fixed = [
-        _chosen_version(one) if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)
+        _chosen_version(logger) if directory is None else directory.fixed
+        for logger, directory in zip(sharing, directories, strict=True)
     ]
-    asked = [each.asked for each in directories if each is not None]
+    asked = [directory.asked for directory in directories if directory is not None]
     assert first.writes_to is not None
     path = place_of(first.writes_to, first.name)
     return RunLocation(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
 
 
-def _chosen_version(one: Logger) -> str | None:
-    return one.version_name if type(one).adopt is Logger.adopt else None
+def _chosen_version(logger: Logger) -> str | None:
+    return logger.version_name if type(logger).adopt is Logger.adopt else None
 
 
 def loggers_sharing_folder(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
@@ -120,26 +121,26 @@ def previous_versions(record: Record | None, loggers: Sequence[Logger]) -> dict[
     Loggers are matched by class and name, and by their order if several have the same (at different roots).
     """
     remaining, versions = [] if record is None else record.loggers, {}
-    for index, one in enumerate(loggers):
-        match = next((each for each in remaining if each[0] == (class_path(type(one)), one.name)), None)
+    for index, logger in enumerate(loggers):
+        match = next((saved for saved in remaining if saved[0] == (class_path(type(logger)), logger.name)), None)
         if match is not None:
             remaining.remove(match)
             versions[index] = match[1]
     return versions
 
 
-def claim_at_first_write(one: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
+def claim_at_first_write(logger: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
     """Make a logger outside the run's folder claim a directory at its first write, shared with loggers like it.
 
     Args:
-        one: the logger.
+        logger: the logger.
         others: all loggers that have no directory yet.
         note: called if the claimed version is not the expected one because another run has claimed that.
     """
-    if one.directory is None:
+    if logger.directory is None:
         return
-    place = locate_logger(one, others)
-    sharing = [each.directory for each in loggers_sharing_folder(one, others) if each.directory is not None]
+    place = locate_logger(logger, others)
+    sharing = [one.directory for one in loggers_sharing_folder(logger, others) if one.directory is not None]
     version = place.fixed or place.asked or free_version(place.path)
 
     @cache
@@ -150,18 +151,18 @@ def claim_at_first_write(one: Logger, others: Sequence[Logger], note: Callable[[
         with alone_in(place.path):
             claimed = claim_version(place.path, place.asked, version)
         if claimed != version:
-            for each in sharing:
-                each.adopt(claimed)
+            for directory in sharing:
+                directory.adopt(claimed)
             note()
         return claimed
 
-    for each in sharing:
-        each.expect(version, claim)
+    for directory in sharing:
+        directory.expect(version, claim)
 
 
-def logs_into(one: Logger, folder: str) -> bool:
+def logs_into(logger: Logger, folder: str) -> bool:
     """Whether ``folder`` is the directory that the logger has claimed."""
-    return one.directory is not None and one.directory.is_claimed and one.directory.path == folder
+    return logger.directory is not None and logger.directory.is_claimed and logger.directory.path == folder
 
 
 def write_error(place: RunLocation, problem: str) -> tuple[str, str, str]:

@@ -26,7 +26,7 @@ _PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store, which
 
 
 def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
-    """Check that all ranks can write to their folders, without creating any. Collective.
+    """Check that all ranks can write to their folders, leaving nothing behind. Collective.
 
     A store in which objects can be written but not removed only gets a warning.
 
@@ -60,10 +60,10 @@ def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Itera
                 name = type(callback).__name__
                 fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
                 yield f"{name} cannot write to {folder!r}: {problem}", FAILS_AT_FIRST_SAVE, fix
-    for one in loggers:
-        root = one.writes_to
+    for each in loggers:
+        root = each.writes_to
         if root is not None and "://" not in root and (problem := write_problem(root)) is not None:
-            name = type(one).__name__
+            name = type(each).__name__
             fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
             yield f"{name} cannot write to {root!r}: {problem}", FAILS_AT_FIRST_ROW, fix
 

@@ -48,7 +48,7 @@ class Moving(Frozen):
 
 
 class Encoding(UserDict[str, Any]):
-    """Like a Hugging Face ``BatchEncoding``: has attributes besides its entries, its own constructor and an in-place ``to``."""
+    """Like a Hugging Face ``BatchEncoding``: has more than its entries, its own constructor and an in-place ``to``."""
 
     def __init__(self, *, rows: int) -> None:
         super().__init__(x=torch.ones(rows, 2), ids=torch.arange(rows), name="text")
