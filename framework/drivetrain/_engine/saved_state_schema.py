@@ -156,10 +156,10 @@ def check_optimizer_groups(checkpoint: Checkpoint, index: int, optimizer: Optimi
         for key, value in own.items():
             if not isinstance(value, int | float) or (key not in saved and key != "lr"):
                 continue  # an option that the saving version of torch did not have keeps its default
-            found = saved.get(key)
-            length = found.numel() if isinstance(found, torch.Tensor) else int(isinstance(found, int | float))
-            if length != 1 or (isinstance(found, int) and abs(found) >= 2**63):
-                raise _malformed(checkpoint, file, f"param_groups/{number}/{key}", found)
+            loaded = saved.get(key)
+            length = loaded.numel() if isinstance(loaded, torch.Tensor) else int(isinstance(loaded, int | float))
+            if length != 1 or (isinstance(loaded, int) and abs(loaded) >= 2**63):
+                raise _malformed(checkpoint, file, f"param_groups/{number}/{key}", loaded)
 
 
 @contextmanager
@@ -180,9 +180,9 @@ def reporting_malformed(checkpoint: Checkpoint, file: str, key: str) -> Iterator
         ) from error
 
 
-def _malformed(checkpoint: Checkpoint, file: str, key: str, found: Any) -> CheckpointError:
+def _malformed(checkpoint: Checkpoint, file: str, key: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {checkpoint.path!r} is malformed: {key or 'the whole'!r} in {file} is {reprlib.repr(found)}.",
+        f"The checkpoint {checkpoint.path!r} is malformed: {key or 'the whole'!r} in {file} is {reprlib.repr(value)}.",
         "a run cannot resume from it.",
         "use another checkpoint, or load the weights alone with load_from_checkpoint.",
     )

@@ -64,7 +64,7 @@ class Mistake:
     why: str
     fix: str
     make: Callable[[Path], Run | None]
-    said: bool = False
+    is_warning: bool = False
 
 
 class Net(Tiny):
@@ -292,7 +292,7 @@ MISTAKES = [
         "val_loss",
         "ends with an error",
         calls(lambda path: EarlyStopping("val_los")),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "best by a typo",
@@ -301,7 +301,7 @@ MISTAKES = [
         "val_loss",
         "ends with an error",
         calls(lambda path: Checkpoint(monitor="val_los")),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "name by a typo",
@@ -310,7 +310,7 @@ MISTAKES = [
         "val_loss",
         "ends with an error",
         calls(lambda path: Checkpoint(filename="{val_los:.2f}")),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "stopping by nothing",
@@ -388,7 +388,7 @@ MISTAKES = [
         "made no step",
         "return loss",
         steps(lambda self, batch: None),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "loss of each sample",
@@ -448,7 +448,7 @@ MISTAKES = [
         "nothing is learnt",
         "lower the learning rate",
         steps(lambda self, batch: self.layer(batch).mean() * math.nan),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "manual without steps",
@@ -457,7 +457,7 @@ MISTAKES = [
         "nobody else does",
         "step()",
         _manual(lambda self, batch: self.manual_backward(self.layer(batch).mean())),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "manual with clipping",
@@ -507,7 +507,7 @@ MISTAKES = [
         "nobody steps",
         "add_param_group",
         optimized(lambda self: torch.optim.SGD([self.layer.weight], lr=0.1)),
-        said=True,
+        is_warning=True,
     ),
     Mistake("plateau of nothing", START, "ReduceLROnPlateau", "value of a logged", "'monitor'", scheduled(plateau)),
     Mistake(
@@ -525,7 +525,7 @@ MISTAKES = [
         "takes no value",
         "reduce_on_plateau",
         scheduled(lambda one: {"scheduler": by_steps(one), "monitor": "loss"}),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "plateau by a typo",
@@ -534,7 +534,7 @@ MISTAKES = [
         "val_loss",
         "ends with an error",
         scheduled(lambda one: {"scheduler": plateau(one), "monitor": "val_los"[:7]}),
-        said=True,
+        is_warning=True,
     ),
     # Data
     Mistake("no loader", START, "no training loader", "nothing to train on", "fit(module, loader)", given()),
@@ -566,7 +566,7 @@ MISTAKES = [
         "nothing is validated",
         "val_dataloaders",
         given(loader()),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "lazy layer",

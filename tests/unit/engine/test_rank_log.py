@@ -29,7 +29,7 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
     log = _log(root)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -75,7 +75,7 @@ def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     assert before.stat().st_size == MAX_LOG_BYTES
 
 
-def test_of_a_record_without_end_beginning_and_end_are_kept(tmp_path: Path) -> None:
+def test_the_middle_of_a_long_record_is_omitted(tmp_path: Path) -> None:
     log = _log(tmp_path)
     log.add("begin" + "x" * 2**22 + "end \ud800")
     (line, left_out, end) = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()

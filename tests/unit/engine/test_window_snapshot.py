@@ -155,7 +155,7 @@ WITHIN_WINDOWS = {"val_check_interval": 12, "check_val_every_n_epoch": None}
         (("epoch ends", 1), 6, {}),  # as the run ends
     ],
 )
-def test_it_leaves_at_once_and_goes_on_as_if_nothing_had_been(
+def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
     tmp_path: Path, moment: Moment, step: int, options: dict[str, Any]
 ) -> None:  # J-09
     undisturbed = Changing()
@@ -256,7 +256,7 @@ def test_a_failed_run_is_saved_as_of_its_last_step(tmp_path: Path, moment: Momen
     assert end(run(resumed), resumed) == wanted
 
 
-def test_a_stop_that_was_asked_for_is_not_forgotten(tmp_path: Path) -> None:  # J-09
+def test_a_requested_stop_is_saved(tmp_path: Path) -> None:  # J-09
     """Validation runs at the window's end, for which a stopping run does not wait."""
 
     class Stopping(Callback):
@@ -362,7 +362,7 @@ def test_where_nothing_is_left_to_save_it_ends_with_143_too(tmp_path: Path, wher
         (("validate", 0, 23, 2, 0), {"max_steps": 23}),  # at an epoch's end
     ],
 )
-def test_a_validation_after_the_last_step_is_still_to_come(
+def test_a_validation_after_the_last_step_still_runs(
     tmp_path: Path, moment: Moment, options: dict[str, Any]
 ) -> None:  # J-09
     options |= {"accumulate_grad_batches": 1, "max_epochs": -1}
@@ -375,7 +375,7 @@ def test_a_validation_after_the_last_step_is_still_to_come(
     assert leaving.told + resumed.told == undisturbed.told
 
 
-def test_what_a_validation_that_is_begun_anew_asks_for_is_heeded_at_once(tmp_path: Path) -> None:  # J-09
+def test_a_stop_requested_in_a_repeated_validation_takes_effect_at_once(tmp_path: Path) -> None:  # J-09
     """A checkpoint contains the weights that were scored, and a stop takes effect before the next window."""
 
     def run(folder: Path, module: Changing) -> Any:
