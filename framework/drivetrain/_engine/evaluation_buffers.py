@@ -81,7 +81,7 @@ class EvaluationBuffers:
         self._replaced = [one for layer, buffers in before for one in _replaced_in(layer, buffers, values)]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore this rank's own buffers, except those that the evaluation has changed."""
         replaced, self._replaced = self._replaced, []
         for one in replaced:
@@ -94,7 +94,7 @@ class EvaluationBuffers:
         try:
             yield
         finally:
-            self.put_back()
+            self.restore()
 
     def values(self) -> dict[str, Tensor]:
         """Return by name the values to be restored. A checkpoint written during an evaluation contains these."""

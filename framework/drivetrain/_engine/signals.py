@@ -123,7 +123,7 @@ class Signals:
     ) -> None:
         if self._pipe is None:
             return
-        self.put_back()
+        self.restore_handlers()
         os.write(self._pipe[1], b"\0")
         assert self._thread is not None
         self._thread.join()
@@ -137,7 +137,7 @@ class Signals:
                 raise interruption_error(unhandled)
             signal.raise_signal(unhandled)
 
-    def put_back(self) -> None:
+    def restore_handlers(self) -> None:
         """Restore the previous handlers."""
         signal.set_wakeup_fd(self._wakeup)
         # Launchers signal the other ranks once one has exited; a rank that is stopping anyway keeps its exit code.
@@ -183,16 +183,16 @@ def _restore_after_fork(signals: Signals) -> None:
     global _active, _registered
     _active = weakref.ref(signals)
     if not _registered:
-        os.register_at_fork(after_in_child=_put_back_in_child)
+        os.register_at_fork(after_in_child=_restore_in_child)
         _registered = True
 
 
-def _put_back_in_child() -> None:
+def _restore_in_child() -> None:
     global _active
     signals = _active() if _active is not None else None
     _active = None
     if signals is not None and signals.is_active:
-        signals.put_back()
+        signals.restore_handlers()
         signal.set_wakeup_fd(-1)  # the parent reads from this pipe
 
 
