@@ -168,7 +168,7 @@ def test_without_a_closure_the_error_names_both_ways(
 
     module = {"automatic": Sharp, "overridden": Overridden, "manual": Manual}[way](AscendingSGD)
     module.says = {}
-    with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
+    with pytest.raises(ConfigurationError, match=r"AscendingSGD\.step was called without a closure") as caught:
         fit(tmp_path).fit(module, regression())
     assert "'closure': True" in str(caught.value)
     assert "optimizer.step(closure)" in str(caught.value)
@@ -179,7 +179,7 @@ def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: P
     # I-06: fp16 would refuse both ways
     module = Sharp(AscendingSGD)
     module.says = {}
-    with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
+    with pytest.raises(ConfigurationError, match=r"AscendingSGD\.step was called without a closure") as caught:
         fit(tmp_path, precision="16-mixed").fit(module, regression())
     assert "take another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
 
@@ -235,5 +235,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path, configured: Any, automatic: b
 
 
 def test_loss_scaling_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'16-mixed' with Climbing"):
+    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
         fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())
