@@ -364,7 +364,7 @@ class Alone(Regression):
 
 
 def _alone(folder: str) -> dict[str, Any]:
-    collective_calls._ARRIVE = timedelta(seconds=1)
+    collective_calls._ARRIVAL_TIMEOUT = timedelta(seconds=1)
     found: dict[str, Any] = {}
     for call in ("all_gather", "save_checkpoint", "validate", "all_gather at the end"):
         began = time.monotonic()

@@ -45,26 +45,26 @@ class Generated(Regression):
 def _run(text: str, file: str = "<string>", anew: bool = False) -> dict[str, Any]:
     """Train; says what was gathered, how often ranks met, what was raised, and after how long."""
     module, meetings = Generated(text, file, anew), 0
-    meet = collective_calls._meet
+    meet = collective_calls._wait_for_ranks
 
     def counted(*args: Any) -> bool:
         nonlocal meetings
         meetings += 1
         return meet(*args)
 
-    collective_calls._meet = counted  # type: ignore[assignment]
+    collective_calls._wait_for_ranks = counted  # type: ignore[assignment]
     began = time.monotonic()
     try:
         with failing() as error:
             quiet(strategy="ddp").fit(module, loader(32, 4))
     finally:
-        collective_calls._meet = meet
+        collective_calls._wait_for_ranks = meet
     return {"gathered": module.gathered, "meetings": meetings, "seconds": time.monotonic() - began, **error}
 
 
 def _all_cases() -> dict[str, dict[str, Any]]:
-    rank, arrive = int(os.environ["RANK"]), collective_calls._ARRIVE
-    collective_calls._ARRIVE = timedelta(seconds=1)
+    rank, arrive = int(os.environ["RANK"]), collective_calls._ARRIVAL_TIMEOUT
+    collective_calls._ARRIVAL_TIMEOUT = timedelta(seconds=1)
     try:
         return {
             "one file": _run(BY_ALL),
@@ -87,7 +87,7 @@ def _all_cases() -> dict[str, dict[str, Any]]:
             ),
         }
     finally:
-        collective_calls._ARRIVE = arrive
+        collective_calls._ARRIVAL_TIMEOUT = arrive
 
 
 def test_calls_in_generated_code_are_paired_or_refused() -> None:
@@ -113,7 +113,7 @@ def test_calls_in_generated_code_are_paired_or_refused() -> None:
 
 
 def test_places_are_told_apart_by_the_code_that_runs() -> None:
-    places = collective_calls._Places()
+    places = collective_calls._CallSites()
     found: list[bool] = []
 
     def here(frame: Any) -> None:
@@ -129,9 +129,9 @@ def test_places_are_told_apart_by_the_code_that_runs() -> None:
 
 
 def test_what_is_remembered_of_places_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(collective_calls, "_MOST", 50)
-    places, names = collective_calls._Places(), {"frame": __import__("sys")._getframe}
+    monkeypatch.setattr(collective_calls, "_MAX_CALL_SITES", 50)
+    places, names = collective_calls._CallSites(), {"frame": __import__("sys")._getframe}
     for number in range(200):
         names["places"] = places
         exec(f"{'pass; ' * number}places.is_new(frame())", names)
-        assert len(places._seen) + len(places._known) < 80
+        assert len(places._seen) + len(places._by_identity) < 80

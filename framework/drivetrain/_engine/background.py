@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Writes checkpoints in the background while training continues."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from drivetrain.checkpoint._format import Staged, commit
 
 
 class BackgroundSaver:
-    """Writes one checkpoint at a time in a thread; a further one waits for it.
+    """Writes one checkpoint at a time in a thread; the next save waits for it.
 
-    What is written is the state at the call, which was copied by then. A failure is raised at the next moment at
-    which a checkpoint could be written, which is within a step, or by `finish`.
+    The state is copied before `save` is called, so training may change it meanwhile. An error is raised at the next
+    point at which a checkpoint could be written, at most a step later, or by `finish`.
 
     Args:
-        control: between the ranks; the threads talk over a twin of it.
-        saves: where a failure is brought to the loop's attention.
+        control: connects the ranks; the threads communicate over a clone of it.
+        saves: used to raise an error in the training loop.
     """
 
     def __init__(self, control: ControlPlane, saves: SaveRequests) -> None:
         self._control = control
         self._saves = saves
-        self._twin: ControlPlane | None = None
+        self._clone: ControlPlane | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def save(self, path: str, staged: Staged, then: Callable[[], None]) -> None:
-        """Write what was staged, and call ``then`` once it is whole. Collective, and the thread's work is too."""
+        """Write the staged checkpoint, then call ``then``. Collective; the thread's work is collective too."""
         self.finish()
-        if self._twin is None:
-            self._twin = self._control.clone()
-        clone = self._twin
+        if self._clone is None:
+            self._clone = self._control.clone()
+        clone = self._clone
 
         def write() -> None:
             try:
@@ -44,15 +44,15 @@ class BackgroundSaver:
                 self._failure = error
                 self._saves.ask(self._raise)
 
-        # Not a daemon: a process that ends all the same waits for what is being written.
+        # Not a daemon: the interpreter waits at exit until the checkpoint is written.
         self._thread = threading.Thread(target=write, name="checkpoint-write")
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for what is being written.
+        """Wait until the checkpoint is written.
 
         Raises:
-            CheckpointError: it could not be.
+            CheckpointError: it could not be written.
         """
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -60,7 +60,7 @@ class BackgroundSaver:
         self._raise()
 
     def abandon(self) -> None:
-        """Wait, and keep to itself what went wrong: something else did already."""
+        """Wait for the thread and discard its error: the run is failing with another one already."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()

@@ -1,4 +1,4 @@
-"""How a batch gets to the device: hooks, copies, dtypes; and on CUDA while the one before it computes."""
+"""Moves batches to the device: transfer hooks, copies and dtype casts; on CUDA one batch ahead of the step."""
 
 from __future__ import annotations
 
@@ -20,122 +20,122 @@ Move = Callable[[Any, int], Any]
 
 
 class BatchMover:
-    """What is done to a batch before a step: hooks, the copy to the device, the precision's casts, hooks.
+    """Prepares a batch for a step: hooks, the copy to the device, the precision's casts, hooks.
 
     Args:
-        before: hooks, with the batch as the loader gave it.
-        transfer: brings it to the device.
-        finish: casts and hooks, with the batch on the device.
-        device: to which ``transfer`` only copies, so that it may be done ahead; None where it is the user's own.
+        before: hooks called with the batch as the loader returned it.
+        transfer: copies the batch to the device; None if no copy is needed.
+        after: casts and hooks called with the batch on the device.
+        device: where ``transfer`` copies to, which allows prefetching; None if the user overrides the transfer.
     """
 
     def __init__(
-        self, before: Sequence[Move], transfer: Move | None, finish: Sequence[Move], device: torch.device | None
+        self, before: Sequence[Move], transfer: Move | None, after: Sequence[Move], device: torch.device | None
     ) -> None:
         self._before = before
         self._transfer = transfer
-        self._finish = finish
+        self._after = after
         self._device = device
         self._prefetcher: Prefetcher | None = None
 
     def __call__(self, batch: Any, dataloader_idx: int) -> Any:
-        batch = self.prepared(batch, dataloader_idx)
+        batch = self.prepare(batch, dataloader_idx)
         if self._transfer is not None:
             batch = self._transfer(batch, dataloader_idx)
-        return self.finished(batch, dataloader_idx)
+        return self.finish(batch, dataloader_idx)
 
-    def prepared(self, batch: Any, dataloader_idx: int) -> Any:
-        """Call the hooks that come before the copy."""
+    def prepare(self, batch: Any, dataloader_idx: int) -> Any:
+        """Call the hooks that run before the copy."""
         for hook in self._before:
             batch = hook(batch, dataloader_idx)
         return batch
 
-    def finished(self, batch: Any, dataloader_idx: int) -> Any:
-        """Do what comes after the copy, on the stream that the step computes on: the user's code knows no other."""
-        for change in self._finish:
+    def finish(self, batch: Any, dataloader_idx: int) -> Any:
+        """Apply casts and hooks after the copy, on the step's stream: user code does not synchronise with another."""
+        for change in self._after:
             batch = change(batch, dataloader_idx)
         return batch
 
-    def wrap(self, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put something around each thing that is done to a batch, before the first is moved."""
-        self._before = [around(hook) for hook in self._before]
-        self._transfer = None if self._transfer is None else around(self._transfer)
-        self._finish = [around(change) for change in self._finish]
+    def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Wrap every hook, copy and cast, before the first batch is moved. The profiler times them this way."""
+        self._before = [wrapper(hook) for hook in self._before]
+        self._transfer = None if self._transfer is None else wrapper(self._transfer)
+        self._after = [wrapper(change) for change in self._after]
         if self.prefetcher is not None:
-            self.prefetcher.wrap(around)
+            self.prefetcher.wrap(wrapper)
 
     @property
     def prefetcher(self) -> Prefetcher | None:
-        """What copies ahead, one for the whole run: each has a stream, whose memory no other stream can use."""
+        """The run's prefetcher, None on CPU. There is one: a CUDA stream's memory is not reused by another."""
         if self._prefetcher is None and self._device is not None and self._device.type == "cuda":
             self._prefetcher = Prefetcher(self._device)
         return self._prefetcher
 
 
-def batch_mover(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> BatchMover | None:
-    """Return what is done to a batch before a step; None where it is nothing."""
+def build_batch_mover(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> BatchMover | None:
+    """Return the mover for a run's batches; None if they need neither hooks nor a copy nor casts."""
     before = _hooks("on_before_batch_transfer", module, datamodule)
     after = _hooks("on_after_batch_transfer", module, datamodule)
-    own = _own_transfer(module, datamodule, strategy)
+    override = _transfer_override(module, datamodule, strategy)
     precision = strategy.precision
-    plain = own is None and not is_overridden("to_device", strategy, Strategy)
-    if plain and strategy.device.type == "cpu":  # a CPU batch is where a CPU module needs it
+    only_copies = override is None and not is_overridden("to_device", strategy, Strategy)
+    if only_copies and strategy.device.type == "cpu":
         transfer = None
     else:
-        transfer = own or (lambda batch, dataloader_idx: strategy.to_device(batch))
+        transfer = override or (lambda batch, dataloader_idx: strategy.to_device(batch))
     converts = (lambda batch, dataloader_idx: precision.convert_batch(batch),) if precision.converts_batch else ()
     if not (before or after or transfer or converts):
         return None
-    return BatchMover(before, transfer, (*converts, *after), strategy.device if plain else None)
+    return BatchMover(before, transfer, (*converts, *after), strategy.device if only_copies else None)
 
 
-def moved(
+def move_micro_batches(
     micro_batches: Iterator[MicroBatch],
     move: BatchMover | None,
     ahead: bool = True,
     lasting: bool = True,
 ) -> Iterator[MicroBatch]:
-    """Bring micro-batches to the device, on CUDA one ahead (where that may be) and on a stream of its own.
+    """Yield micro-batches on the device; on CUDA the next one is copied on another stream while one is trained on.
 
     Args:
-        micro_batches: an epoch's.
-        move: what is done to a batch; None where it is nothing.
-        ahead: the next one may be read before the current one is trained on.
-        lasting: a batch stays as it is while the next one is read.
+        micro_batches: the micro-batches of an epoch.
+        move: moves a batch; None if nothing needs to be done.
+        ahead: whether the next batch may be read before the current one is trained on.
+        lasting: whether a batch stays unchanged while the next one is read.
     """
     if move is None:
         return micro_batches
     prefetcher = move.prefetcher
     if prefetcher is not None and ahead:
-        return _moved_ahead(micro_batches, move, prefetcher, lasting)
-    return _moved_here(micro_batches, move if prefetcher is None else safely(move, lasting))
+        return _prefetch(micro_batches, move, prefetcher, lasting)
+    return _move_in_order(micro_batches, move if prefetcher is None else safe_move(move, lasting))
 
 
-def safely(move: Move, lasting: bool) -> Move:
-    """Return what moves batches of a loader that may write the next one over this one while that is being copied."""
+def safe_move(move: Move, lasting: bool) -> Move:
+    """Return ``move``, copying the batch first if the loader may reuse its memory during an asynchronous copy."""
     return move if lasting else lambda batch, dataloader_idx: move(own_pinned_memory(batch), dataloader_idx)
 
 
-def _moved_here(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[MicroBatch]:
+def _move_in_order(micro_batches: Iterator[MicroBatch], move: Move) -> Iterator[MicroBatch]:
     for micro in micro_batches:
         micro.batch = move(micro.batch, 0)
         yield micro
 
 
-def _moved_ahead(
+def _prefetch(
     micro_batches: Iterator[MicroBatch], move: BatchMover, prefetcher: Prefetcher, lasting: bool
 ) -> Iterator[MicroBatch]:
-    waiting: MicroBatch | None = None
+    pending: MicroBatch | None = None
     for micro in micro_batches:
         batch = micro.batch if lasting else own_pinned_memory(micro.batch)
-        sent = micro.with_batch(prefetcher.send(move.prepared(batch, 0)))
-        if waiting is not None:
-            waiting.batch = move.finished(prefetcher.receive(waiting.batch), 0)
-            yield waiting
-        waiting = sent
-    if waiting is not None:
-        waiting.batch = move.finished(prefetcher.receive(waiting.batch), 0)
-        yield waiting
+        copying = micro.with_batch(prefetcher.send(move.prepare(batch, 0)))
+        if pending is not None:
+            pending.batch = move.finish(prefetcher.receive(pending.batch), 0)
+            yield pending
+        pending = copying
+    if pending is not None:
+        pending.batch = move.finish(prefetcher.receive(pending.batch), 0)
+        yield pending
 
 
 def _hooks(name: str, module: TrainModule, datamodule: DataModule | None) -> tuple[Move, ...]:
@@ -147,8 +147,8 @@ def _hooks(name: str, module: TrainModule, datamodule: DataModule | None) -> tup
     return tuple(hooks)
 
 
-def _own_transfer(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> Move | None:
-    """Return the user's own way to the device; None where there is none."""
+def _transfer_override(module: TrainModule, datamodule: DataModule | None, strategy: Strategy) -> Move | None:
+    """Return the user's ``transfer_batch_to_device``, the module's first; None if neither overrides it."""
     name = "transfer_batch_to_device"
     for owner, base in ((module, TrainModule), (datamodule, DataModule)):
         if owner is not None and is_overridden(name, owner, base):

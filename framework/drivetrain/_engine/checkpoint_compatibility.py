@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits what is to be loaded from it: said before anything is changed."""
+"""Checks that a checkpoint fits the module, optimizers and seed of a run, before anything is loaded from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ if TYPE_CHECKING:
 
 
 def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: str, strict: bool = True) -> None:
-    """Refuse weights that are not ``own`` by name and shape; if not ``strict``, say which names are skipped.
+    """Compare the names and shapes of the saved weights with the module's.
+
+    Args:
+        checkpoint: the checkpoint to load.
+        own: the module's weights by name.
+        module: the module's class name, for the error.
+        strict: whether missing and unexpected names are an error; else they are logged and skipped.
 
     Raises:
-        CheckpointError: lists what is missing, what is unexpected and what has another shape.
+        CheckpointError: lists the names that are missing, unexpected or have another shape.
     """
     weights = checkpoint.weights()
     saved = {**dict.fromkeys(weights), **weights.sources()}
@@ -30,51 +36,52 @@ def check_weights_fit(checkpoint: Checkpoint, own: Mapping[str, Any], module: st
 
 
 def check_optimizers_fit(checkpoint: Checkpoint, optimizers: int | None, schedulers: int | None) -> None:
-    """Refuse a checkpoint of a run with another number of optimizers or schedulers; None stands for any.
+    """Check the number of optimizers and schedulers; None accepts any.
 
     Raises:
-        CheckpointError: names both numbers.
+        CheckpointError: the numbers differ; names both.
     """
     state = checkpoint.state()
-    for what, saved, here in (
+    for kind, saved, configured in (
         ("optimizer(s)", len(checkpoint.manifest.optimizers), optimizers),
         ("learning-rate scheduler(s)", len(state["schedulers"]), schedulers),
     ):
-        if here is not None and saved != here:
+        if configured is not None and saved != configured:
             raise CheckpointError(
-                f"{checkpoint.path!r} holds the state of {saved} {what}, and configure_optimizers returned {here}.",
+                f"{checkpoint.path!r} holds the state of {saved} {kind}, and configure_optimizers returned "
+                f"{configured}.",
                 "states are matched by their order.",
                 "return the same ones, or start from the weights alone with load_from_checkpoint.",
             )
 
 
-def check_form(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that is malformed in what it says of its run.
+def check_saved_state(checkpoint: Checkpoint) -> None:
+    """Check that the progress and the run's state in a checkpoint are well-formed.
 
     Raises:
-        CheckpointError: names the file and the key.
+        CheckpointError: they are not; names the file and the key.
     """
     check_progress(checkpoint)
     check_state(checkpoint)
 
 
-def check_goes_on(checkpoint: Checkpoint, seed: int | None) -> None:
-    """Refuse what training cannot go on from, or not with this ``Fit(seed=)``.
+def check_resumable(checkpoint: Checkpoint, seed: int | None) -> None:
+    """Check that training can resume from a checkpoint, with this ``Fit(seed=)``.
 
     Raises:
-        CheckpointError: it holds weights only, what it says of its run is malformed, or that run had another seed.
+        CheckpointError: it holds weights only, its state is malformed, or its run had another seed.
     """
     if checkpoint.weights_only:
         raise CheckpointError(
             f"{checkpoint.path!r} holds weights only.",
-            "a run cannot go on without its optimizer's state and its progress.",
-            "load the weights with load_from_checkpoint, or take a whole checkpoint.",
+            "a run cannot resume without its optimizer's state and its progress.",
+            "load the weights with load_from_checkpoint, or use a full checkpoint.",
         )
-    check_form(checkpoint)
+    check_saved_state(checkpoint)
     saved = checkpoint.state()["data"]["seed"]
     if seed is not None and seed != saved:
         raise CheckpointError(
             f"Fit(seed={seed}), and the run of {checkpoint.path!r} had seed={saved}.",
-            "the order of samples follows from it: what was seen would be seen again.",
-            "leave seed out: a run takes it from the checkpoint.",
+            "the order of samples depends on it: samples already used would be used again.",
+            "leave seed out: a resumed run takes it from the checkpoint.",
         )

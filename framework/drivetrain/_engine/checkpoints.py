@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain._engine.handshake import settle_folder
+from drivetrain._engine.handshake import check_folder_agreement
 from drivetrain._engine.run_folder import CHOSEN, Beginning
-from drivetrain._engine.saved_state_schema import taking
+from drivetrain._engine.saved_state_schema import reporting_malformed
 from drivetrain._engine.seeding import order_seed
 from drivetrain._loops.stopping import limit_reached
 from drivetrain._loops.trainables import freeze_only
@@ -80,7 +80,7 @@ class RunCheckpoints:
         core = self._core
         self._looked_in = self._folders()
         needed_by = self._needing_folder()
-        settle_folder(core.strategy.control, needed_by)
+        check_folder_agreement(core.strategy.control, needed_by)
         if needed_by:
             from drivetrain._engine.run_start import begin
 
@@ -111,7 +111,7 @@ class RunCheckpoints:
         seed, control, fitting = core.trainer.seed, core.strategy.control, core.stage == "fit"
         path, beginning = self._path, self._beginning
         if path in CHOSEN:
-            from drivetrain._engine.run_location import where_runs_are
+            from drivetrain._engine.run_location import runs_folder
             from drivetrain._engine.run_start import find_in_folders
 
             # Rank 0 chooses for all ranks: a network file system may show others an older state.
@@ -122,22 +122,22 @@ class RunCheckpoints:
             if path is None and self._path != "auto":
                 raise CheckpointError(
                     f"ckpt_path={self._path!r}: there is no checkpoint to resume from.",
-                    f"looked in {', '.join([where_runs_are(core), *self._folders()])}, for checkpoints "
+                    f"looked in {', '.join([runs_folder(core), *self._folders()])}, for checkpoints "
                     f"that runs of {type(core.module).__name__} with these hyper-parameters saved.",
                     "pass a path, or ckpt_path='auto', which starts afresh where there is none.",
                 )
         if path is None:
             if fitting:
-                core.folder.begins_with(None, None, "", beginning.went_on)
+                core.folder.note_start(None, None, "", beginning.went_on)
             return order_seed(seed, control)
 
-        from drivetrain._engine.checkpoint_compatibility import check_goes_on
+        from drivetrain._engine.checkpoint_compatibility import check_resumable
         from drivetrain.checkpoint._format import agreed, load
 
         def opened() -> Checkpoint:
             checkpoint = load(path)
             if fitting:
-                check_goes_on(checkpoint, seed)
+                check_resumable(checkpoint, seed)
             return checkpoint
 
         self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
@@ -145,7 +145,7 @@ class RunCheckpoints:
         if fitting:
             facts = self.opened.manifest.facts
             self._ancestors, self._parent = facts.lineage, facts.identifier
-            core.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
+            core.folder.note_start(facts, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def check_what_is_left(self) -> None:
@@ -185,7 +185,7 @@ class RunCheckpoints:
             return None
         for callback in self._core.callbacks:
             saved = states.get(callback.state_key)
-            with taking(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
+            with reporting_malformed(self.opened, "the run's state", f"callbacks/{callback.state_key}"):
                 reason = None if saved is None else callback.why_ended(saved["state"])
             if reason is not None:
                 return f"{type(callback).__name__} has ended it: {reason}"
@@ -210,14 +210,14 @@ class RunCheckpoints:
         """Compare the components that are set up by now with those of the resumed run."""
         if self.opened is None:
             return
-        from drivetrain._engine.resume_compatibility import differences, refuse
+        from drivetrain._engine.resume_compatibility import find_differences, refuse_differences
 
         now = self._memory.components
         if self._data.reload is not None and not self.opened.progress.get("batch_idx"):
             # The epoch has not begun, and the saved facts describe the loader of the last one.
             now = {name: value for name, value in now.items() if name != "data"}
-        found = differences(self.opened.state().get("made_of"), now)
-        refuse(self.opened.path, found, self._allow)
+        found = find_differences(self.opened.state().get("made_of"), now)
+        refuse_differences(self.opened.path, found, self._allow)
         differing = {one.consent for one in found}
         if differing - self._reset and self._core.strategy.rank == 0:
             told = "; ".join(f"{one.saved}, now {one.now}" for one in found if one.consent not in self._reset)
@@ -427,15 +427,15 @@ class RunCheckpoints:
         contents.digest = digest
         facts = contents.facts = self._with_lineage(contents.facts, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and core.trainer.loggers:
-            from drivetrain._engine.run_loggers import write_out
+            from drivetrain._engine.run_loggers import flush_loggers
 
-            write_out(core.trainer)
+            flush_loggers(core.trainer)
 
         def whole() -> None:
             self.written = path
             then()
             if strategy.rank == 0:
-                core.folder.wrote(path, facts)
+                core.folder.note_checkpoint(path, facts)
 
         if strategy.module is None:
             # After the run every rank holds the whole state, and the ranks no longer communicate.
@@ -515,9 +515,9 @@ class RunCheckpoints:
 
 
 def _check_form(checkpoint: Checkpoint) -> None:
-    from drivetrain._engine.checkpoint_compatibility import check_form
+    from drivetrain._engine.checkpoint_compatibility import check_saved_state
 
-    check_form(checkpoint)
+    check_saved_state(checkpoint)
 
 
 def _absolute(folder: str | None) -> str:

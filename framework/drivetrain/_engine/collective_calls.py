@@ -1,4 +1,4 @@
-"""Collective calls from user code, looked at before they can hang."""
+"""Checks that a collective call in user code is made on every rank, before it can hang."""
 
 from __future__ import annotations
 
@@ -18,61 +18,62 @@ from drivetrain._runtime.transfer import map_tensors
 from drivetrain.errors import DistributedError
 from drivetrain.strategies.strategy import Strategy
 
-_ARRIVE = timedelta(seconds=30)
-_LOOK = 0.01  # seconds after which a rank looks how far the others are, if not all of them wait as well
-_LONGEST_LOOK = 1.0
-_LOOK_FOR_FAILURES = 1.0
-_SHORTEST_PAUSE = 0.0001
-_DEPTH = 16  # calls on the stack by which two places are told apart
-_MOST = 10_000  # places that are remembered
-_WARY = 16  # calls
+_ARRIVAL_TIMEOUT = timedelta(seconds=30)
+_FIRST_PROGRESS_CHECK = 0.01  # seconds of waiting before the other ranks' progress is read
+_MAX_PROGRESS_INTERVAL = 1.0  # seconds between two readings of it, at most
+_FAILURE_CHECK_INTERVAL = 1.0  # seconds
+_MIN_SLEEP = 0.0001  # seconds
+_STACK_DEPTH = 16  # frames that distinguish two call sites
+_MAX_CALL_SITES = 10_000  # call sites that are remembered
+_CAUTIOUS_CALLS = 16  # calls that wait after one at which not all ranks waited
 
 _WHY = "what is collective must be called by every rank, in the same order."
 _FIX = "look for a call under `if trainer.is_global_zero:` and move it out."
 
 
 class CollectiveCalls:
-    """Makes sure that a collective call comes on every rank: one under ``if is_global_zero:`` is refused.
+    """Verifies that every rank makes the same collective calls: one under ``if is_global_zero:`` raises an error.
 
-    Calls are counted, and each rank leaves word in the store of how many it has come to, of what kind the last is, and
-    where the run was then. One that comes through a place in its code for the first time waits there until the others
-    have left the same word; one that has been there before does not wait. Which places are new need not be alike on all
-    ranks: their code may have been generated, each its own, or compiled at other times. Where it was not, a rank that
-    waited waits at its next calls too: a call that it made alone, and that met the next one of the others, shows there.
+    Each rank counts its calls and publishes in the store the number, kind and position in the run of its last one. A
+    rank that reaches a call site for the first time waits there until the others have published the same call; at a
+    known call site it does not wait. Ranks may differ in which sites are new, for instance with code that is generated
+    or compiled on each rank. If a rank waited and another did not, its next `_CAUTIOUS_CALLS` calls wait too: a call
+    made on one rank alone, which was paired with the next call of the others, shows up there.
     """
 
     def __init__(self) -> None:
-        self._places = _Places()
+        self._call_sites = _CallSites()
         self._control: ControlPlane | None = None
         self._number = 0
-        self._wary = 0
+        self._cautious_calls_left = 0
 
     def __reduce__(self) -> Any:
-        return CollectiveCalls, ()  # in another process all places are new
+        return CollectiveCalls, ()  # all call sites are new in another process
 
-    def check(self, control: ControlPlane, what: str, where: Callable[[], str], every_time: bool = False) -> None:
-        """Wait for the other ranks to come to the same call.
+    def check(self, control: ControlPlane, kind: str, where: Callable[[], str], every_time: bool = False) -> None:
+        """Wait for the other ranks to reach the same call.
 
         Args:
-            control: the way to them.
-            what: the kind of call.
-            where: tells where the run is, alike on every rank that makes this call.
-            every_time: wait at a place that is known, too.
+            control: connects the ranks.
+            kind: the kind of call, such as "all_gather".
+            where: returns the position in the run, equal on every rank that makes this call.
+            every_time: wait at a known call site too.
 
         Raises:
-            DistributedError: some did not, within half a minute, or came to another call; names them.
+            DistributedError: some ranks did not reach it within 30 s, or reached another call; names them.
         """
         if control.world_size == 1:
             return
-        if control is not self._control:  # another run, with a store of its own
-            self._control, self._number, self._wary = control, 0, 0
+        if control is not self._control:  # another run has another store
+            self._control, self._number, self._cautious_calls_left = control, 0, 0
         self._number += 1
-        call = _Call(self._number, f"{what} ({where()})")
+        call = _Call(self._number, f"{kind} ({where()})")
         store = control.store
         assert store is not None
-        store.set(f"calls/{control.rank}", f"{call.number} {call.text}")  # waits for no answer
-        if self._places.is_new(sys._getframe(1)) or every_time or self._wary:
-            self._wary = max(0, self._wary - 1) if _meet(control, store, call) else _WARY
+        store.set(f"calls/{control.rank}", f"{call.number} {call.text}")
+        if self._call_sites.is_new(sys._getframe(1)) or every_time or self._cautious_calls_left:
+            all_waited = _wait_for_ranks(control, store, call)
+            self._cautious_calls_left = max(0, self._cautious_calls_left - 1) if all_waited else _CAUTIOUS_CALLS
 
     def gather(self, strategy: Strategy, data: Any, sync_grads: bool) -> Any:
         """Gather every tensor and number of a nested collection; each of shape (*S) becomes (W, *S)."""
@@ -83,97 +84,99 @@ class CollectiveCalls:
         return map_tensors(_as_tensors(data, strategy.device), gathered)
 
 
-class _Places:
-    """The places in the code that this process has called from.
+class _CallSites:
+    """The call sites that this process has called from.
 
-    A place is an instruction of a function, called from an instruction of another, and so on: no name of a function, a
-    file or a line is asked, which generated code shares, or has none of. Two functions of one text, made one after the
-    other, are the same one.
+    A call site is a stack of bytecode offsets in code objects. File names and line numbers would not do: generated
+    code shares them or has none. Two functions with equal code are the same one.
     """
 
     def __init__(self) -> None:
-        self._functions: dict[CodeType, int] = {}
-        self._known: dict[int, tuple[CodeType, int]] = {}  # the same by identity, for looking at a text takes long
+        self._code_numbers: dict[CodeType, int] = {}
+        self._by_identity: dict[int, tuple[CodeType, int]] = {}  # a cache: hashing a code object is slow
         self._seen: set[tuple[int, ...]] = set()
 
     def is_new(self, frame: FrameType | None) -> bool:
-        """Whether nobody has come from ``frame`` before, as it stands."""
-        place: list[int] = []
-        for _ in range(_DEPTH):
+        """Whether this is the first call from the stack of ``frame``; records it."""
+        stack: list[int] = []
+        for _ in range(_STACK_DEPTH):
             if frame is None:
                 break
-            place += (self._number_of(frame.f_code), frame.f_lasti)
+            stack += (self._number_of(frame.f_code), frame.f_lasti)
             frame = frame.f_back
-        found = tuple(place)
-        if found in self._seen:
+        call_site = tuple(stack)
+        if call_site in self._seen:
             return False
-        if len(self._seen) + len(self._known) > _MOST:
-            for kept in (self._functions, self._known, self._seen):  # what is new again is waited at once more
-                kept.clear()
+        if len(self._seen) + len(self._by_identity) > _MAX_CALL_SITES:
+            for cache in (self._code_numbers, self._by_identity, self._seen):  # known sites wait once more
+                cache.clear()
         else:
-            self._seen.add(found)
+            self._seen.add(call_site)
         return True
 
     def _number_of(self, code: CodeType) -> int:
-        known = self._known.get(id(code))
-        if known is None:  # it is kept, so that no other gets its identity
-            known = self._known[id(code)] = code, self._functions.setdefault(code, len(self._functions))
+        known = self._by_identity.get(id(code))
+        if known is None:  # the entry holds the code object, so that its id is not reused
+            known = self._by_identity[id(code)] = code, self._code_numbers.setdefault(code, len(self._code_numbers))
         return known[1]
 
 
 class _Call(NamedTuple):
-    """A collective call: which one of the run, and what and where it is, alike on every rank."""
+    """A collective call: its number in the run, and its kind and position, equal on every rank."""
 
     number: int
     text: str
 
 
-def _meet(control: ControlPlane, store: Store, call: _Call) -> bool:
-    """Wait until every rank has come to ``call``; returns whether all of them waited there."""
+def _wait_for_ranks(control: ControlPlane, store: Store, call: _Call) -> bool:
+    """Wait until every rank has reached ``call``; return whether all of them waited there."""
     key = f"calls/{call.number}/{call.text}"
     if store.add(f"{key}/came", 1) == control.world_size:
         store.set(f"{key}/all", "")
         return True
     begun = time.monotonic()
-    end, look, hear = begun + _ARRIVE.total_seconds(), begun + _LOOK, begun + _LOOK_FOR_FAILURES
+    end = begun + _ARRIVAL_TIMEOUT.total_seconds()
+    next_progress_check, next_failure_check = begun + _FIRST_PROGRESS_CHECK, begun + _FAILURE_CHECK_INTERVAL
     while not store.check([f"{key}/all"]):
         waited = time.monotonic() - begun
-        time.sleep(min(max(waited / 10, _SHORTEST_PAUSE), _LOOK))
-        if time.monotonic() < look:
+        time.sleep(min(max(waited / 10, _MIN_SLEEP), _FIRST_PROGRESS_CHECK))
+        if time.monotonic() < next_progress_check:
             continue
-        absent = _absent(control, store, call)
+        absent = _ranks_behind(control, store, call)
         if not absent:
-            return bool(store.check([f"{key}/all"]))  # else the others knew the place, and are in the call
-        look = time.monotonic() + min(max(waited, _LOOK), _LONGEST_LOOK)
-        if time.monotonic() > hear:
-            hear += _LOOK_FOR_FAILURES
+            return bool(store.check([f"{key}/all"]))  # False: others knew the call site and are in the call already
+        next_progress_check = time.monotonic() + min(max(waited, _FIRST_PROGRESS_CHECK), _MAX_PROGRESS_INTERVAL)
+        if time.monotonic() > next_failure_check:
+            next_failure_check += _FAILURE_CHECK_INTERVAL
             failure = control.first_failure()
             if failure is not None:
                 raise RankFailedError(failure)
         if time.monotonic() > end:
             where = control.whereabouts(absent, late=True)
-            told = f"Rank {control.rank} came to {call.text} at {_calling_line()} and waited {waited:.0f} s"
-            raise absent_error(f"{told} for rank(s) {absent}.", _WHY, _FIX, where, control.records())
+            waiting = f"Rank {control.rank} came to {call.text} at {_calling_line()} and waited {waited:.0f} s"
+            raise absent_error(f"{waiting} for rank(s) {absent}.", _WHY, _FIX, where, control.records())
     return True
 
 
-def _absent(control: ControlPlane, store: Store, call: _Call) -> list[int]:
-    """The ranks that have not made as many calls.
+def _ranks_behind(control: ControlPlane, store: Store, call: _Call) -> list[int]:
+    """Return the ranks that have made fewer calls.
 
     Raises:
-        DistributedError: some came to another one.
+        DistributedError: some ranks made another call with this number.
     """
-    came: list[str | None] = []
+    reached: list[str | None] = []
     for rank in range(control.world_size):
-        word = store.get(f"calls/{rank}").decode() if store.check([f"calls/{rank}"]) else "0 "
-        number, _, text = word.partition(" ")
-        came.append(None if int(number) < call.number else text if int(number) == call.number else call.text)
-    ways = spread(came)
-    absent = ways.pop(None, [])
-    if len(ways) > 1:
-        told = "; ".join(f"rank(s) {ranks} came to {text}" for text, ranks in ways.items())
+        published = store.get(f"calls/{rank}").decode() if store.check([f"calls/{rank}"]) else "0 "
+        number, _, text = published.partition(" ")
+        reached.append(None if int(number) < call.number else text if int(number) == call.number else call.text)
+    ranks_by_call = spread(reached)
+    absent = ranks_by_call.pop(None, [])
+    if len(ranks_by_call) > 1:
+        listed = "; ".join(f"rank(s) {ranks} came to {text}" for text, ranks in ranks_by_call.items())
         raise DistributedError(
-            f"The ranks went different ways: {told}. Rank {control.rank} is at {_calling_line()}.", _WHY, _FIX
+            f"The ranks made different collective calls: {listed}. Rank {control.rank} is at {_calling_line()}.",
+            _WHY,
+            _FIX,
         )
     return absent
 
@@ -189,7 +192,7 @@ def _as_tensors(data: Any, device: torch.device) -> Any:
 
 
 def _calling_line() -> str:
-    """For a message: the line of user code that a call came from, the first frame that is not the framework's."""
+    """Return "file:line" of the innermost frame outside the framework, for a message."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("drivetrain."):
         frame = frame.f_back

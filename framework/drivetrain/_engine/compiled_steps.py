@@ -1,4 +1,4 @@
-"""``Fit(compile=...)``: the module's steps are compiled for a run, and are its own again afterwards."""
+"""``Fit(compile=...)``: compiles the module's steps for a run and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class CompiledSteps:
-    """Compiles a module's steps, until `undo`.
+    """Replaces a module's steps by compiled ones until `undo`.
 
     Args:
-        module: whose.
-        setting: ``Fit(compile=...)``: nothing, True, or options for `torch.compile`.
-        metrics: where the steps log.
+        module: the module.
+        setting: ``Fit(compile=...)``: False, True, or options for `torch.compile`.
+        metrics: the store that the steps log to.
     """
 
     def __init__(self, module: TrainModule, setting: bool | dict[str, Any], metrics: MetricStore) -> None:
-        self._own = module.__dict__
-        self._before: dict[str, Any] = {}
+        self._attributes = module.__dict__
+        self._replaced: dict[str, Any] = {}
         if not setting:
             return
         options = setting if isinstance(setting, dict) else {}
-        # Logging writes to plain Python objects: traced, it would be guarded on every value it holds.
+        # Logging writes to plain Python objects; if traced, dynamo would guard on every value they hold.
         metrics.record = torch.compiler.disable(metrics.record)  # type: ignore[method-assign,no-untyped-call]
         for name in _STEPS:
-            self._before[name] = self._own.get(name)
-            self._own[name] = torch.compile(getattr(module, name), **options)
+            self._replaced[name] = self._attributes.get(name)
+            self._attributes[name] = torch.compile(getattr(module, name), **options)
 
     def undo(self) -> None:
-        """Give the module what it held itself in place of each step."""
-        for name, before in self._before.items():
-            self._own.pop(name)
-            if before is not None:
-                self._own[name] = before
-        self._before = {}
+        """Restore the module's own steps."""
+        for name, attribute in self._replaced.items():
+            self._attributes.pop(name)
+            if attribute is not None:
+                self._attributes[name] = attribute
+        self._replaced = {}

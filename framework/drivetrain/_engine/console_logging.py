@@ -1,4 +1,4 @@
-"""What a run says about itself: heard where the user has not set up logging, and some of it once a process."""
+"""Shows the framework's log messages on the console unless the user has configured logging."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 _LOGGER = logging.getLogger("drivetrain")
 
-_SAID: set[str] = set()
-"""What this process has said and need not say again."""
+_LOGGED: set[str] = set()
+"""Messages that `log_once` has logged in this process."""
 
 
-def say_once(text: str) -> None:
-    """Log ``text`` unless this process has logged it before: what is as true of the next run is said by the first."""
-    if text not in _SAID and _LOGGER.isEnabledFor(logging.INFO):
-        _SAID.add(text)
+def log_once(text: str) -> None:
+    """Log ``text`` once per process: for messages that would be the same for every run."""
+    if text not in _LOGGED and _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGED.add(text)
         _LOGGER.info(text)
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to ``sys.stderr`` as it is at the time: a progress bar puts something there that makes room."""
+    """Writes to the current ``sys.stderr``, which a progress bar replaces while it is shown."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -33,13 +33,13 @@ class _StandardError(logging.StreamHandler[Any]):
 
 
 @contextmanager
-def log_to_console(listen: bool) -> Iterator[None]:
-    """Within it the framework's messages go to standard error, unless the user's handlers take them already.
+def log_to_console(enabled: bool) -> Iterator[None]:
+    """Write the framework's messages to standard error within the block, unless logging is configured already.
 
     Args:
-        listen: False leaves logging as it is: on other ranks than the first, and where nothing is to be shown.
+        enabled: False leaves logging unchanged: on ranks other than 0, and if nothing is to be shown.
     """
-    if not listen or _LOGGER.hasHandlers() or _LOGGER.level != logging.NOTSET:
+    if not enabled or _LOGGER.hasHandlers() or _LOGGER.level != logging.NOTSET:
         yield
         return
     handler = _StandardError()

@@ -1,4 +1,4 @@
-"""How far a run's data was gone through, and how to go on: exactly where it stopped, or dealt anew to other ranks."""
+"""The position in the training data: a run resumes there exactly, or with the rest resharded to other ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from drivetrain.data._sharding import START, Origin
 
 @dataclass(slots=True)
 class Cursor:
-    """Where the epoch under way was dealt from.
+    """How the current epoch's samples are distributed over ranks.
 
     Attributes:
-        world_size: among how many ranks the data is dealt.
-        epoch: the epoch that began under another dealing; -1 for none.
-        begins: where its rest begins.
+        world_size: the number of ranks that the data is sharded over.
+        epoch: the epoch that began with another sharding; -1 for none.
+        begins: where the rest of that epoch begins.
     """
 
     world_size: int = 1
@@ -26,11 +26,11 @@ class Cursor:
     begins: Origin = START
 
     def origin(self, epoch: int) -> Origin:
-        """Where the dealing of ``epoch`` begins."""
+        """Return the position from which ``epoch`` is sharded."""
         return self.begins if epoch == self.epoch else START
 
     def state_dict(self, source: BatchSource | None) -> dict[str, Any]:
-        """Return how the data is dealt; the counters are the progress's."""
+        """Return how the data is sharded. The counters are in `Progress`."""
         return {
             "world_size": self.world_size,
             "stride": None if source is None else source.stride,
@@ -41,25 +41,25 @@ class Cursor:
     def load_state_dict(
         self, state: Mapping[str, Any], source: BatchSource, progress: Progress, new_loader: bool = False
     ) -> bool:
-        """Go on where `state_dict` was taken; ``progress`` is loaded already, and may be counted anew.
+        """Resume from ``state``; with another sharding, convert ``progress.batch_idx`` to the new batch size.
 
         Args:
-            state: as `state_dict` gave it.
-            source: what the run reads now.
-            progress: the counters.
-            new_loader: the epoch, which has not begun, has a loader of its own: it need not be like the one before.
+            state: what `state_dict` returned.
+            source: the batches of this run.
+            progress: the counters, already loaded.
+            new_loader: whether the epoch, not yet begun, gets a new loader, whose batch size may differ.
 
         Returns:
-            Whether the data is dealt as it was then, so that everything about it can go on bit for bit.
+            Whether the data is sharded as it was, so that the run can resume bit for bit.
         """
-        alike = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
-        if alike:
+        same_sharding = self.world_size == state["world_size"] and (new_loader or source.stride == state["stride"])
+        if same_sharding:
             self.epoch, self.begins = state["epoch"], Origin(*state["begins"])
         elif progress.batch_idx:
             done, before = progress.epoch_samples, progress.batch_idx
-            # Micro-batches of the new size that so many samples would have made.
+            # The number of micro-batches of the new size that the used samples fill.
             stride = source.stride
             number = -(-done // stride) if stride else -(-before * state["world_size"] // self.world_size)
             self.epoch, self.begins = progress.epoch, Origin(done, number)
             progress.batch_idx = number
-        return alike
+        return same_sharding

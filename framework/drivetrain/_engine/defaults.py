@@ -1,4 +1,4 @@
-"""The callbacks and loggers of a run: the user's, and the default ones that do not stand in their way."""
+"""The callbacks and loggers of a run: the user's, and default ones for what the user has not given."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from drivetrain.loggers import Logger
 
 
 def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, checkpointing: bool) -> list[Callback]:
-    """Return the user's callbacks and, unless there is one of their class, the default ones.
+    """Return the user's callbacks, and each default one unless the user gave one of its class.
 
     Raises:
-        ConfigurationError: something given is no `Callback`.
+        ConfigurationError: an item is not a `Callback`.
     """
     callbacks = checked_callbacks(given, "callbacks holds")
-    # Imported where they are wanted: a run without them starts the sooner.
+    # The imports are local so that a run without these callbacks starts faster.
     if progress_bar:
         from drivetrain.callbacks._progress_default import default_progress_bar
         from drivetrain.callbacks.progress_bar import ProgressBar
@@ -38,15 +38,15 @@ def default_callbacks(given: Any, *, progress_bar: bool, model_summary: bool, ch
 
 
 def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]:
-    """Return the loggers that ``Fit(logger=...)`` means.
+    """Return the loggers for ``Fit(logger=...)``.
 
     Args:
-        given: None and True are the default one, False none; else a logger, a name of one, or a list of both.
-        root: the run's ``default_root_dir``, with which those that are named are built.
-        off: the run has none, and what is given is only checked.
+        given: None or True for the default logger, False for none; else a logger, a logger's name, or a list of both.
+        root: the run's ``default_root_dir``, passed to loggers that are built by name.
+        off: only check ``given``, and return no loggers.
 
     Raises:
-        ConfigurationError: something given is no `Logger`, or a name that none has.
+        ConfigurationError: an item is not a `Logger`, or no logger has that name.
     """
     if given is False:
         return []
@@ -59,7 +59,7 @@ def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]
     loggers = []
     for one in given if isinstance(given, list | tuple) else [given]:
         if isinstance(one, str):
-            from drivetrain.loggers._logger_names import check_logger_name, logger_by_name  # by who names one
+            from drivetrain.loggers._logger_names import check_logger_name, logger_by_name
 
             check_logger_name(one)
             if not off:
@@ -75,33 +75,33 @@ def default_loggers(given: Any, root: str, *, off: bool = False) -> list[Logger]
     return [] if off else loggers
 
 
-def checked_callbacks(given: Any, what: str) -> list[Callback]:
-    """Return one callback, several or none as a list.
+def checked_callbacks(given: Any, subject: str) -> list[Callback]:
+    """Return ``given`` as a list, after checking each callback.
 
     Args:
         given: a callback, a list of them, or None.
-        what: begins the error's sentence: "callbacks holds".
+        subject: the beginning of the error message, such as "callbacks holds".
 
     Raises:
-        ConfigurationError: something in it is no `Callback`, or has a method that looks like a hook and is none.
+        ConfigurationError: an item is not a `Callback`, or has a method that looks like a hook but is not one.
     """
     callbacks = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     for callback in callbacks:
         if not isinstance(callback, Callback):
             named = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
             raise ConfigurationError(
-                f"{what} {named}, which is no Callback.",
+                f"{subject} {named}, which is no Callback.",
                 "the engine calls a Callback's hooks.",
                 "pass an instance of a drivetrain.Callback subclass.",
             )
         if not type(callback).__module__.startswith("drivetrain.") or vars(callback).keys() & HOOKS:
-            from drivetrain._engine.misnamed_hooks import check_hooks  # by callbacks of the user's
+            from drivetrain._engine.misnamed_hooks import check_hooks
 
             check_hooks(callback)
     return callbacks
 
 
-def with_own(given: list[Callback], own: list[Callback]) -> list[Callback]:
-    """Callbacks with those of the module's ``configure_callbacks``, which replace others of their class."""
-    replaced = {type(callback) for callback in own}
-    return [callback for callback in given if type(callback) not in replaced] + own
+def with_module_callbacks(given: list[Callback], from_module: list[Callback]) -> list[Callback]:
+    """Return ``given`` and the module's ``configure_callbacks``, which replace callbacks of the same class."""
+    replaced = {type(callback) for callback in from_module}
+    return [callback for callback in given if type(callback) not in replaced] + from_module

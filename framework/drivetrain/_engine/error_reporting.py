@@ -1,4 +1,4 @@
-"""What the user reads of a failure: where the run was, and one line from the ranks that only follow another's."""
+"""Notes that say where a run failed, and one-line output from ranks that only follow another's failure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ from drivetrain.launchers import current_world
 if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
 
-_INFERENCE = ("Inference tensors cannot be saved for backward", "inference tensor outside InferenceMode")
-"""What torch says of tensors made in inference mode that are used where gradients are wanted."""
+_INFERENCE_TENSOR_MESSAGES = (
+    "Inference tensors cannot be saved for backward",
+    "inference tensor outside InferenceMode",
+)
+"""Texts of torch's errors for a tensor that was created in inference mode and is used where gradients are needed."""
 
 
 def note_where(error: BaseException, session: RunCore, trains: bool) -> None:
-    """Add rank, epoch, step and batch index to what a run failed with, unless it says so itself.
+    """Add a note with the rank, epoch, step and batch index at which the run failed.
+
+    Errors that already contain this (`NonFiniteError`, `LossSpikeError`, `RankFailedError`) are left unchanged.
 
     Args:
-        error: what is going to be told.
-        session: the run, whose loops stand where it was raised.
-        trains: whether its training loop is built.
+        error: the error that ends the run.
+        session: the run, with its loops in the state in which the error was raised.
+        trains: whether the training loop exists.
     """
     if isinstance(error, NonFiniteError | LossSpikeError | RankFailedError):
         return
@@ -38,17 +43,18 @@ def note_where(error: BaseException, session: RunCore, trains: bool) -> None:
         places += [f"epoch {progress.epoch}", f"global step {progress.global_step}"]
     position = session.position
     if position.loop == "training" and metrics.batch is None:
-        places.append(f"after {progress.batch_idx} batches of the epoch")  # reading on, between two of them
+        # The error was raised while the next batch was being read.
+        places.append(f"after {progress.batch_idx} batches of the epoch")
     elif position.loop is not None:
-        kind = "" if position.loop == "training" else f"{position.loop} "
-        places.append(f"{kind}batch index {position.batch_idx}")
+        prefix = "" if position.loop == "training" else f"{position.loop} "
+        places.append(f"{prefix}batch index {position.batch_idx}")
     if len(places) > 1 or session.strategy.world_size > 1:
         error.add_note("Where: " + ", ".join(places))
 
 
 def note_inference_tensors(error: BaseException) -> None:
-    """Add the way out where a training step met a tensor that an evaluation, such as the sanity check, has left."""
-    if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE):
+    """Add a fix to the error that torch raises when training uses a tensor created during an evaluation."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _INFERENCE_TENSOR_MESSAGES):
         error.add_note(
             "Fix: evaluation runs in torch.inference_mode, and a tensor that was kept from it (a cache, a running "
             "mean) cannot train. Use Fit(inference_mode=False), or keep a .clone() made in training_step."
@@ -56,70 +62,83 @@ def note_inference_tensors(error: BaseException) -> None:
 
 
 @contextmanager
-def told_by_its_own_rank(rank: int | None = None) -> Iterator[None]:
-    """Around what this rank does in a run of several processes, each of which prints what it ends with.
+def peer_failures_in_one_line(rank: int | None = None) -> Iterator[None]:
+    """Print a `RankFailedError` that leaves the block uncaught as one line.
 
-    A `RankFailedError` that comes out of it, and that nobody catches, is then printed as one line.
+    Only the rank that failed first prints a traceback; the tracebacks of the others would bury it.
 
     Args:
-        rank: this one; None is its rank among the processes that we started.
+        rank: this process's rank; None looks it up among the processes that we started.
     """
     try:
         yield
     except RankFailedError as error:
         world = current_world() if rank is None else None
         rank = world.placement.rank if world is not None else rank or 0
-        print_in_a_line(error, f"Rank {rank} ends because of another: {error.failure.in_a_line()}")
+        print_in_one_line(error, f"Rank {rank} ends because of another: {error.failure.in_a_line()}")
         raise
 
 
-def print_in_a_line(error: BaseException, line: str) -> None:
-    """Let the process print ``line``, and the error's notes, where ``error`` ends it."""
-    if threading.current_thread() is threading.main_thread() and _belongs_to_nobody(sys.excepthook):
-        sys.excepthook = OneLine(error, "; ".join([line, *getattr(error, "__notes__", [])]))
+def print_in_one_line(error: BaseException, summary: str) -> None:
+    """Make Python print ``summary`` and the error's notes instead of a traceback if ``error`` ends the process.
+
+    `sys.excepthook` is replaced until the error is garbage-collected, so that a caller who catches it finds the hook
+    unchanged. A hook that the user has set is never replaced. docs/decisions/0024 says why no simpler way will do.
+    """
+    hook = sys.excepthook
+    if threading.current_thread() is not threading.main_thread() or not _is_replaceable(hook):
+        return
+    if not isinstance(hook, OneLineHook):
+        sys.excepthook = hook = OneLineHook(hook)
+    hook.mark(error, "; ".join([summary, *getattr(error, "__notes__", [])]))
 
 
-class OneLine:
-    """Stands in ``sys.excepthook`` for as long as one error lives, and prints a line in its place.
+class OneLineHook:
+    """Replaces `sys.excepthook` to print the errors that it has marked as one line each.
 
     Args:
-        error: which. It gets an attribute, by which it is known: most of Python's own take no weak reference.
-        line: what is printed where it ends the process.
+        previous: the hook that prints all other errors. It is restored once no marked error is left.
     """
 
-    def __init__(self, error: BaseException, line: str) -> None:
-        before = sys.excepthook
-        self._before: Callable[..., Any] = before._before if isinstance(before, OneLine) else before
-        self._line = line
-        mark = error.__dict__[_MARK] = _Mark()
-        self._mark = weakref.ref(mark, self._put_back)
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self._previous = previous
+        self._marked = 0
+
+    def mark(self, error: BaseException, line: str) -> None:
+        """Attach to ``error`` the line that is printed in place of its traceback."""
+        self._marked += 1
+        attached = error.__dict__[_LINE_ATTRIBUTE] = _Line(line)
+        # The line's lifetime stands for the error's: most built-in exceptions do not support weak references.
+        weakref.finalize(attached, self._release).atexit = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        mark = error.__dict__.get(_MARK)
-        if mark is not None and mark is self._mark():
-            # In one piece: where nothing is buffered, print() lets another rank's words in before the end of the line.
-            sys.stderr.write(f"{self._line}\n")
-            sys.stderr.flush()
-            time.sleep(_WHILE_ANOTHER_TELLS)
-        else:
-            self._before(kind, error, traceback)
+        line = error.__dict__.get(_LINE_ATTRIBUTE)
+        if line is None:
+            self._previous(kind, error, traceback)
+            return
+        # print() would write the newline separately on an unbuffered stderr, and the lines of two ranks could mix.
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+        time.sleep(_EXIT_DELAY)
 
-    def _put_back(self, _: object) -> None:
-        if sys.excepthook is self:
-            sys.excepthook = self._before
-
-
-class _Mark:
-    """Lives as long as the error that has it."""
+    def _release(self) -> None:
+        self._marked -= 1
+        if not self._marked and sys.excepthook is self:
+            sys.excepthook = self._previous
 
 
-_MARK = "__drivetrain_one_line__"
-
-_WHILE_ANOTHER_TELLS = 0.5
-"""Seconds: torchrun and SLURM end all processes with the first that ends, and one is to print its traceback yet."""
+class _Line(str):
+    """The line to print. A subclass, because `str` itself does not support weak references."""
 
 
-def _belongs_to_nobody(hook: Any) -> bool:
-    """Whether what prints errors is Python's, torch's (which adds the rank) or ours, and no choice of the user's."""
+_LINE_ATTRIBUTE = "__drivetrain_one_line__"
+
+_EXIT_DELAY = 0.5
+"""Seconds to stay after printing: torchrun and SLURM end all processes when the first exits, and the rank with the
+traceback may not have printed it yet."""
+
+
+def _is_replaceable(hook: Any) -> bool:
+    """Whether the hook is Python's, torch's (which prefixes the rank) or ours, and not one that the user has set."""
     module = getattr(hook, "__module__", "") or ""
-    return hook is sys.__excepthook__ or isinstance(hook, OneLine) or module.startswith("torch.distributed")
+    return hook is sys.__excepthook__ or isinstance(hook, OneLineHook) or module.startswith("torch.distributed")

@@ -1,4 +1,4 @@
-"""Buffers that ranks have apart, around an evaluation within training: each rank goes on with its own."""
+"""Evaluates with rank 0's buffers on every rank, and restores each rank's own buffers afterwards."""
 
 from __future__ import annotations
 
@@ -13,114 +13,124 @@ from drivetrain._runtime.transfer import row_major
 from drivetrain.strategies.strategy import Strategy
 
 
-class _Place(NamedTuple):
-    """A buffer that is another one, or has other values, since rank 0's were given out.
+class _ReplacedBuffer(NamedTuple):
+    """A buffer that the broadcast from rank 0 replaced or changed.
 
     Attributes:
-        layer: whose buffer it is.
-        name: in ``layer``.
-        had: whether there was such a name before.
-        before: the buffer that was there.
-        own: its values, where it is still there.
-        given: the buffer that is there since.
-        values: of ``given``.
+        layer: the layer that holds it.
+        name: its name in ``layer``.
+        existed: whether ``layer`` had a buffer of this name before.
+        original: the buffer before the broadcast.
+        original_values: a copy of its values, if the broadcast wrote into it.
+        received: the buffer after the broadcast.
+        received_values: a copy of its values.
     """
 
     layer: nn.Module
     name: str
-    had: bool
-    before: Tensor | None
-    own: Tensor | None
-    given: Tensor | None
-    values: Tensor | None
+    existed: bool
+    original: Tensor | None
+    original_values: Tensor | None
+    received: Tensor | None
+    received_values: Tensor | None
 
-    def untouched(self) -> bool:
-        """Whether there is what was given out, with the values it had."""
-        if self.layer._buffers.get(self.name) is not self.given:
+    def is_unchanged(self) -> bool:
+        """Whether the evaluation has left the buffer and its values as they were received."""
+        if self.layer._buffers.get(self.name) is not self.received:
             return False
-        return self.given is None or self.values is None or _same(self.given, self.values)
+        return self.received is None or self.received_values is None or _same_bits(self.received, self.received_values)
 
-    def put_back(self) -> None:
-        if not self.had:
+    def restore(self) -> None:
+        if not self.existed:
             delattr(self.layer, self.name)
-        elif self.own is None or self.before is None:
-            self.layer._buffers[self.name] = self.before
+        elif self.original_values is None or self.original is None:
+            self.layer._buffers[self.name] = self.original
         else:
-            self.before.copy_(self.own)
+            self.original.copy_(self.original_values)
 
 
-class BuffersAside:
-    """Gives rank 0's buffers out for an evaluation, and puts this rank's own back after it.
+class EvaluationBuffers:
+    """Takes rank 0's buffers for an evaluation and restores this rank's own afterwards.
 
-    What the evaluation changed, by a step or by a hook, stays as the evaluation left it. On one rank nothing is done.
+    A buffer that the evaluation's steps or hooks have changed keeps its new value. With one rank there is nothing to
+    restore.
 
     Args:
-        module: the user's.
-        strategy: gives rank 0's buffers out.
+        module: the user's module.
+        strategy: broadcasts the buffers.
     """
 
     def __init__(self, module: nn.Module, strategy: Strategy) -> None:
         self._module = module
         self._strategy = strategy
-        self._places: list[_Place] = []
+        self._replaced: list[_ReplacedBuffer] = []
 
-    def give_out(self) -> None:
-        """Take rank 0's buffers. Collective."""
+    def take_from_rank_0(self) -> None:
+        """Replace this rank's buffers by rank 0's. Collective."""
         if self._strategy.world_size == 1:
             self._strategy.sync_buffers(self._module)
             return
         before = [(layer, dict(layer._buffers)) for layer in self._module.modules()]
-        own = {id(one): one.detach().clone() for _, buffers in before for one in buffers.values() if is_held_here(one)}
+        values = {
+            id(buffer): buffer.detach().clone()
+            for _, buffers in before
+            for buffer in buffers.values()
+            if has_local_values(buffer)
+        }
         self._strategy.sync_buffers(self._module)
-        self._places = [place for layer, buffers in before for place in _changed(layer, buffers, own)]
+        self._replaced = [one for layer, buffers in before for one in _replaced_in(layer, buffers, values)]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Take back this rank's own."""
-        places, self._places = self._places, []
-        for place in places:
-            if place.untouched():
-                place.put_back()
+    def restore(self) -> None:
+        """Restore this rank's own buffers, except those that the evaluation has changed."""
+        replaced, self._replaced = self._replaced, []
+        for one in replaced:
+            if one.is_unchanged():
+                one.restore()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Put back afterwards what `give_out` changed."""
+        """Restore at the end of the block what `take_from_rank_0` has replaced."""
         try:
             yield
         finally:
-            self.put_back()
+            self.restore()
 
     def values(self) -> dict[str, Tensor]:
-        """Return by name what is to be put back: a checkpoint from within an evaluation holds it."""
-        if not self._places:
+        """Return by name the values to be restored. A checkpoint written during an evaluation contains these."""
+        if not self._replaced:
             return {}
         paths = {id(layer): f"{path}." if path else "" for path, layer in self._module.named_modules()}
-        found = {
-            paths[id(place.layer)] + place.name: place.before if place.own is None else place.own
-            for place in self._places
-            if id(place.layer) in paths and place.untouched()
+        values = {
+            paths[id(one.layer)] + one.name: one.original if one.original_values is None else one.original_values
+            for one in self._replaced
+            if id(one.layer) in paths and one.is_unchanged()
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
-def _changed(layer: nn.Module, buffers: dict[str, Tensor | None], own: dict[int, Tensor]) -> Iterator[_Place]:
-    """Return the places in ``layer`` whose buffers are not what they were."""
+def _replaced_in(
+    layer: nn.Module, buffers: dict[str, Tensor | None], values: dict[int, Tensor]
+) -> Iterator[_ReplacedBuffer]:
+    """Yield the buffers of ``layer`` that differ from ``buffers``, or from the copied ``values`` by identity."""
     for name in {**buffers, **layer._buffers}:
-        before, given = buffers.get(name), layer._buffers.get(name)
-        had = name in buffers
-        if before is not given or not had:
-            yield _Place(layer, name, had, before, None, given, given.detach().clone() if is_held_here(given) else None)
-        elif before is not None and id(before) in own and not _same(before, own[id(before)]):
-            yield _Place(layer, name, had, before, own[id(before)], given, before.detach().clone())
+        original, received = buffers.get(name), layer._buffers.get(name)
+        existed = name in buffers
+        if original is not received or not existed:
+            copied = received.detach().clone() if has_local_values(received) else None
+            yield _ReplacedBuffer(layer, name, existed, original, None, received, copied)
+        elif original is not None and id(original) in values and not _same_bits(original, values[id(original)]):
+            copied = original.detach().clone()
+            yield _ReplacedBuffer(layer, name, existed, original, values[id(original)], received, copied)
 
 
-def is_held_here(buffer: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether there is a buffer whose values are here: not on the meta device, and no part of a DTensor."""
+def has_local_values(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Whether ``buffer`` is a tensor whose values this rank holds: not a meta tensor and not a DTensor."""
     return buffer is not None and not buffer.is_meta and not hasattr(buffer, "full_tensor")
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits: NaN is then NaN, and 0 is not -0."""
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit: NaN equals NaN, and 0 differs from -0."""
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
     return torch.equal(*(row_major(tensor.detach()).view(torch.uint8) for tensor in (one, other)))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
-from drivetrain._engine.batches import Move, safely
+from drivetrain._engine.batches import Move, safe_move
 from drivetrain._engine.run_parts import RunCore, RunData, Stopping
 from drivetrain._loops.evaluate import EvaluateLoop, EvaluationData, EvaluationMode
 from drivetrain._loops.evaluation_interrupt import EarlyExit
@@ -56,7 +56,9 @@ def build_evaluation(
             core.metrics, None if limits is not None else core.logger_call(), core.pacing(), data.lengths
         ),
         mode=EvaluationMode(
-            core.evaluation.buffers.give_out if core.stage == "fit" else sync_buffers, _inference_mode(core), early
+            core.evaluation.buffers.take_from_rank_0 if core.stage == "fit" else sync_buffers,
+            _inference_mode(core),
+            early,
         ),
     ).run
 
@@ -74,7 +76,7 @@ def build_validation(
     def validate() -> list[dict[str, float]]:
         snapshot = stopping.snapshot if core.progress.within_window else None
         with (
-            snapshot.evaluating() if snapshot else nullcontext(),
+            snapshot.keep_evaluation_changes() if snapshot else nullcontext(),
             _separate_generators(core, data),
             evaluation.buffers.aside(),
         ):
@@ -154,7 +156,7 @@ def _without_overwrites(core: RunCore, data: RunData, stage: str, move: Move | N
     """Return ``move``, made safe against loaders that reuse a batch's memory while it is copied to a GPU."""
     if move is None or core.strategy.device.type != "cuda":
         return move
-    return safely(move, all(source.lasting for source in data.loaded.sources[stage]))
+    return safe_move(move, all(source.lasting for source in data.loaded.sources[stage]))
 
 
 def _separate_generators(core: RunCore, data: RunData) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""When a rank fails: all learn of it, nobody waits for ever, and the user sees the cause."""
+"""Propagates a rank's failure: every rank learns of it, none waits forever, and the user sees the first cause."""
 
 from __future__ import annotations
 
@@ -16,45 +16,47 @@ from drivetrain.launchers import World
 
 Answer = TypeVar("Answer")
 
-_HEAR = timedelta(seconds=10)
-"""How long a rank that lost its connection waits to hear why."""
+_CAUSE_TIMEOUT = timedelta(seconds=10)
+"""How long a rank that lost its connection waits for a report of the cause."""
 
-_LOOK = timedelta(seconds=0.2)
-"""How long it waits for a report before it asks after the processes."""
+_POLL_INTERVAL = timedelta(seconds=0.2)
+"""How long it waits for a report in the store before it checks the processes."""
 
-_TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
-"""What gloo and NCCL say where a rank did not come."""
+_TIMEOUT_MESSAGES = ("Timed out waiting", "Watchdog caught collective operation timeout")
+"""Texts of gloo's and NCCL's errors for a rank that did not join a collective in time."""
 
-_BRIEF = timedelta(seconds=1)
-"""How long one stays that has waited for the others: they have waited too."""
+_SHORT_LINGER = timedelta(seconds=1)
+"""How long a failed rank stays if it has waited for the others already, or if another process hosts the store."""
 
 _LINGER = timedelta(seconds=5)
-"""How long a failed rank stays, so that the others can hear from it."""
+"""How long a failed rank stays so that the others can read its report."""
+
+_STORE_TIMEOUT = timedelta(seconds=10)
+"""Limit for a request to the store: after a network cut it would block for the system's limit of 15 minutes."""
 
 
-_STORE = timedelta(seconds=10)
-"""How long the store may take to answer: behind a cut cable a request would wait for the system's limit, 15 minutes."""
+def publish_failure(control: ControlPlane, failure: Failure) -> None:
+    """Report this rank's failure to the others.
 
-
-def tell_others(control: ControlPlane, failure: Failure) -> None:
-    """Leave word of this rank's failure. Before the process group is dropped: the others then fall out and look."""
+    Call it before the process group is destroyed: the others' collectives fail then, and they look for a report.
+    """
     try:
-        _within(_STORE, lambda: control.report_failure(failure))
+        _call_with_timeout(_STORE_TIMEOUT, lambda: control.report_failure(failure))
     except RuntimeError:
-        return  # the store went with the process that hosted it
+        return  # the process that hosted the store has exited
 
 
 def error_to_report(control: ControlPlane, error: BaseException) -> BaseException:
-    """Return an error that says where the others are, for one that says only that they did not come in time."""
-    if not any(text in str(error) for text in _TIMED_OUT):
+    """Return ``error``, or for a bare collective timeout an error that says where the other ranks are."""
+    if not any(text in str(error) for text in _TIMEOUT_MESSAGES):
         return error
     try:
-        if _within(_STORE, lambda: control.first_failure(_LOOK)) is not None:
+        if _call_with_timeout(_STORE_TIMEOUT, lambda: control.first_failure(_POLL_INTERVAL)) is not None:
             return error
-        where = _within(_HEAR + _STORE, lambda: control.whereabouts(late=True))
+        where = _call_with_timeout(_CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: control.whereabouts(late=True))
     except RuntimeError:
         return error
-    told = absent_error(
+    located = absent_error(
         f"Rank {control.rank} waited in a collective, and not all of rank(s) {list(where)} came in time.",
         str(error).splitlines()[0],
         "see what the rank that is elsewhere waits for; where it only takes long, raise the strategy's timeout "
@@ -62,37 +64,43 @@ def error_to_report(control: ControlPlane, error: BaseException) -> BaseExceptio
         where,
         control.records(),
     )
-    told.__cause__ = error
-    return told
+    located.__cause__ = error
+    return located
 
 
-def cause_of(
+def resolve_cause(
     control: ControlPlane, world: World | None, failure: Failure, error: BaseException
 ) -> tuple[BaseException, int | None]:
-    """Return what to raise, and the rank that tells of it in this one's place, if any.
+    """Return the error to raise, and the rank that prints its traceback instead of this one, if any.
 
-    That is the error itself, or where it only follows from another rank's, that one. Where all ranks run into the same
-    error, the lowest tells of it.
+    The error is ``error`` itself, or a `RankFailedError` with the cause if it only follows from another rank's failure.
+    If all ranks fail with the same error, only the lowest prints its traceback.
     """
     is_cause = failure.distance == 0 or isinstance(error, RankFailedError)
     try:
         if isinstance(error, AbsentRanksError):
-            _within(_HEAR, lambda: control.settle(_BRIEF))
+            _call_with_timeout(_CAUSE_TIMEOUT, lambda: control.settle(_SHORT_LINGER))
             return error, None
         if is_cause:
-            # Who calls a function in other processes hosts their store itself: there is nothing to stay for.
-            linger = _BRIEF if world is not None and world.is_hosted_outside else _LINGER
-            return error, _within(linger + _STORE, lambda: _told_by(control, failure, linger))
-        return _within(_HEAR + _STORE, lambda: _cause_elsewhere(control, world, failure, error)), None
+            # A caller who starts a function in other processes hosts their store itself: no rank depends on this one.
+            linger = _SHORT_LINGER if world is not None and world.is_hosted_outside else _LINGER
+            return error, _call_with_timeout(
+                linger + _STORE_TIMEOUT, lambda: _lowest_rank_with_same_error(control, failure, linger)
+            )
+        cause = _call_with_timeout(
+            _CAUSE_TIMEOUT + _STORE_TIMEOUT, lambda: _cause_elsewhere(control, world, failure, error)
+        )
+        return cause, None
     except RuntimeError:
         if failure.distance < 2 or is_cause:
             return error, None
-        return _lost(failure, "the store where all ranks meet"), None
+        return _lost_connection(failure, "the store where all ranks meet"), None
 
 
-def _told_by(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
+def _lowest_rank_with_same_error(control: ControlPlane, failure: Failure, linger: timedelta) -> int | None:
+    """Wait for the other ranks' failures; return the lowest rank with the same one, or None if it is this rank."""
     end = time.monotonic() + linger.total_seconds()
-    alike = [one.rank for one in control.all_failures(linger) if one.is_like(failure)]
+    alike = [other.rank for other in control.all_failures(linger) if other.is_like(failure)]
     control.settle(timedelta(seconds=max(0.0, end - time.monotonic())))
     lowest = min(alike, default=failure.rank)
     return lowest if lowest < failure.rank else None
@@ -101,64 +109,64 @@ def _told_by(control: ControlPlane, failure: Failure, linger: timedelta) -> int 
 def _cause_elsewhere(
     control: ControlPlane, world: World | None, failure: Failure, error: BaseException
 ) -> BaseException:
-    cause = _hear_of_cause(control, world)
+    cause = _wait_for_cause(control, world)
     silent = control.silent_ranks()
     control.settle(timedelta(0))
     if cause is not None and cause.distance < failure.distance:
         return RankFailedError(cause)
     if failure.distance == 2 and silent:
-        return _lost(failure, f"rank {', '.join(map(str, silent))}")
+        return _lost_connection(failure, f"rank {', '.join(map(str, silent))}")
     return error
 
 
-def _lost(failure: Failure, whom: str) -> DistributedError:
-    # What the connection itself said stays a part of it, by which it is known for a consequence and no cause.
+def _lost_connection(failure: Failure, peer: str) -> DistributedError:
+    # The connection's own message is kept: `Failure.distance` recognises a consequence by it.
     return DistributedError(
-        f"Rank {failure.rank} has lost {whom}: {failure.message}",
-        "it did not say why it left: it was killed, its machine went down, or the network between them did",
-        "look at what it printed last, and at its machine's log; under torchrun --max-restarts a run with "
-        "ckpt_path='auto' goes on by itself",
+        f"Rank {failure.rank} has lost {peer}: {failure.message}",
+        "it reported no error: it was killed, its machine went down, or the network between them failed",
+        "look at its last output and at its machine's log; under torchrun --max-restarts a run with "
+        "ckpt_path='auto' resumes by itself",
     )
 
 
-def _hear_of_cause(control: ControlPlane, world: World | None) -> Failure | None:
-    """Wait for word of the cause: from the rank itself, or from whoever watches its process."""
-    end = time.monotonic() + _HEAR.total_seconds()
+def _wait_for_cause(control: ControlPlane, world: World | None) -> Failure | None:
+    """Wait until the rank that failed first, or the launcher that watches its process, reports the cause."""
+    end = time.monotonic() + _CAUSE_TIMEOUT.total_seconds()
     while True:
-        cause = control.first_failure(_LOOK)
+        cause = control.first_failure(_POLL_INTERVAL)
         if cause is not None and cause.distance == 0:
             return cause
         if world is not None and world.failures():
-            found = first_cause(world.failures())
-            control.report_failure(found)  # the others do not watch processes
-            return found
+            failed_process = first_cause(world.failures())
+            control.report_failure(failed_process)  # the other ranks do not watch processes
+            return failed_process
         if control.everybody_failed() or time.monotonic() >= end:
             return cause
 
 
-class _NoAnswerError(RuntimeError):
-    """The store has not answered in time."""
+class _StoreTimeoutError(RuntimeError):
+    """The store did not answer in time."""
 
 
-def _within(limit: timedelta, call: Callable[[], Answer]) -> Answer:
-    """Call, in a thread that is left behind where nothing comes back: a request to a store cannot be given up.
+def _call_with_timeout(limit: timedelta, call: Callable[[], Answer]) -> Answer:
+    """Make a request to the store in a daemon thread, which is abandoned on a timeout: requests cannot be cancelled.
 
     Raises:
         RuntimeError: the store is gone, or has not answered within ``limit``.
     """
     answers: queue.SimpleQueue[tuple[Answer | None, BaseException | None]] = queue.SimpleQueue()
 
-    def ask() -> None:
+    def run() -> None:
         try:
             answers.put((call(), None))
         except BaseException as error:
             answers.put((None, error))
 
-    threading.Thread(target=ask, name="drivetrain-failure", daemon=True).start()
+    threading.Thread(target=run, name="drivetrain-failure", daemon=True).start()
     try:
         answer, error = answers.get(timeout=limit.total_seconds())
     except queue.Empty:
-        raise _NoAnswerError(f"the store has not answered within {limit}") from None
+        raise _StoreTimeoutError(f"the store has not answered within {limit}") from None
     if error is not None:
         raise error
     return answer  # type: ignore[return-value]

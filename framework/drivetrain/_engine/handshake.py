@@ -1,4 +1,4 @@
-"""The ranks' handshake: before the first step they make sure that they are about to do the same."""
+"""The handshake: before the first step, checks that all ranks have the same module, settings and optimizers."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from drivetrain.run_context import RunContext
 
 
 def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
-    """Compare JSON-able facts with rank 0's; where they differ anywhere, say on which ranks and how.
+    """Compare ``facts``, which must be serialisable as JSON, with rank 0's. Collective.
 
     Raises:
-        DistributedError: on every rank; names each fact that differs, the ranks and their values.
+        DistributedError: on every rank if any differ; names each differing fact, the ranks and their values.
     """
     if control.world_size == 1:
         return
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
-    (odd,) = control.agree("the handshake", control.from_rank_0(digest) != digest)
-    if not odd:
+    (differ,) = control.agree("the handshake", control.from_rank_0(digest) != digest)
+    if not differ:
         return
-    everybody = control.gather_objects(dict(facts))
+    all_facts = control.gather_objects(dict(facts))
     lines = []
-    for name in sorted({name for other in everybody for name in other}):
-        values = spread([json.dumps(other.get(name)) for other in everybody])
+    for name in sorted({name for rank_facts in all_facts for name in rank_facts}):
+        values = spread([json.dumps(rank_facts.get(name)) for rank_facts in all_facts])
         if len(values) > 1:
-            told = "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in values.items())
-            lines.append(f"{name}: {told}")
+            lines.append(f"{name}: " + "; ".join(f"{value} on rank(s) {ranks}" for value, ranks in values.items()))
     raise DistributedError(
         f"The ranks do not agree on {len(lines)} thing(s): " + " | ".join(lines[:20]),
         "they would compute different things, or wait for each other in vain.",
@@ -42,34 +41,34 @@ def check_ranks_agree(control: ControlPlane, facts: Mapping[str, Any]) -> None:
     )
 
 
-def settle_folder(control: ControlPlane, wanted_by: Sequence[str]) -> None:
-    """Refuse ranks of which only some want a folder for the run, which all of them settle together. Collective.
+def check_folder_agreement(control: ControlPlane, wanted_by: Sequence[str]) -> None:
+    """Check that either all ranks or none need a folder for the run: choosing one is collective. Collective.
 
     Args:
-        control: the way to the other ranks.
-        wanted_by: what wants one on this rank: classes of loggers, callbacks and a profiler, ``ckpt_path``.
+        control: connects the ranks.
+        wanted_by: what needs a folder on this rank: class names of loggers, callbacks and a profiler, "ckpt_path".
 
     Raises:
-        DistributedError: on every rank; names what wants it, and the ranks.
+        DistributedError: on every rank if they differ; names what needs the folder, and the ranks.
     """
     if control.world_size == 1:
         return
     wanted = bool(wanted_by)
-    (odd,) = control.agree("whether the run has a folder", control.from_rank_0(wanted) != wanted)
-    if not odd:
+    (differ,) = control.agree("whether the run has a folder", control.from_rank_0(wanted) != wanted)
+    if not differ:
         return
-    told = spread([", ".join(one) or "nothing" for one in control.gather_objects(list(wanted_by))])
+    ranks_by_wish = spread([", ".join(one) or "nothing" for one in control.gather_objects(list(wanted_by))])
     raise DistributedError(
         "Some ranks want a folder for the run and some do not: "
-        + "; ".join(f"{what} on rank(s) {ranks}" for what, ranks in told.items())
+        + "; ".join(f"{classes} on rank(s) {ranks}" for classes, ranks in ranks_by_wish.items())
         + ".",
-        "rank 0 settles which one, and tells all others: loggers, a Checkpoint and a profiler are there on every rank.",
-        "give Fit the same ones on every rank; what only rank 0 is to do, they leave to it by themselves.",
+        "rank 0 chooses the folder for all ranks: loggers, Checkpoint and a profiler must exist on every rank.",
+        "give Fit the same ones on every rank; they write on rank 0 only where one file is enough.",
     )
 
 
-def facts_about(module: nn.Module) -> dict[str, Any]:
-    """Return what must be alike of a module: each parameter's shape, dtype and whether it trains."""
+def module_facts(module: nn.Module) -> dict[str, Any]:
+    """Return what must be equal on all ranks: each parameter's shape, dtype and whether it trains, and their order."""
     facts: dict[str, Any] = {
         f"parameter {name!r}": [list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
         for name, parameter in module.named_parameters()
@@ -81,29 +80,29 @@ def facts_about(module: nn.Module) -> dict[str, Any]:
     return facts
 
 
-def facts_about_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Any]:
-    """Return what must be alike of optimizers: their classes, and each group's numbers. Replicas drift apart else."""
+def optimizer_facts(optimizers: Sequence[Optimizer], schedulers: Sequence[Any]) -> dict[str, Any]:
+    """Return what must be equal on all ranks so that replicas do not diverge: optimizer classes and group options."""
     facts: dict[str, Any] = {"schedulers": [type(scheduler).__name__ for scheduler in schedulers]}
     for index, optimizer in enumerate(optimizers):
         facts[f"optimizer {index}"] = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             where = f"optimizer {index}, group {number}"
             facts[f"{where}, parameters"] = len(group["params"])
-            said = {name: _plain(value) for name, value in group.items() if name != "params"}
-            facts |= {f"{where}, {name}": value for name, value in said.items() if value is not None}
+            options = {name: _as_json(value) for name, value in group.items() if name != "params"}
+            facts |= {f"{where}, {name}": value for name, value in options.items() if value is not None}
     return facts
 
 
-def _plain(value: Any) -> Any:
-    """Numbers, text and sequences of these as they are, a one-element tensor as a number, and None for the rest."""
+def _as_json(value: Any) -> Any:
+    """Return numbers, text and sequences of these unchanged, a one-element tensor as a number, and else None."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, list | tuple) else [value]
     return value if all(isinstance(part, bool | int | float | str) for part in parts) else None
 
 
-def settings_alike(trainer: RunContext) -> dict[str, Any]:
-    """The settings that must be alike on every rank, as the handshake compares them."""
+def setting_facts(trainer: RunContext) -> dict[str, Any]:
+    """Return the settings of the trainer that must be equal on all ranks."""
     names = (
         "max_epochs max_steps min_epochs min_steps accumulate_grad_batches gradient_clip_val overfit_batches "
         "gradient_clip_algorithm val_check_interval check_val_every_n_epoch num_sanity_val_steps seed "
@@ -113,5 +112,5 @@ def settings_alike(trainer: RunContext) -> dict[str, Any]:
     facts: dict[str, Any] = {name: getattr(trainer, name) for name in names.split()}
     facts["strategy"] = trainer.strategy.name
     facts["precision"] = trainer.strategy.precision.name
-    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # at its end ranks compare
+    facts["profiler"] = type(trainer.profiler).__name__ if trainer.profiles else None  # its summary is collective
     return facts

@@ -1,4 +1,4 @@
-"""Histograms of tensors that are spread over ranks: each rank counts what it holds, and the counts are summed."""
+"""Histograms of distributed tensors: each rank counts the values it holds, and the counts are summed."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 
 def log_histograms(run: RunCore, name: str, value: Any, step: int, bins: int) -> None:
-    """Do as `RunContext.log_histogram` says. Collective: two exchanges of a few numbers a tensor.
+    """Implement `RunContext.log_histogram`. Collective: two exchanges of a few numbers per tensor.
 
     Raises:
-        ConfigurationError: on every rank, if a rank gave what is no tensor.
+        ConfigurationError: on every rank, if a value on any rank is not a tensor.
     """
     control = run.strategy.control
     given = {f"{name}/{key}": one for key, one in value.items()} if isinstance(value, Mapping) else {name: value}
     problem = next((f"{key}: a {type(one).__name__}" for key, one in given.items() if not _is_tensor(one)), None)
-    numbers = {} if problem is not None else _held(run, given)
+    numbers = {} if problem is not None else _local_numbers(run, given)
     reaches = {key: astuple(NOTHING if one is None else one.reach) for key, one in numbers.items()}
-    told = control.gather_objects([problem, {key: list(reach) for key, reach in reaches.items()}])
-    if (found := next((one for one, _ in told if one is not None), None)) is not None:
+    from_ranks = control.gather_objects([problem, {key: list(reach) for key, reach in reaches.items()}])
+    if (invalid := next((one for one, _ in from_ranks if one is not None), None)) is not None:
         raise ConfigurationError(
-            f"log_histogram was given what is no tensor, {found}.",
-            "it counts a tensor's numbers.",
-            "give a tensor, or tensors by name; None where a rank has nothing of it.",
+            f"log_histogram takes tensors, and was given {invalid}.",
+            "it counts a tensor's values.",
+            "give a tensor, or tensors by name; None on ranks that hold no part of it.",
         )
     joined, counted = {}, {}
-    for key in dict.fromkeys(key for _, each in told for key in each):  # of all ranks, in one order
-        joined[key] = Reach.joined([Reach(*each[key]) for _, each in told if key in each])
-        one = numbers.get(key)
-        if one is not None and not joined[key].is_empty:
-            part = one.counted(joined[key].edges(bins))
+    for key in dict.fromkeys(key for _, each in from_ranks for key in each):  # all ranks' keys, in the same order
+        joined[key] = Reach.joined([Reach(*each[key]) for _, each in from_ranks if key in each])
+        held = numbers.get(key)
+        if held is not None and not joined[key].is_empty:
+            part = held.counted(joined[key].edges(bins))
             counted[key] = [part.counts, part.sum, part.sum_of_squares]
     parts = control.gather_objects(counted)
     if control.rank > 0 or run.evaluation.sanity_checking:
         return
     for key, reach in joined.items():
-        if reach.is_empty:  # nothing in it is finite
+        if reach.is_empty:  # no finite value
             continue
-        own = [Counted(*each[key]) for each in parts if key in each]
-        histogram = Histogram.joined(own, reach.edges(bins), reach.left_out)
+        counts = [Counted(*each[key]) for each in parts if key in each]
+        histogram = Histogram.joined(counts, reach.edges(bins), reach.left_out)
         for logger in run.trainer.loggers:
             logger.log_histogram(key, histogram, step)
 
@@ -57,8 +57,8 @@ def _is_tensor(value: Any) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
 
-def _held(run: RunCore, given: Mapping[str, torch.Tensor | None]) -> dict[str, Numbers | None]:
-    """What this rank is to count of each tensor."""
+def _local_numbers(run: RunCore, given: Mapping[str, torch.Tensor | None]) -> dict[str, Numbers | None]:
+    """Return the part of each tensor that this rank counts; None for a tensor that other ranks count."""
     strategy = run.strategy
     names = {id(one): name for name, one in strategy.named_parameters().items()}
     of_module = {id(one) for one in (*run.module.parameters(), *run.module.buffers())}
@@ -67,7 +67,7 @@ def _held(run: RunCore, given: Mapping[str, torch.Tensor | None]) -> dict[str, N
     held: dict[str, Numbers | None] = {}
     for key, tensor in given.items():
         part: Any = tensor
-        is_models = id(tensor) in of_module or id(tensor) in gradients
+        belongs_to_module = id(tensor) in of_module or id(tensor) in gradients
         if id(tensor) in names:
             state = state or strategy.model_state()
             part = state.get(names[id(tensor)], tensor)
@@ -79,12 +79,12 @@ def _held(run: RunCore, given: Mapping[str, torch.Tensor | None]) -> dict[str, N
             held[key] = Numbers(part.local) if part.speaks else None
         elif hasattr(part, "full_tensor"):
             raise ConfigurationError(
-                f"log_histogram was given {key!r}, spread over ranks as {type(strategy).__name__} does not know it.",
-                "it cannot tell what this rank holds of it.",
+                f"log_histogram was given {key!r}, a DTensor that {type(strategy).__name__} did not shard.",
+                "it cannot tell which part of it this rank holds.",
                 "give tensor.full_tensor() on every rank.",
             )
-        elif is_models and strategy.rank > 0:
-            held[key] = None  # every rank has all of it
+        elif belongs_to_module and strategy.rank > 0:
+            held[key] = None  # it is replicated, and rank 0 counts it
         else:
             held[key] = Numbers(part)
     return held

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain._distributed.failure import RankFailedError
-from drivetrain._engine.error_reporting import print_in_a_line, told_by_its_own_rank
+from drivetrain._engine.error_reporting import peer_failures_in_one_line, print_in_one_line
 from drivetrain._engine.requirements import check_requirements, warn_of_unused_loader
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session import Session
 from drivetrain._engine.session_context import SessionContext
-from drivetrain._engine.signals import as_asked, awaited_signals
+from drivetrain._engine.signals import as_interruption, handled_signals
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.topology import Topology, environment_of, find_topology, stands_alone, topology_of_first
+from drivetrain._engine.topology import Topology, find_topology, first_rank_topology, is_standalone, resolve_environment
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain.errors import ConfigurationError
 from drivetrain.launchers import Launcher, Work, World, choose_launcher, named_launcher, suggested_threads
@@ -38,15 +38,15 @@ def launch(request: RunRequest[SessionContext]) -> Any:
     """Run a stage, after starting processes if they are missing, and return its result."""
     trainer = request.trainer
     check_requirements(request.stage, request.module, request.given)
-    environment = environment_of(trainer.environment)
+    environment = resolve_environment(trainer.environment)
     setting = _launcher_setting(trainer)
     launcher = named_launcher(setting)
-    if launcher is not None and launcher.places_devices and stands_alone(environment):
+    if launcher is not None and launcher.places_devices and is_standalone(environment):
         devices = launcher.devices(trainer.accelerator, trainer.devices)
-        place = topology_of_first(devices, trainer.num_nodes, trainer.chosen_strategy)
+        place = first_rank_topology(devices, trainer.num_nodes, trainer.chosen_strategy)
     else:
         devices = resolve_devices(trainer.accelerator, trainer.devices)
-        with told_by_its_own_rank():
+        with peer_failures_in_one_line():
             place = find_topology(environment, devices, trainer.num_nodes, trainer.chosen_strategy)
     if not place.missing:
         return _run_as_rank(request, place)
@@ -63,7 +63,7 @@ def launch(request: RunRequest[SessionContext]) -> Any:
 
 
 def _run_as_rank(request: RunRequest[SessionContext], place: Topology) -> Any:
-    with told_by_its_own_rank(place.placement.rank):
+    with peer_failures_in_one_line(place.placement.rank):
         return run_here(request, place)
 
 
@@ -102,7 +102,7 @@ def run_here(request: RunRequest[SessionContext], place: Topology) -> Any:
         if place.world is not None and isinstance(error, SystemExit) and isinstance(error.code, int):
             place.world.left_with = error.code
         if session.last_line is not None:
-            print_in_a_line(error, session.last_line)
+            print_in_one_line(error, session.last_line)
         raise
     finally:
         torch.set_num_threads(threads)
@@ -158,7 +158,7 @@ class _WorkOfRun(Work):
         self.done = False
         self.result: Any = None
         fitting = request.stage == "fit"
-        self.signals = awaited_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
+        self.signals = handled_signals(request.trainer.preemption_signals, os.environ) if fitting else ()
 
     def here(self, world: World) -> Any:
         store = world.store("runs")
@@ -177,7 +177,7 @@ class _WorkOfRun(Work):
             trainer.state = "interrupted"
             raise
         except RankFailedError as error:
-            left = as_asked(error, self.signals)
+            left = as_interruption(error, self.signals)
             if left is error:
                 raise
             trainer.state = "interrupted"
@@ -255,11 +255,11 @@ def _worker(
 
     The request's fields are separate arguments, so that an error names the one that cannot be pickled.
     """
-    from drivetrain._engine.layer_transfer import Before  # only runs in other processes need it
+    from drivetrain._engine.layer_transfer import InitialLayers  # only runs in other processes need it
     from drivetrain._engine.remote_result import Outcome
 
-    before = Before.of(module)
-    if not environment_of(trainer.environment).started_us:
+    before = InitialLayers.of(module)
+    if not resolve_environment(trainer.environment).started_us:
         trainer.environment = "auto"  # the caller's setting described the caller's process
     result = launch(RunRequest(trainer, stage, module, given, ckpt_path, return_predictions, allow, trial))
     if not trial:

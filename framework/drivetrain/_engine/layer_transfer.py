@@ -1,4 +1,4 @@
-"""Layers that a run in other processes has built, on their way to the caller's module."""
+"""Transfers layers that a run in other processes has built to the caller's module."""
 
 from __future__ import annotations
 
@@ -12,90 +12,90 @@ from torch import nn
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 
-Build = tuple[tuple[str, str], ...]
-"""By name: every layer's class, and which parameter or buffer it is, counted so that ties show."""
+LayerStructure = tuple[tuple[str, str], ...]
+"""Every layer's name and class, and every parameter's and buffer's name and number; tied ones have the same number."""
 
 _CONTAINERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
-class Before(NamedTuple):
-    """A module before a run: how it was built, and which of its own attributes had a value."""
+class InitialLayers(NamedTuple):
+    """A module's structure before a run, and the names of its attributes that had a value."""
 
-    build: Build
+    structure: LayerStructure
     attributes: frozenset[str]
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
-        """Take it down."""
-        return cls(build_of(module), frozenset(name for name, value in module.__dict__.items() if value is not None))
+        """Record the structure and attributes of ``module``."""
+        attributes = frozenset(name for name, value in module.__dict__.items() if value is not None)
+        return cls(layer_structure(module), attributes)
 
 
 @dataclass(slots=True)
-class Layers:
-    """How a module was built in a run.
+class BuiltLayers:
+    """The layers that a run has given a module.
 
     Attributes:
-        build: its layers and tensors.
-        pickled: the module's own containers, and its attributes that had no value before; None where they cannot be
-            pickled.
-        why_not: what the attempt to pickle them raised.
+        structure: its layers and tensors.
+        pickled: the module's own containers, and its attributes that had no value before; None if pickling failed.
+        pickling_error: the error of that failure, as text.
     """
 
-    build: Build
+    structure: LayerStructure
     pickled: bytes | None
-    why_not: str
+    pickling_error: str
 
     @classmethod
-    def of(cls, module: TrainModule, before: Before) -> Self | None:
-        """Collect them after a run; None where the module is built as it was ``before``."""
-        build = build_of(module)
-        if build == before.build:
+    def of(cls, module: TrainModule, before: InitialLayers) -> Self | None:
+        """Collect the layers after a run; None if the module has the same structure as ``before``."""
+        structure = layer_structure(module)
+        if structure == before.structure:
             return None
-        wanted = {
+        state = {
             name: value
             for name, value in module.__getstate__().items()
             if name in _CONTAINERS or (value is not None and name not in before.attributes)
         }
         try:
-            return cls(build, pickle.dumps(wanted), "")
-        except Exception as error:  # whatever a layer's own reduction raises: a parametrized one, a lambda
-            return cls(build, None, f"{type(error).__name__}: {error}")
+            return cls(structure, pickle.dumps(state), "")
+        except Exception as error:  # parametrized layers and lambdas raise errors of various types
+            return cls(structure, None, f"{type(error).__name__}: {error}")
 
     def put_into(self, module: TrainModule) -> None:
-        """Build the caller's module as the run's was.
+        """Give the caller's module the same layers, by unpickling them or by calling its ``configure_model``.
 
         Raises:
-            ConfigurationError: what could not be sent is not what its ``configure_model`` builds either.
+            ConfigurationError: they could not be pickled, and ``configure_model`` does not build them here.
         """
         if self.pickled is not None:
             state: dict[str, Any] = pickle.loads(self.pickled)
             module.__dict__.update(state)
             for name in (*state["_modules"], *state["_parameters"], *state["_buffers"]):
-                module.__dict__.pop(name, None)  # `self.net = None`, which would stand before the layer
+                module.__dict__.pop(name, None)  # a plain `self.net = None` would hide the layer
             return
         cause: Exception | None = None
-        with torch.random.fork_rng(devices=[]):  # the values come from the run
+        with torch.random.fork_rng(devices=[]):  # the values are copied from the run, so draws here must not count
             try:
                 module.configure_model()
             except Exception as error:
                 cause = error
-        if build_of(module) != self.build:
+        if layer_structure(module) != self.structure:
             raise ConfigurationError(
                 f"The layers that the run gave {type(module).__name__} cannot be sent to the process that called fit: "
-                f"{self.why_not}.",
-                "that process's configure_model does not build them by itself either.",
+                f"{self.pickling_error}.",
+                "its configure_model does not build them there either.",
                 "build them in __init__, or in configure_model alone; or use launcher='subprocess'.",
             ) from cause
 
 
-def build_of(module: nn.Module) -> Build:
-    """Return how a module is built; equal for two that weights can be copied between."""
+def layer_structure(module: nn.Module) -> LayerStructure:
+    """Return the structure of a module. Weights can be copied between modules of equal structure."""
     numbers: dict[int, int] = {}
-    found = []
+    structure = []
     for prefix, layer in module.named_modules(remove_duplicate=False):
         kind = type(layer)
-        found.append((prefix, f"{kind.__module__}.{kind.__qualname__}"))
+        structure.append((prefix, f"{kind.__module__}.{kind.__qualname__}"))
         for name, tensor in (*layer._parameters.items(), *layer._buffers.items()):
             if tensor is not None:
-                found.append((f"{prefix}.{name}", str(numbers.setdefault(id(tensor), len(numbers)))))
-    return tuple(found)
+                structure.append((f"{prefix}.{name}", str(numbers.setdefault(id(tensor), len(numbers)))))
+    return tuple(structure)

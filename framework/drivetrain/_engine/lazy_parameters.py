@@ -1,4 +1,4 @@
-"""Layers whose parameters have no shape yet (`torch.nn.Lazy*`), refused before anything asks for one."""
+"""Refuses uninitialised lazy layers (`torch.nn.Lazy*`) before the shape of a parameter is needed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch.nn.parameter import is_lazy
 
 from drivetrain.errors import ConfigurationError
 
-_SHOWN = 8
+_MAX_LISTED = 8
 
 
-def refuse_lazy(module: nn.Module) -> NoReturn:
-    """Refuse a module with lazy layers that have not seen an input.
+def refuse_lazy_layers(module: nn.Module) -> NoReturn:
+    """Raise the error for a module with lazy layers that have not seen an input.
 
     Raises:
-        ConfigurationError: names them.
+        ConfigurationError: names the layers.
     """
     lazy = [
         f"{name or 'the module itself'} ({type(layer).__name__})"
         for name, layer in module.named_modules()
         if any(is_lazy(tensor) for tensor in (*layer._parameters.values(), *layer._buffers.values()))
     ]
-    more = f" and {len(lazy) - _SHOWN} more" if len(lazy) > _SHOWN else ""
+    more = f" and {len(lazy) - _MAX_LISTED} more" if len(lazy) > _MAX_LISTED else ""
     raise ConfigurationError(
-        f"{type(module).__name__} has lazy layers that are not yet initialised: {', '.join(lazy[:_SHOWN])}{more}.",
-        "their parameters get a shape with the first forward; optimizers, strategies and checkpoints need it before.",
+        f"{type(module).__name__} has lazy layers that are not yet initialised: {', '.join(lazy[:_MAX_LISTED])}{more}.",
+        "their parameters get a shape in the first forward; optimizers, strategies and checkpoints need it earlier.",
         "run one forward on an example batch, under torch.no_grad(): before the call, or in configure_model.",
     )

@@ -1,4 +1,4 @@
-"""LogQueue: what loggers get, in order, without a step that waits for its numbers."""
+"""LogQueue: delivers logged rows to loggers in order, without making a step wait for device values."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from drivetrain.loggers import Logger
 
 
 class LogQueue:
-    """Rows for the loggers, each handed on once its numbers have come from their device, and none before another.
+    """Holds rows until their values are on the host, and delivers them to the loggers in order.
 
-    On the CPU a row is handed on at once. On CUDA the copy of its numbers is queued behind the work that is under way,
-    and looked at when the next row comes.
+    On the CPU a row is delivered immediately. On CUDA the copy to the host is queued behind the current work and polled
+    when the next row is added.
     """
 
     def __init__(self) -> None:
         self._rows: deque[_Row] = deque()
 
     def put(self, loggers: Sequence[Logger], values: Mapping[str, Tensor | float], step: int) -> None:
-        """Add a row, and hand on those that are complete.
+        """Add a row and deliver the rows that are complete.
 
         Args:
-            loggers: who gets it.
+            loggers: the loggers that receive the row.
             values: numbers and one-element tensors by name.
-            step: the optimizer step that they belong to.
+            step: the optimizer step that the values belong to.
         """
         self._rows.append(_Row(loggers, values, step))
-        self.hand_on()
+        self.deliver()
 
-    def hand_on(self, wait: bool = False) -> None:
-        """Hand on the rows that are complete; where ``wait``, wait for the others.
+    def deliver(self, wait: bool = False) -> None:
+        """Deliver the rows that are complete; with ``wait``, wait for the others and deliver them too.
 
         Raises:
-            Exception: the first that a logger raised, once all of these rows were offered to all loggers.
+            Exception: the first error of a logger, after all these rows were delivered to all loggers.
         """
         rows = self._rows
-        problem: Exception | None = None
+        first_error: Exception | None = None
         while rows and (wait or rows[0].is_complete):
-            found = rows.popleft().hand_on()
-            problem = problem or found
-        if problem is not None:
-            raise problem
+            error = rows.popleft().deliver()
+            first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
 
 class _Row:
@@ -61,13 +61,13 @@ class _Row:
     def is_complete(self) -> bool:
         return self._readback is None or self._readback.has_arrived
 
-    def hand_on(self) -> Exception | None:
+    def deliver(self) -> Exception | None:
         if self._readback is not None:
             self._values.update(zip(self._names, self._readback.numbers(), strict=True))
-        problem = None
+        first_error = None
         for logger in self._loggers:
             try:
                 logger.log_metrics(self._values, self._step)
-            except Exception as error:  # the others are to have the row
-                problem = problem or error
-        return problem
+            except Exception as error:  # the other loggers still receive the row
+                first_error = first_error or error
+        return first_error

@@ -1,4 +1,4 @@
-"""Methods that look like hooks and are none: nobody calls them, and a run would pass them over in silence."""
+"""Refuses methods whose names resemble hooks, which the engine would silently never call."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.module._module_hooks import ModuleHooks
 from drivetrain.module.train_module import TrainModule
 
-_MOMENT = re.compile(
+_HOOK_PATTERN = re.compile(
     r"on_(fit|train|training|val|valid|validation|validate|eval|evaluation|test|testing|predict|prediction|sanity|epoch|"
     r"batch|step)(_\w+)?_(start|begin|end|stop|finish|finished|done)"
 )
-_STEP = re.compile(
+_STEP_PATTERN = re.compile(
     r"(train|training|val|valid|validate|validation|test|testing|predict|prediction)"
     r"_(steps?|epoch_(start|begin|end)|dataloaders?)"
 )
-_LOADER = re.compile(r"\w+_dataloaders?")
+_LOADER_PATTERN = re.compile(r"\w+_dataloaders?")
 _SYNONYMS = {"begin": "start", "stop": "end", "finish": "end", "finished": "end", "done": "end"}
-_SYNONYM = re.compile(rf"({'|'.join(_SYNONYMS)})$")
-_ALIKE = 0.88
-"""How near a name must be to a hook's: "validation_steps" is, "training_loss" is not."""
+_SYNONYM_PATTERN = re.compile(rf"({'|'.join(_SYNONYMS)})$")
+_MIN_SIMILARITY = 0.88
+"""From which similarity to a hook's name a name is refused: "validation_steps" is, "training_loss" is not."""
 
-_AFTER_EPOCH = "keep what the steps give in a list of the module's own, and write {}(self), which takes nothing more"
-_GRADIENTS = (
+_EPOCH_END_FIX = "append the steps' outputs to a list on the module, and write {}(self), which has no other parameter"
+_ZERO_GRAD_FIX = (
     "on_before_zero_grad(self, optimizer) is called before it; to clear them another way, set "
     "self.automatic_optimization = False and call zero_grad in training_step"
 )
-_FLAGS = "set the mode of what is special in on_{}_start(self) and put it back in on_{}_end(self)"
-_OTHERS = {
-    "training_epoch_end": _AFTER_EPOCH.format("on_train_epoch_end"),
-    "validation_epoch_end": _AFTER_EPOCH.format("on_validation_epoch_end"),
-    "test_epoch_end": _AFTER_EPOCH.format("on_test_epoch_end"),
-    "predict_epoch_end": _AFTER_EPOCH.format("on_predict_epoch_end"),
+_MODE_FIX = "set the mode of the layers that need another in on_{}_start(self), and restore it in on_{}_end(self)"
+_LIGHTNING_HOOKS = {
+    "training_epoch_end": _EPOCH_END_FIX.format("on_train_epoch_end"),
+    "validation_epoch_end": _EPOCH_END_FIX.format("on_validation_epoch_end"),
+    "test_epoch_end": _EPOCH_END_FIX.format("on_test_epoch_end"),
+    "predict_epoch_end": _EPOCH_END_FIX.format("on_predict_epoch_end"),
     **dict.fromkeys(("training_end", "training_step_end"), "do it in training_step, or write on_train_batch_end"),
     **dict.fromkeys(("validation_end", "validation_step_end"), "do it in validation_step"),
     "test_step_end": "do it in test_step",
@@ -51,10 +51,10 @@ _OTHERS = {
         "on_before_backward(self, loss) and on_after_backward(self) are called around it; for a backward of your own "
         "set self.automatic_optimization = False and call self.manual_backward(loss) in training_step"
     ),
-    "optimizer_zero_grad": _GRADIENTS,
-    "on_validation_model_zero_grad": _GRADIENTS,
+    "optimizer_zero_grad": _ZERO_GRAD_FIX,
+    "on_validation_model_zero_grad": _ZERO_GRAD_FIX,
     **{
-        f"on_{stage}_model_{mode}": _FLAGS.format(stage, stage)
+        f"on_{stage}_model_{mode}": _MODE_FIX.format(stage, stage)
         for stage in ("validation", "test", "predict")
         for mode in ("eval", "train")
     },
@@ -74,17 +74,17 @@ _OTHERS = {
     **dict.fromkeys(("on_hpc_load", "hpc_load"), "write on_load_checkpoint"),
     "tng_dataloader": "write train_dataloader",
 }
-"""Hooks of other trainers, and what stands for them here."""
+"""Hooks of Lightning's past and present that do not exist here, and what replaces each."""
 
-_OF_MODULES = (
+_MODULE_HOOKS = (
     *(name for name in vars(ModuleHooks) if not name.startswith("_")),
     *("configure_optimizers", "batch_weight", "configure_gradient_clipping", "optimizer_step", "lr_scheduler_step"),
     *("transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
 )
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""They take what they like of batch, batch_idx and dataloader_idx, which is looked at where they are called."""
+"""Steps may take any of batch, batch_idx and dataloader_idx; the loops check their signatures."""
 
-_OF_DATA = tuple(
+_DATA_HOOKS = tuple(
     name
     for name, value in vars(DataModule).items()
     if isinstance(value, FunctionType) and not name.startswith("_") and "state_dict" not in name
@@ -94,70 +94,72 @@ _OF_DATA = tuple(
 def check_hooks(
     owner: TrainModule | Callback | DataModule, given: DataArguments | None = None, stage: str | None = None
 ) -> None:
-    """Refuse methods that look like hooks and are none, and hooks that take other arguments than they are given.
+    """Refuse methods that look like hooks but are not, and hooks that cannot take the arguments they are called with.
 
-    A method that the object itself or the user's script calls is a helper, by whatever name.
+    A method that the object's own code or the user's script calls is a helper, whatever its name.
 
     Args:
-        owner: whose class, and its bases as far as they are the user's, are looked at.
-        given: the loaders of the run: where there are some, a method that looks like theirs may be where they are from.
-        stage: "fit", "validate", "test" or "predict", whose loaders the engine asks for; None where it asks for none.
+        owner: the object; its class and the bases that the user wrote are checked.
+        given: the loaders passed to the run. A method that looks like a loader's may be where they come from.
+        stage: "fit", "validate", "test" or "predict"; loader methods that this stage does not call are not checked.
+            None if the engine calls none of them.
 
     Raises:
-        ConfigurationError: names the method, and what to write for it.
+        ConfigurationError: names the method, and the correct hook.
     """
-    base, hooks = _kind(owner)
+    base, hooks = _base_and_hooks(owner)
     known = set(dir(base))
-    for name in _own_functions(owner, base):
+    for name in _user_methods(owner, base):
         if name in known or name.startswith("_"):
             continue
-        way = _way_out(name, base, hooks, given)
-        if way is not None and not _calls_itself(owner, base, name) and not _is_called(owner, base, name):
+        fix = _suggest_fix(name, base, hooks, given)
+        if fix is not None and not _calls_itself(owner, base, name) and not _is_called(owner, base, name):
             raise ConfigurationError(
-                f"{type(owner).__name__}.{name} looks like a hook, and is none: nobody calls it.",
-                "what it is meant to do would not be done.",
-                f"{way}. A method that is called from elsewhere needs another name, or an underscore before it.",
+                f"{type(owner).__name__}.{name} looks like a hook but is not one: the engine never calls it.",
+                "its code would not run.",
+                f"{fix}. If your own code calls the method, rename it or prefix its name with an underscore.",
             )
     for name in hooks:
-        if name not in _STEPS and is_overridden(name, owner, base) and not _is_spared(name, given, stage):
+        if name not in _STEPS and is_overridden(name, owner, base) and not _is_unused_loader(name, given, stage):
             _check_arguments(owner, name, base)
 
 
-def _kind(owner: object) -> tuple[type, tuple[str, ...]]:
+def _base_and_hooks(owner: object) -> tuple[type, tuple[str, ...]]:
     if isinstance(owner, TrainModule):
-        return TrainModule, (*_STEPS, *_OF_MODULES)
-    return (Callback, HOOKS) if isinstance(owner, Callback) else (DataModule, _OF_DATA)
+        return TrainModule, (*_STEPS, *_MODULE_HOOKS)
+    return (Callback, HOOKS) if isinstance(owner, Callback) else (DataModule, _DATA_HOOKS)
 
 
-def _way_out(name: str, base: type, hooks: Sequence[str], given: DataArguments | None) -> str | None:
-    """What to write for ``name``; None where it is no hook's name, nor like one."""
-    on = name.startswith("on_")
-    if name in _OTHERS and (on or base is TrainModule):
-        return _OTHERS[name]
-    if on:
-        kinds = (("a module", _OF_MODULES), ("a callback", HOOKS), ("a data module", _OF_DATA))
-        elsewhere = [kind for kind, theirs in kinds if name in theirs]
-        if elsewhere:
-            return f"it is a hook of {' and of '.join(elsewhere)}: write it there"
+def _suggest_fix(name: str, base: type, hooks: Sequence[str], given: DataArguments | None) -> str | None:
+    """Return what to write instead of ``name``; None if it does not resemble a hook."""
+    is_on_hook = name.startswith("on_")
+    if name in _LIGHTNING_HOOKS and (is_on_hook or base is TrainModule):
+        return _LIGHTNING_HOOKS[name]
+    if is_on_hook:
+        kinds = (("a module", _MODULE_HOOKS), ("a callback", HOOKS), ("a data module", _DATA_HOOKS))
+        owners = [kind for kind, names in kinds if name in names]
+        if owners:
+            return f"it is a hook of {' and of '.join(owners)}: write it there"
     elif base is Callback or (base is DataModule and re.fullmatch(r"\w+_steps?", name)):
         return None
-    alike = (_MOMENT if on else _STEP).fullmatch(name) is not None
-    near, likeness = _nearest(_SYNONYM.sub(lambda found: _SYNONYMS[found[0]], name) if on else name, hooks, alike)
-    if not alike and likeness < _ALIKE:
+    matches = (_HOOK_PATTERN if is_on_hook else _STEP_PATTERN).fullmatch(name) is not None
+    standard = _SYNONYM_PATTERN.sub(lambda match: _SYNONYMS[match[0]], name) if is_on_hook else name
+    hook, similarity = _nearest_hook(standard, hooks, always=matches)
+    if not matches and similarity < _MIN_SIMILARITY:
         return None
-    # Where loaders were given, this may be the method that gave them.
-    return None if near.endswith("_dataloader") and _is_given(near, given) else f"write {near}"
+    # If loaders were passed to the run, this method may be where they come from.
+    return None if hook.endswith("_dataloader") and _is_given(hook, given) else f"write {hook}"
 
 
-def _nearest(name: str, hooks: Sequence[str], anyway: bool) -> tuple[str, float]:
-    """The hook whose name is nearest, and how near; ``anyway`` says that it is wanted however far it is."""
-    found, best = "", 0.0
+def _nearest_hook(name: str, hooks: Sequence[str], always: bool) -> tuple[str, float]:
+    """Return the hook with the most similar name, and the similarity; unless ``always``, only similar names count."""
+    nearest, best = "", 0.0
     for hook in hooks:
-        # Most names are told apart by their lengths and beginnings, at next to no cost.
-        if anyway or (abs(len(hook) - len(name)) <= 3 and hook[0] == name[0]):
-            likeness = SequenceMatcher(None, name, hook).ratio()
-            found, best = (hook, likeness) if likeness > best else (found, best)
-    return found, best
+        # Comparing lengths and first letters rules out most names at almost no cost.
+        if always or (abs(len(hook) - len(name)) <= 3 and hook[0] == name[0]):
+            similarity = SequenceMatcher(None, name, hook).ratio()
+            nearest, best = (hook, similarity) if similarity > best else (nearest, best)
+    return nearest, best
 
 
 def _is_given(loader_method: str, given: DataArguments | None) -> bool:
@@ -167,26 +169,26 @@ def _is_given(loader_method: str, given: DataArguments | None) -> bool:
     return loaders is not None or given.datamodule is not None
 
 
-def _is_spared(name: str, given: DataArguments | None, stage: str | None) -> bool:
-    """Whether a loader's method is the user's own affair: this run does not ask it for one."""
+def _is_unused_loader(name: str, given: DataArguments | None, stage: str | None) -> bool:
+    """Whether ``name`` is a loader method that this run does not call."""
     if not name.endswith("_dataloader"):
         return False
-    asked = ("train", "validate") if stage == "fit" else () if stage is None else (stage,)
-    if name not in map(loader_method, asked):
+    loops = ("train", "validate") if stage == "fit" else () if stage is None else (stage,)
+    if name not in map(loader_method, loops):
         return True
     loaders = None if given is None else given.train if name == "train_dataloader" else given.evaluate
     return loaders is not None
 
 
-def _own_functions(owner: object, base: type) -> list[str]:
-    """The names of the methods that a user has written for ``owner``."""
-    found = [name for name, value in vars(owner).items() if isinstance(value, FunctionType | MethodType)]
-    for kind in _own_classes(owner, base):
-        found += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
-    return found
+def _user_methods(owner: object, base: type) -> list[str]:
+    """Return the names of the methods that the user has written for ``owner``."""
+    names = [name for name, value in vars(owner).items() if isinstance(value, FunctionType | MethodType)]
+    for kind in _user_classes(owner, base):
+        names += [name for name, value in vars(kind).items() if isinstance(value, FunctionType)]
+    return names
 
 
-def _own_classes(owner: object, base: type) -> Iterator[type]:
+def _user_classes(owner: object, base: type) -> Iterator[type]:
     for kind in type(owner).__mro__:
         if kind is base:
             return
@@ -196,7 +198,7 @@ def _own_classes(owner: object, base: type) -> Iterator[type]:
 
 def _calls_itself(owner: object, base: type, method: str) -> bool:
     """Whether another method of ``owner`` uses ``self.<method>``."""
-    for kind in _own_classes(owner, base):
+    for kind in _user_classes(owner, base):
         for name, value in vars(kind).items():
             value = getattr(value, "fget", getattr(value, "__func__", value))
             if name != method and isinstance(value, FunctionType) and _uses(value.__code__, method):
@@ -205,20 +207,20 @@ def _calls_itself(owner: object, base: type, method: str) -> bool:
 
 
 def _is_called(owner: object, base: type, method: str) -> bool:
-    """Whether the user's files call it; a loss has a ``backward``, and where loaders are from is seen from the run."""
-    if method == "backward" or _LOADER.fullmatch(method):
+    """Whether the user's files call ``method``. For ``backward``, which losses have too, and loaders it cannot tell."""
+    if method == "backward" or _LOADER_PATTERN.fullmatch(method):
         return False
-    return is_called_elsewhere(method, {kind.__module__ for kind in _own_classes(owner, base)})
+    return is_called_elsewhere(method, {kind.__module__ for kind in _user_classes(owner, base)})
 
 
 def _uses(code: CodeType, method: str) -> bool:
     if method in code.co_names:
-        before: Any = None
+        previous: Any = None
         for instruction in dis.get_instructions(code):
-            owner = before[-1] if isinstance(before, tuple) and before else before
+            owner = previous[-1] if isinstance(previous, tuple) and previous else previous
             if instruction.argval == method and owner == "self" and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 return True
-            before = instruction.argval
+            previous = instruction.argval
     return any(_uses(constant, method) for constant in code.co_consts if isinstance(constant, CodeType))
 
 
@@ -228,17 +230,17 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
         raise ConfigurationError(
             f"{type(owner).__name__}.{name} is a {type(hook).__name__}.",
             "the engine calls a method of that name.",
-            f"keep it under another name, and write def {name}(self), which returns it.",
+            f"store it under another name, and write def {name}(self), which returns it.",
         )
     expected = list(inspect.signature(getattr(base, name)).parameters.values())[1:]
-    # Evaluation hooks get the number of the loader where there are several.
+    # Evaluation hooks get dataloader_idx only if there are several loaders.
     passed = [one.name for one in expected if one.name != "dataloader_idx" or one.default is inspect.Parameter.empty]
-    several = [one.name for one in expected]
+    with_loader_index = [one.name for one in expected]
     try:
-        signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may give it more
-    except (TypeError, ValueError):  # not written in Python
+        signature = inspect.signature(hook, follow_wrapped=False)  # a decorator may pass more arguments
+    except (TypeError, ValueError):  # it is not written in Python
         return
-    if several != passed and _takes(signature, several):
+    if with_loader_index != passed and _accepts(signature, with_loader_index):
         return
     try:
         signature.bind(*passed)
@@ -250,7 +252,7 @@ def _check_arguments(owner: object, name: str, base: type) -> None:
         ) from None
 
 
-def _takes(signature: inspect.Signature, passed: Sequence[str]) -> bool:
+def _accepts(signature: inspect.Signature, passed: Sequence[str]) -> bool:
     try:
         signature.bind(*passed)
     except TypeError:

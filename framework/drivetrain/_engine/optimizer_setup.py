@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from drivetrain._engine.handshake import check_ranks_agree, facts_about_optimizers
-from drivetrain._engine.resume_compatibility import names_of
+from drivetrain._engine.handshake import check_ranks_agree, optimizer_facts
+from drivetrain._engine.resume_compatibility import class_names
 from drivetrain._engine.run_parts import Optimization, RunCore
 from drivetrain._loops.configured_optimizers import (
     SchedulerConfig,
@@ -43,8 +43,8 @@ def set_up_optimizers(
     optimizers, configs = parse_optimizers(configured)
     schedulers = [config.scheduler for config in configs]
     if strategy.world_size > 1:  # a learning rate that is a tensor on a device would be waited for
-        check_ranks_agree(strategy.control, facts_about_optimizers(optimizers, schedulers))
-    components |= {"optimizers": names_of(optimizers), "schedulers": names_of(schedulers)}
+        check_ranks_agree(strategy.control, optimizer_facts(optimizers, schedulers))
+    components |= {"optimizers": class_names(optimizers), "schedulers": class_names(schedulers)}
     automatic = module.automatic_optimization
     closure = needs_engine_closure(configured, optimizers, automatic)
     strategy.adopt_parameters(optimizers)

@@ -1,4 +1,4 @@
-"""Out of memory: what takes it, and which setting would take less. Said in a note on the error, which stays itself."""
+"""Adds a note to out-of-memory errors: what uses the memory, and which settings would use less."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
-# What torch's allocator of the host's memory says; a device's has an error of its own.
-_SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
-_KINDS = ("OutOfMemoryError", "MemoryError")
-_LARGEST = 5
+# Texts of torch's host allocator, which raises a plain RuntimeError; device allocators have an error class.
+_HOST_MESSAGES = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory")
+_ERROR_TYPES = ("OutOfMemoryError", "MemoryError")
+_LARGEST_LISTED = 5
 
 
 class _Tensor(NamedTuple):
-    """A tensor that was alive, by a name that its owner knows."""
+    """A live tensor, with a name that the user knows it by."""
 
     kind: str
     name: str
@@ -35,27 +35,27 @@ class _Tensor(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was what lacked: a device's or the host's."""
+    """Whether the error means that device or host memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and _SAID.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _HOST_MESSAGES.search(str(error)) is not None
 
 
-def failed_for_memory(error: BaseException) -> bool:
-    """Whether a run ended because memory lacked, on this rank or on another that has said so."""
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether a run failed because memory ran out, on this rank or on another one that reported it."""
     if not isinstance(error, RankFailedError):
         return is_out_of_memory(error)
     failure = error.failure
     kind = (failure.error_type or "").rpartition(".")[2]
-    return kind in _KINDS or (kind == "RuntimeError" and _SAID.search(failure.message) is not None)
+    return kind in _ERROR_TYPES or (kind == "RuntimeError" and _HOST_MESSAGES.search(failure.message) is not None)
 
 
 def explain_out_of_memory(
     error: BaseException, session: RunCore, optimizers: Sequence[Optimizer], batch_size: int | None
 ) -> None:
-    """Add to an error for want of memory which tensors were the largest, and what to change first.
+    """Add a note to an out-of-memory error that lists the largest tensors and the settings to change first.
 
-    To be called before anything is let go of. Does nothing for other errors, and never fails itself.
+    Call it before the run's tensors are freed. Other errors are left unchanged, and it never raises.
     """
     try:
         if is_out_of_memory(error):
@@ -77,7 +77,7 @@ def _note(error: BaseException, session: RunCore, optimizers: Sequence[Optimizer
         held, reserved = torch.cuda.memory_allocated(strategy.device), torch.cuda.memory_reserved(strategy.device)
         lines.append(f"  on the device {_size(held)} in tensors, {_size(reserved)} reserved")
     lines.append("The largest tensors:")
-    for one in sorted(tensors, key=lambda one: -one.nbytes)[:_LARGEST]:
+    for one in sorted(tensors, key=lambda one: -one.nbytes)[:_LARGEST_LISTED]:
         dtype = str(one.tensor.dtype).removeprefix("torch.")
         lines.append(f"  {_size(one.nbytes)}  {one.kind}: {one.name}, {dtype} of shape {tuple(one.tensor.shape)}")
     lines += [
@@ -87,7 +87,7 @@ def _note(error: BaseException, session: RunCore, optimizers: Sequence[Optimizer
     return "\n".join(lines)
 
 
-# What was there
+# Live tensors
 
 
 def _of_the_run(session: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_Tensor]:
@@ -108,7 +108,7 @@ def _of_the_run(session: RunCore, optimizers: Sequence[Optimizer]) -> Iterator[_
 
 
 def _of_the_frames(error: BaseException) -> Iterator[_Tensor]:
-    """Tensors in the variables of the functions that the error went through: inputs, activations, losses."""
+    """Yield the tensors in local variables of the frames in the traceback: inputs, activations, losses."""
     trace = error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
@@ -127,12 +127,12 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _distinct(tensors: list[_Tensor]) -> list[_Tensor]:
-    """Each piece of memory once, by the first name that it has."""
-    found: dict[int, _Tensor] = {}
+    """Return one tensor per storage, the first in the list, without empty ones."""
+    by_storage: dict[int, _Tensor] = {}
     for one in tensors:
         if one.tensor.device.type != "meta":
-            found.setdefault(one.tensor.untyped_storage().data_ptr(), one)
-    return [one for one in found.values() if one.nbytes]
+            by_storage.setdefault(one.tensor.untyped_storage().data_ptr(), one)
+    return [one for one in by_storage.values() if one.nbytes]
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -144,11 +144,11 @@ def _size(nbytes: int) -> str:
     return size_in_words(nbytes, ".4g")
 
 
-# What would take less
+# Advice
 
 
 def _cheaper(session: RunCore, batch_size: int | None, totals: dict[str, int]) -> list[str]:
-    """What to change, first what costs least for the memory that is short."""
+    """Return what to change, what helps most first: the parameters' state if it takes more than half of the memory."""
     state = sum(totals.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
     strategy = session.strategy
     used = torch.cuda.memory_allocated(strategy.device) if strategy.device.type == "cuda" else sum(totals.values())
@@ -162,8 +162,8 @@ def _cheaper(session: RunCore, batch_size: int | None, totals: dict[str, int]) -
     return for_state + for_activations if state > used / 2 and for_state else for_activations + for_state
 
 
-def _on(what: str, advice: Iterable[MemoryAdvice]) -> list[str]:
-    return [one.text for one in advice if one.lessens == what]
+def _on(use: str, advice: Iterable[MemoryAdvice]) -> list[str]:
+    return [one.text for one in advice if one.lessens == use]
 
 
 def _smaller_batches(session: RunCore, size: int | None, fitting: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""The process-wide switches that a run flips; `ProcessState` puts them back."""
+"""Sets process-wide torch flags for a run. `ProcessState` restores them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def apply_switches(deterministic: bool | str | None, benchmark: bool | None, detect_anomaly: bool) -> None:
-    """Switch gradients on, and what ``deterministic``, ``benchmark``, ``detect_anomaly`` ask for; None leaves it be."""
-    torch.set_grad_enabled(True)  # whoever calls fit under no_grad means to train all the same
+    """Enable gradients and apply the `Fit` arguments of these names; None leaves a flag unchanged."""
+    torch.set_grad_enabled(True)  # fit may be called under no_grad
     if deterministic is not None:
         torch.use_deterministic_algorithms(bool(deterministic), warn_only=deterministic == "warn")
         if deterministic:
-            # torch looks at it with the first product of matrices, and cuBLAS is not deterministic without.
+            # cuBLAS is only deterministic with this variable, and torch reads it at the first matrix product.
             if _CUBLAS not in os.environ and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 logger.warning(
                     "deterministic=%r, and this process has used CUDA without %s: once it has multiplied matrices "

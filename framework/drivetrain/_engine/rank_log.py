@@ -1,4 +1,4 @@
-"""What one rank of many has to say, kept in a file of its own: warnings, and how it failed."""
+"""A log file per rank for warnings and errors, in runs of several ranks."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("drivetrain")
 
-LARGEST = 8 * 2**20
-"""Bytes of a log, after which another is begun; the one before is kept, and those before it are not."""
-_LONGEST = 2**20  # characters of a record, of which the middle is left out beyond that
+MAX_LOG_BYTES = 8 * 2**20
+"""The size at which a log is rotated. One rotated file is kept."""
+_MAX_RECORD_LENGTH = 2**20
+"""In characters. The middle of a longer record is omitted."""
 
 
 class RankLog:
-    """Keeps warnings and errors of this rank, for the length of its ``with``, in ``<run's folder>/logs/rank-N.log``.
+    """Within its ``with`` block, also writes this rank's warnings and errors to ``<run folder>/logs/rank-N.log``.
 
-    The file is made by the first of them: a run in which nothing happens leaves none. What was shown before is shown
-    still. A file that is full becomes ``rank-N.1.log``, in place of the one before, and another is begun.
+    The first record creates the file. A full file is renamed to ``rank-N.1.log``, replacing an older one.
 
     Args:
-        run: the folder.
-        rank: this one.
-        world_size: among how many. One alone keeps nothing: what it has to say is on the terminal.
-        otherwise: where ``logs`` is to be, where the run has no folder; None for nowhere.
+        run: the run's folder.
+        rank: this process's rank.
+        world_size: the number of ranks. A single rank writes no log: its output is on the terminal.
+        fallback: the folder for ``logs`` if the run has no folder; None for no log.
     """
 
-    def __init__(self, run: RunFolder, rank: int, world_size: int, otherwise: str | None = None) -> None:
+    def __init__(self, run: RunFolder, rank: int, world_size: int, fallback: str | None = None) -> None:
         self._run = run
-        self._otherwise = otherwise
+        self._fallback = fallback
         self._rank = rank
-        self._keeps = world_size > 1
-        self._handler: _Handler | None = None  # for the length of the run: a handler cannot be sent to other processes
-        self._show: Any = None
-        self.written: str | None = None
-        """The file, once there is one."""
+        self._enabled = world_size > 1
+        self._handler: _Handler | None = None  # None outside the run, so that the object can be pickled
+        self._previous_showwarning: Any = None
+        self.path: str | None = None
+        """The log file, once it has been written to."""
 
     @property
     def folder(self) -> str | None:
-        """Where all ranks' logs are, on this machine; None where this run keeps none, or has no folder yet."""
-        root = (self._run.path or self._otherwise) if self._keeps else None
+        """The local folder of all ranks' logs; None if the run writes none or has no folder yet."""
+        root = (self._run.path or self._fallback) if self._enabled else None
         return None if root is None or "://" in root else os.path.join(os.path.abspath(root), "logs")
 
     def __enter__(self) -> Self:
-        if self._keeps:
+        if self._enabled:
             self._handler = _Handler(self)
             _LOGGER.addHandler(self._handler)
-            self._show, warnings.showwarning = warnings.showwarning, self._showwarning
+            self._previous_showwarning, warnings.showwarning = warnings.showwarning, self._showwarning
         return self
 
     def __exit__(
@@ -64,12 +64,12 @@ class RankLog:
             _LOGGER.removeHandler(self._handler)
             self._handler = None
         if warnings.showwarning == self._showwarning:
-            warnings.showwarning = self._show
-        self._show = None
+            warnings.showwarning = self._previous_showwarning
+        self._previous_showwarning = None
 
     def add(self, text: str) -> None:
-        """Write ``text`` as it is. Where that is impossible, as on a full disk, nothing is kept."""
-        with contextlib.suppress(Exception):  # it is not for this that a run fails
+        """Append ``text`` to the log. Errors, such as a full disk, are ignored."""
+        with contextlib.suppress(Exception):  # a run must not fail because of its log
             folder = self.folder
             if folder is None:
                 return
@@ -79,38 +79,38 @@ class RankLog:
                 errors="backslashreplace"
             )
             with contextlib.suppress(FileNotFoundError):
-                if os.path.getsize(path) + len(record) > LARGEST:
+                if os.path.getsize(path) + len(record) > MAX_LOG_BYTES:
                     os.replace(path, os.path.join(folder, f"rank-{self._rank}.1.log"))
-            with open(path, "ab") as file:  # records are rare, and no descriptor is left open
+            with open(path, "ab") as file:  # records are rare, so no descriptor is kept open
                 file.write(record)
-            self.written = path
+            self.path = path
 
-    def add_failure(self, error: BaseException, told: str) -> None:
-        """Write how this rank failed, and where its threads are; the error then names the file."""
-        if not self._keeps:
+    def add_failure(self, error: BaseException, traceback: str) -> None:
+        """Write this rank's traceback and all threads' stacks, and add a note with the log's path to ``error``."""
+        if not self._enabled:
             return
         threads = ""
-        with contextlib.suppress(OSError):  # no room for a temporary file
-            threads = f"Threads, innermost call first:\n{_threads()}"
-        self.add(f"The run failed.\n{told.rstrip()}\n{threads}")
-        self._tell(error)
+        with contextlib.suppress(OSError):  # the disk is full
+            threads = f"Threads, innermost call first:\n{_thread_stacks()}"
+        self.add(f"The run failed.\n{traceback.rstrip()}\n{threads}")
+        self._note_path(error)
 
     def add_cause(self, cause: BaseException) -> None:
-        """Write what this rank's failure only follows from."""
+        """Write the other rank's failure that caused this rank's."""
         self.add(f"It follows from this:\n{cause}")
-        self._tell(cause)
+        self._note_path(cause)
 
-    def _tell(self, error: BaseException) -> None:
-        if self.written is not None:
-            error.add_note(f"Log: {self.written}")
+    def _note_path(self, error: BaseException) -> None:
+        if self.path is not None:
+            error.add_note(f"Log: {self.path}")
 
     def _showwarning(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **more: Any) -> None:
-        self._show(message, category, filename, lineno, *rest, **more)
+        self._previous_showwarning(message, category, filename, lineno, *rest, **more)
         self.add(warnings.formatwarning(message, category, filename, lineno))
 
 
 class _Handler(logging.Handler):
-    """Passes the framework's records to a log."""
+    """Writes the framework's records to a `RankLog`."""
 
     def __init__(self, log: RankLog) -> None:
         super().__init__(logging.WARNING)
@@ -119,20 +119,20 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if _LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort is not None:
-            logging.lastResort.handle(record)  # which shows what nobody takes, and we are somebody
+            logging.lastResort.handle(record)  # the logging module uses it only for loggers without any handler
         self._log.add(self.format(record))
 
 
 def _shortened(text: str) -> str:
-    more = len(text) - _LONGEST
+    more = len(text) - _MAX_RECORD_LENGTH
     if more <= 0:
         return text
-    half = _LONGEST // 2
+    half = _MAX_RECORD_LENGTH // 2
     return f"{text[:half]}\n... {more:,} characters are left out here ...\n{text[-half:]}"
 
 
-def _threads() -> str:
-    import faulthandler  # by whoever fails, and nobody else
+def _thread_stacks() -> str:
+    import faulthandler
 
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)

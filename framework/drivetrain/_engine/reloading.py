@@ -85,7 +85,7 @@ class Reloading:
         def use(stage_data: StageData) -> None:
             self._components["data"] = data_facts(data.train, stage_data.loaders)
             if stopping.snapshot is not None:
-                stopping.snapshot.read_from(data.train)
+                stopping.snapshot.set_source(data.train)
             validate = build_validation(core, data, stopping, runner, move) if data.validates else None
             loop.use(epoch_data(core, data, move), validate)
 

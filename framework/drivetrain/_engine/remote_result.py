@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from drivetrain._engine.layer_transfer import Before, Layers, build_of
+from drivetrain._engine.layer_transfer import BuiltLayers, InitialLayers, layer_structure
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.session_context import SessionContext
 from drivetrain.module.train_module import TrainModule
@@ -36,7 +36,7 @@ class Outcome:
     tensors: dict[str, torch.Tensor]
     trains: dict[str, bool]
     extra: dict[str, Any]
-    layers: Layers | None
+    layers: BuiltLayers | None
     progress: dict[str, int]
     metrics: dict[str, float]
     callbacks: list[dict[str, Any]]
@@ -46,7 +46,12 @@ class Outcome:
 
     @classmethod
     def of(
-        cls, trainer: SessionContext, module: TrainModule, result: Any, before: Before, brings_module: bool = True
+        cls,
+        trainer: SessionContext,
+        module: TrainModule,
+        result: Any,
+        before: InitialLayers,
+        brings_module: bool = True,
     ) -> Self:
         """Collect the state after a run; only rank 0 includes the result and the module.
 
@@ -61,7 +66,7 @@ class Outcome:
         core = trainer.session.core
         rank_0 = trainer.is_global_zero
         first = rank_0 and brings_module
-        layers = Layers.of(module, before) if first else None
+        layers = BuiltLayers.of(module, before) if first else None
         alone = first and (layers is None or layers.pickled is None)
         return cls(
             result=result if rank_0 else None,
@@ -83,7 +88,7 @@ class Outcome:
         Raises:
             ConfigurationError: layers that the run built can neither be pickled nor be built here.
         """
-        if self.layers is not None and build_of(module) != self.layers.build:
+        if self.layers is not None and layer_structure(module) != self.layers.structure:
             self.layers.put_into(module)
         own = _tensors_of(module)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Asks SLURM for the job once more, where it is about to end it."""
+"""Requeues a SLURM job whose time limit is near."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from collections.abc import Mapping
 
 logger = logging.getLogger("drivetrain")
 
-_PATIENCE = 30  # seconds
+_SCONTROL_TIMEOUT = 30  # seconds
 
 
 def requeue(number: int, variables: Mapping[str, str]) -> None:
-    """Queue this job again, if it is SLURM's and left because of a signal that only says that its time runs out.
+    """Requeue this SLURM job if it stopped for a signal that only announces its time limit.
 
-    That is what ``sbatch --signal=USR1@90`` sends. SIGTERM comes from ``scancel`` too, and where SLURM preempts a job
-    it queues it again by itself.
+    ``sbatch --signal=USR1@90`` sends such a signal. SIGTERM does not count: ``scancel`` sends it too, and SLURM itself
+    requeues a job that it preempts.
 
     Args:
-        number: of the signal.
-        variables: the environment.
+        number: the signal's number.
+        variables: the environment variables.
     """
     job = variables.get("SLURM_JOB_ID")
     if job is None or number in (signal.SIGINT, signal.SIGTERM):
         return
     command = ["scontrol", "requeue", job]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
-        answer = asked.stderr.strip() if asked.returncode else ""
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False)
+        problem = result.stderr.strip() if result.returncode else ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        answer = str(error)
-    if answer:
-        logger.warning("%s: %s. Submit the job again, to go on from the newest checkpoint.", " ".join(command), answer)
+        problem = str(error)
+    if problem:
+        logger.warning("%s: %s. Submit the job again to resume from the newest checkpoint.", " ".join(command), problem)
     else:
         logger.warning("%s: the job is queued again.", " ".join(command))

@@ -1,4 +1,4 @@
-"""What a stage needs of the module and the data, refused before a process is started or a weight is touched."""
+"""Checks what a stage requires of the module and the data, before processes are started or weights are moved."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from drivetrain.module.train_module import TrainModule
 
 logger = logging.getLogger("drivetrain")
 
-_WRITE = {
+_REQUIRED_METHODS = {
     "training_step": "def training_step(self, batch, batch_idx), returning the loss",
     "configure_optimizers": "def configure_optimizers(self), returning an optimizer; None trains nothing",
 }
 
 
 def check_requirements(stage: str, module: TrainModule, given: DataArguments) -> None:
-    """Refuse a module without what training calls, or with hooks that nobody calls, and a data set in a loader's place.
+    """Check that the module has the methods that training calls, and no misnamed hooks, and that loaders are loaders.
 
     Raises:
         ConfigurationError: says what is missing and how to write it.
     """
     if stage == "fit":
-        for name, signature in _WRITE.items():
+        for name, signature in _REQUIRED_METHODS.items():
             if not is_overridden(name, module, TrainModule):
-                own = [known for kind in type(module).__mro__ if issubclass(kind, TrainModule) for known in vars(kind)]
-                close = get_close_matches(name, set(own) - set(dir(TrainModule)), n=1)
-                hint = f" It has {close[0]!r}, which nobody calls." if close else ""
+                names = [key for kind in type(module).__mro__ if issubclass(kind, TrainModule) for key in vars(kind)]
+                close = get_close_matches(name, set(names) - set(dir(TrainModule)), n=1)
+                hint = f" It has {close[0]!r}, which the engine never calls." if close else ""
                 raise ConfigurationError(
                     f"{type(module).__name__} has no {name}.{hint}",
                     "fit cannot train without it.",
                     f"write {signature}.",
                 )
-    from drivetrain._engine.misnamed_hooks import check_hooks  # by runs
+    from drivetrain._engine.misnamed_hooks import check_hooks
 
     check_hooks(module, given, stage)
     if isinstance(given.datamodule, DataModule):
@@ -55,7 +55,7 @@ def check_requirements(stage: str, module: TrainModule, given: DataArguments) ->
 
 
 def warn_of_unused_loader(stage: str, module: TrainModule, given: DataArguments) -> None:
-    """Say that validation loaders were given and nothing runs on them."""
+    """Warn that validation loaders were given to a module without a ``validation_step``."""
     if stage == "fit" and given.evaluate is not None and not is_overridden("validation_step", module, TrainModule):
         logger.warning(
             "fit was given validation loaders, and %s has no validation_step: nothing is validated.",

@@ -1,4 +1,4 @@
-"""Whether a run that goes on is the one that was saved: the same module, data, optimizers and schedulers."""
+"""Checks that a resumed run has the module, data, optimizers and schedulers of the run that was saved."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from drivetrain.data.combined import CombinedLoader
 from drivetrain.errors import ConfigurationError, nearest
 
 CONSENTS = ("data", "optimizer", "scheduler", "module")
-"""What `fit(..., allow=)` may name: what may differ from the run that was saved."""
+"""The differences from the saved run that `fit(..., allow=)` may permit."""
 
 
 class Difference(NamedTuple):
-    """What differs, as the one who is to consent reads it.
+    """A difference between the saved run and this one.
 
     Attributes:
-        consent: what `allow` must name.
-        saved: as it was.
-        now: as it is.
+        consent: what `allow` must contain to permit it.
+        saved: description of the saved run's part.
+        now: description of this run's.
     """
 
     consent: str
@@ -31,39 +31,41 @@ class Difference(NamedTuple):
 
 
 def check_allow(allow: Sequence[str]) -> tuple[str, ...]:
-    """Return what may differ.
+    """Return ``allow`` as a tuple.
 
     Raises:
-        ConfigurationError: it names something else.
+        ConfigurationError: it contains an unknown name.
     """
     named = (allow,) if isinstance(allow, str) else tuple(allow)
     for name in named:
         if name not in CONSENTS:
             raise ConfigurationError(
                 f"fit(allow={name!r}) is unknown.{nearest(str(name), CONSENTS)}",
-                "it names what may differ from the run that ckpt_path goes on with.",
+                "it names what may differ from the run that ckpt_path resumes.",
                 f"give some of {', '.join(CONSENTS)}.",
             )
     return named
 
 
 def class_name(one: object) -> str:
-    """A class by its module and name; a script's own by its name, for it may be imported the next time."""
+    """Return the class's full name; without the module for a class of ``__main__``, which may be imported next time."""
     kind = type(one)
     return kind.__qualname__ if kind.__module__ == "__main__" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def names_of(optimizers: Sequence[Any]) -> list[str]:
-    """The classes of optimizers or schedulers, as the user returned them."""
+def class_names(optimizers: Sequence[Any]) -> list[str]:
+    """Return the class names of the optimizers or schedulers that the user returned."""
     return [class_name(one) for one in optimizers]
 
 
 def data_facts(source: BatchSource | None, loaders: Sequence[Any]) -> dict[str, Any]:
-    """What a checkpoint says of the training data: how many samples, and in what kind of order. Batch sizes may differ.
+    """Return what a checkpoint records of the training data: the number of samples and the kind of order.
+
+    Batch sizes are not recorded: they may differ between runs.
 
     Args:
-        source: of the batches.
-        loaders: as the user gave them.
+        source: the source of the batches.
+        loaders: the loaders, as the user gave them.
     """
     return {
         "samples": None if source is None else source.samples,
@@ -76,7 +78,8 @@ def _orders(loader: Any) -> list[str]:
         return _orders(loader.iterables)
     several = list(loader.values()) if isinstance(loader, dict) else loader
     if isinstance(several, list | tuple) and several and isinstance(several[0], DataLoader | CombinedLoader):
-        return [order for one in several for order in _orders(one)]  # else it is a list of batches
+        return [order for one in several for order in _orders(one)]
+    # A list of anything else is a list of batches.
     if not isinstance(loader, DataLoader):
         return ["as it comes"]
     if isinstance(loader.dataset, IterableDataset):
@@ -91,40 +94,40 @@ def _orders(loader: Any) -> list[str]:
     return [f"of {type(sampler).__qualname__}"]
 
 
-def differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
-    """Compare what a checkpoint says of its run with what is here; what it does not say is no difference."""
+def find_differences(saved: Any, now: dict[str, Any]) -> list[Difference]:
+    """Return the differences between a checkpoint's record of its run and this run. Missing entries do not count."""
     if not isinstance(saved, dict):
         return []
-    found = []
+    result = []
     for key, consent in (("module", "module"), ("optimizers", "optimizer"), ("schedulers", "scheduler")):
         if key in saved and key in now and not _same(saved[key], now[key]):
-            found.append(Difference(consent, _said(saved[key]), _said(now[key])))
+            result.append(Difference(consent, _describe(saved[key]), _describe(now[key])))
     before, here = saved.get("data"), now.get("data")
     if isinstance(before, dict) and isinstance(here, dict):
         samples, count = before.get("samples"), here["samples"]
         if None not in (samples, count) and samples != count:
-            found.append(Difference("data", f"{samples} training samples", str(count)))
+            result.append(Difference("data", f"{samples} training samples", str(count)))
         elif before.get("order", here["order"]) != here["order"]:
-            found.append(
+            result.append(
                 Difference("data", f"training data {', '.join(before['order'])}", ", ".join(here["order"]) or "none")
             )
-    return found
+    return result
 
 
-def refuse(path: str, found: Sequence[Difference], allow: Sequence[str]) -> None:
-    """Refuse differences that nobody has consented to.
+def refuse_differences(path: str, find_differences: Sequence[Difference], allow: Sequence[str]) -> None:
+    """Raise an error for differences that ``allow`` does not permit.
 
     Raises:
-        ConfigurationError: names them, and the consent.
+        ConfigurationError: names the differences, and what to pass as ``allow``.
     """
-    left = [one for one in found if one.consent not in allow]
-    if left:
-        consents = ", ".join(f'"{one}"' for one in dict.fromkeys(one.consent for one in left))
+    refused = [one for one in find_differences if one.consent not in allow]
+    if refused:
+        consents = ", ".join(f'"{one}"' for one in dict.fromkeys(one.consent for one in refused))
         raise ConfigurationError(
-            f"The run of {path!r} had {'; '.join(f'{one.saved}, and this one {one.now}' for one in left)}.",
-            "what was saved would go on as something else: samples seen twice or never, or state that means another "
-            "thing.",
-            f"make them the same, or consent: fit(..., allow=({consents},)). Weights alone are loaded by "
+            f"The run of {path!r} had {'; '.join(f'{one.saved}, and this one {one.now}' for one in refused)}.",
+            "the saved state would be applied to something else: samples would be used twice or never, or state would "
+            "belong to other parts.",
+            f"make them the same, or allow it: fit(..., allow=({consents},)). Weights alone are loaded by "
             "load_from_checkpoint.",
         )
 
@@ -134,10 +137,10 @@ def _same(saved: Any, now: Any) -> bool:
         return len(saved) == len(now) and all(map(_same, saved, now))
     if saved == now:
         return True
-    # A script's class has a module once it is imported.
+    # A class of a script is recorded without a module, and with one if the script is imported later.
     names = str(saved).rpartition("."), str(now).rpartition(".")
     return names[0][2] == names[1][2] and "" in (names[0][0], names[1][0])
 
 
-def _said(names: Any) -> str:
+def _describe(names: Any) -> str:
     return ", ".join(str(one).rpartition(".")[2] for one in names) or "none" if isinstance(names, list) else str(names)

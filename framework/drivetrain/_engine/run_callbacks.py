@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from drivetrain._engine.defaults import checked_callbacks, with_own
+from drivetrain._engine.defaults import checked_callbacks, with_module_callbacks
 from drivetrain._loops.hooks import HookTable, is_overridden
 from drivetrain.callback import Callback, let_log
 from drivetrain.errors import ConfigurationError
@@ -59,13 +59,13 @@ class RunCallbacks:
     def collect(self) -> None:
         """Take the trainer's callbacks as they are now, and look up the hooks."""
         self._from_trainer = checked_callbacks(self._trainer.callbacks, "trainer.callbacks holds")
-        self._all = with_own(self._from_trainer, self.from_module)
+        self._all = with_module_callbacks(self._from_trainer, self.from_module)
         self._hooks = self._wrap(HookTable(self._trainer, self._module, self._all))
         for callback in self._all:
             let_log(callback, self._module)
 
     def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
-        """Collect callbacks that ``setup`` hooks appended to or removed from ``trainer.callbacks``, and set them up.
+        """Collect callbacks that ``setup`` hooks appended to or note_removal from ``trainer.callbacks``, and set them up.
 
         Args:
             stage: the argument of their ``setup``.

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain._engine.checkpoint_compatibility import check_optimizers_fit, check_weights_fit
-from drivetrain._engine.rank_local_buffers import own_buffers, take_own_buffers
+from drivetrain._engine.rank_local_buffers import collect_rank_local_buffers, load_rank_local_buffers
 from drivetrain._engine.run_parts import CheckpointMemory, CheckpointParts, RunCore, RunData
-from drivetrain._engine.saved_state_schema import check_groups, check_rank_state, taking
+from drivetrain._engine.saved_state_schema import check_optimizer_groups, check_rank_state, reporting_malformed
 from drivetrain._engine.seeding import seed_rank
 from drivetrain._loops.validation import renumber_validation
 from drivetrain._runtime.seed import derive_seed
@@ -214,7 +214,7 @@ class RunCheckpoint:
     def _own_buffers(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         snapshot = self._snapshot
         aside = self._core.evaluation.buffers.values() | ({} if snapshot is None else dict(snapshot.buffers))
-        return own_buffers(self._module, weights, aside, self._strategy.control)
+        return collect_rank_local_buffers(self._module, weights, aside, self._strategy.control)
 
     # Loading
 
@@ -271,10 +271,10 @@ class RunCheckpoint:
                 checkpoint.optimizer_state(index, strategy.optimizer_regions(index)) for index in range(optimizers or 0)
             ]
             for index, saved in enumerate(states):
-                check_groups(checkpoint, index, optimization.optimizers[index], saved)
+                check_optimizer_groups(checkpoint, index, optimization.optimizers[index], saved)
             state = checkpoint.state()
             ranks = self._read_rank_states(checkpoint, state["data"])
-            with taking(checkpoint, "the ranks' documents", "metrics"):
+            with reporting_malformed(checkpoint, "the ranks' documents", "metrics"):
                 core.metrics.check_states([one["metrics"] for one in ranks])
             return weights, states, state, ranks, self._read_callback_tensors(checkpoint)
 
@@ -289,19 +289,19 @@ class RunCheckpoint:
         self._memory.trained |= set(state.get("trained") or ())
         self._load_weights(checkpoint, weights)
         for index, optimizer_state in enumerate(states):
-            with taking(checkpoint, f"the state of optimizer {index}", "state"):
+            with reporting_malformed(checkpoint, f"the state of optimizer {index}", "state"):
                 strategy.load_optimizer_state(optimizer_state, index)
         if "scheduler" not in reset:
             for number, scheduler_state in enumerate(state["schedulers"]):
-                with taking(checkpoint, "the run's state", f"schedulers/{number}"):
+                with reporting_malformed(checkpoint, "the run's state", f"schedulers/{number}"):
                     optimization.schedulers[number].scheduler.load_state_dict(scheduler_state)
-        with taking(checkpoint, "the run's state", "precision"):
+        with reporting_malformed(checkpoint, "the run's state", "precision"):
             strategy.precision.load_state_dict(state["precision"])
         core.progress.load_state_dict(checkpoint.progress)
         if "data" in reset:
             self._restart_epoch()
         else:
-            with taking(checkpoint, "the ranks' documents", "source"):
+            with reporting_malformed(checkpoint, "the ranks' documents", "source"):
                 self._restore_position(state, ranks)
         self._load_into_hooks(checkpoint, state, tensors)
 
@@ -328,7 +328,7 @@ class RunCheckpoint:
         if alike:
             (own,) = ranks
             data.rng_replay.resume(own["draws"])
-            take_own_buffers(self._module, own.get("buffers", {}))
+            load_rank_local_buffers(self._module, own.get("buffers", {}))
             if progress.batch_idx:
                 source.load_state_dict(own["source"])
         else:
@@ -352,7 +352,7 @@ class RunCheckpoint:
         for key, callback in self._callbacks_by_key():
             saved = state["callbacks"].get(key)
             if saved is not None:
-                with taking(checkpoint, "the run's state", f"callbacks/{key}"):
+                with reporting_malformed(checkpoint, "the run's state", f"callbacks/{key}"):
                     callback.load_state_dict(saved["state"])
                 if key in tensors:
                     callback.load_tensors(trainer, self._module, tensors[key])

@@ -61,10 +61,10 @@ class RunEnding:
         """
         core, problem = self._core, None
         if core.trainer.loggers:
-            from drivetrain._engine.run_loggers import finish_logging  # only runs that log need it
+            from drivetrain._engine.run_loggers import finalize_loggers  # only runs that log need it
 
             with core.profiling.span("logging"):
-                problem = finish_logging(core.trainer, status)
+                problem = finalize_loggers(core.trainer, status)
         if problem is not None:
             status, self._reason = "failed", _described(problem)
         core.folder.end({"success": "finished"}.get(status, status), self._reason, core.progress.global_step)
@@ -83,9 +83,9 @@ class RunEnding:
         seconds = time.monotonic() - self._began
         lines = [how_it_ended(self._reasons, core.progress, self._nothing_left, seconds)]
         if core.trainer.settings["enable_progress_bar"].value and not core.trainer.barebones:
-            from drivetrain._engine.run_summary import left_behind
+            from drivetrain._engine.run_summary import output_summary
 
-            lines += left_behind(core, written)
+            lines += output_summary(core, written)
         logger.info("\n".join(lines))
 
 

@@ -71,7 +71,7 @@ class RunFolder:
         self.path, self.id, self.name = other.path, other.id, other.name
         self.is_of_fit, self.recorder = other.is_of_fit, other.recorder
 
-    def begins_with(self, facts: Facts | None, path: str | None, parent: str, went_on: bool) -> None:
+    def note_start(self, facts: Facts | None, path: str | None, parent: str, went_on: bool) -> None:
         """Record which checkpoint the run starts from.
 
         Args:
@@ -83,22 +83,22 @@ class RunFolder:
         step = None if facts is None else int(facts.progress["global_step"])
         self.rewinds_to = None if not went_on else -1 if step is None else step
         if self.recorder is not None:
-            self.recorder.begins_with(path, "" if facts is None else facts.identifier, step or 0, parent, went_on)
+            self.recorder.note_start(path, "" if facts is None else facts.identifier, step or 0, parent, went_on)
 
-    def trains(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
+    def note_training(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
         """Record the training data as training begins."""
         if self.recorder is not None:
-            self.recorder.trains(data, seed, batch_size)
+            self.recorder.note_training(data, seed, batch_size)
 
-    def wrote(self, path: str, facts: Facts) -> None:
+    def note_checkpoint(self, path: str, facts: Facts) -> None:
         """Record a completed checkpoint."""
         if self.recorder is not None:
-            self.recorder.wrote(path, facts)
+            self.recorder.note_checkpoint(path, facts)
 
-    def removed(self, identifier: str) -> None:
+    def note_removal(self, identifier: str) -> None:
         """Record that a checkpoint was deleted."""
         if self.recorder is not None:
-            self.recorder.removed(identifier)
+            self.recorder.note_removal(identifier)
 
     def note(self, kind: str, text: str, step: int) -> None:
         """Record an event after optimizer step ``step``."""

@@ -1,4 +1,4 @@
-"""Where a run has its folder: in the place of its first logger with files, whose like share it."""
+"""Locates a run's folder: that of its first logger which writes files, shared by loggers with its root and name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from drivetrain._engine.write_checks import AT_THE_FIRST_ROW, AT_THE_FIRST_SAVE
+from drivetrain._engine.write_checks import FAILS_AT_FIRST_ROW, FAILS_AT_FIRST_SAVE
 from drivetrain.checkpoint._folders import child, resolved
 from drivetrain.loggers import Logger
 from drivetrain.runs._directory import alone_in, claim_version, free_version, make_directory, place_of
@@ -17,127 +17,130 @@ if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
 
 DEFAULT_NAME = "drivetrain_logs"
-"""What runs without loggers are called."""
+"""The name of runs without loggers."""
 
 _PROFILER = "The profiler"
 
 
-class RunPlace(NamedTuple):
-    """Where runs of one name have their folders.
+class RunLocation(NamedTuple):
+    """The folder that contains the folders of runs of one name.
 
     Attributes:
-        path: the folder of these folders.
-        fixed: the name that the user has given to the run's; None for any.
-        asked: the name that somebody was told; None for none.
-        evaluated: the name of the folder where this very `Fit` has evaluated: a new run shares it; None for none.
-        whose: writes there, for errors.
-        for_checkpoints: whether that is no logger.
+        path: the folder that contains them.
+        fixed: the name that the user chose for this run's folder; None for any.
+        asked: the name that was returned to code that read it before the run; None for none.
+        writer: what writes there, for errors: a logger's class, "Checkpoint" or "The profiler".
+        for_checkpoints: whether it is for checkpoints, without a logger.
+        evaluated: the name of the folder that an evaluation of the same `Fit` used, which the run shares; or None.
     """
 
     path: str
     fixed: str | None
     asked: str | None
-    whose: str
+    writer: str
     for_checkpoints: bool = False
     evaluated: str | None = None
 
 
-def place_of_run(run: RunCore) -> RunPlace | None:
-    """Return where the run's folder will be; None where it has none."""
+def locate_run(run: RunCore) -> RunLocation | None:
+    """Return where the run's folder will be; None if it has none."""
     trainer = run.trainer
     if trainer.fast_dev_run or trainer.barebones:
         return None
     first = first_with_files(trainer.loggers)
     if first is not None:
-        place = place_of_logger(first, trainer.loggers)
+        place = locate_logger(first, trainer.loggers)
         before = run.folder.before
-        if before is not None and before.path is not None and not before.is_of_fit and is_in(first, before.path):
-            # What this very Fit has evaluated beforehand is logged there already.
+        if before is not None and before.path is not None and not before.is_of_fit and logs_into(first, before.path):
+            # An evaluation by the same Fit has logged there already.
             place = place._replace(evaluated=before.path.rstrip("/").rpartition("/")[2])
         return place
     saves = any(one.wants_run_folder for one in run.callbacks)
     if not saves and not run.profiling.wants_folder:
         return None
-    whose = "Checkpoint" if saves else _PROFILER
-    return RunPlace(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, whose, for_checkpoints=saves)
+    writer = "Checkpoint" if saves else _PROFILER
+    return RunLocation(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, writer, for_checkpoints=saves)
 
 
-def place_of_logger(first: Logger, loggers: Sequence[Logger]) -> RunPlace:
-    """Return where a logger with files, and those that share its place, have their folder."""
-    sharing = sharing_with(first, loggers)
-    directories = [one.directory for one in sharing]
-    # One that can neither be told a version nor has a directory to claim chooses by itself.
-    fixed = [_own_version(one) if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)]
-    asked = [each.asked for each in directories if each is not None]
+def locate_logger(first: Logger, loggers: Sequence[Logger]) -> RunLocation:
+    """Return where a logger that writes files, and the loggers that share its folder, write."""
+    sharing = loggers_sharing_folder(first, loggers)
+    directories = [logger.directory for logger in sharing]
+    # A logger that can neither adopt a version nor claim a directory chooses its own.
+    fixed = [
+        _chosen_version(logger) if directory is None else directory.fixed
+        for logger, directory in zip(sharing, directories, strict=True)
+    ]
+    asked = [directory.asked for directory in directories if directory is not None]
     assert first.writes_to is not None
     path = place_of(first.writes_to, first.name)
-    return RunPlace(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
+    return RunLocation(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
 
 
-def _own_version(one: Logger) -> str | None:
-    return one.version_name if type(one).adopt is Logger.adopt else None
+def _chosen_version(logger: Logger) -> str | None:
+    return logger.version_name if type(logger).adopt is Logger.adopt else None
 
 
-def sharing_with(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
-    """Return the loggers of the same root and name."""
+def loggers_sharing_folder(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
+    """Return the loggers with the same root and name, which share a folder."""
     place = resolved(place_of(first.writes_to or "", first.name))
     with_files = [one for one in loggers if one.writes_to is not None]
     return [one for one in with_files if resolved(place_of(one.writes_to or "", one.name)) == place]
 
 
-def where_runs_are(run: RunCore) -> str:
-    """Return where the runs of this trainer's have their folders."""
-    return place_of_logs(run).path
+def runs_folder(run: RunCore) -> str:
+    """Return the folder that contains the folders of this trainer's runs."""
+    return locate_logs(run).path
 
 
-def place_of_logs(run: RunCore) -> RunPlace:
-    """Return where a run of this trainer's that writes something has its folder."""
+def locate_logs(run: RunCore) -> RunLocation:
+    """Return where a run of this trainer has its folder if it writes anything."""
     first = first_with_files(run.trainer.loggers)
     if first is not None:
-        return place_of_logger(first, run.trainer.loggers)
-    return RunPlace(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
+        return locate_logger(first, run.trainer.loggers)
+    return RunLocation(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
 
 
-def name_of(run: RunCore) -> str:
-    """Return the name of a run: that of its first logger with files."""
+def run_name(run: RunCore) -> str:
+    """Return the run's name: that of its first logger which writes files."""
     first = first_with_files(run.trainer.loggers)
     return DEFAULT_NAME if first is None else first.name
 
 
 def first_with_files(loggers: Sequence[Logger]) -> Logger | None:
-    """Return the logger whose place is the run's; None where none writes files."""
+    """Return the first logger that writes files, whose folder is the run's; None if there is none."""
     return next((one for one in loggers if one.writes_to is not None), None)
 
 
 # Loggers
 
 
-def versions_before(record: Record | None, loggers: Sequence[Logger]) -> dict[int, str]:
-    """Return the versions that loggers had in the run that goes on, by their indices here.
+def previous_versions(record: Record | None, loggers: Sequence[Logger]) -> dict[int, str]:
+    """Return the versions that the loggers had in the resumed run, by their indices in ``loggers``.
 
-    Two of one class and name have their files at different roots: they are told apart by their order.
+    Loggers are matched by class and name, and by their order if several have the same (at different roots).
     """
-    left, found = [] if record is None else record.loggers, {}
-    for index, one in enumerate(loggers):
-        like = next((each for each in left if each[0] == (class_path(type(one)), one.name)), None)
-        if like is not None:
-            left.remove(like)
-            found[index] = like[1]
-    return found
+    remaining, versions = [] if record is None else record.loggers, {}
+    for index, logger in enumerate(loggers):
+        match = next((saved for saved in remaining if saved[0] == (class_path(type(logger)), logger.name)), None)
+        if match is not None:
+            remaining.remove(match)
+            versions[index] = match[1]
+    return versions
 
 
-def claim_at_the_first_write(one: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
-    """Let a logger whose files are elsewhere than the run's have a directory that its like share.
+def claim_at_first_write(logger: Logger, others: Sequence[Logger], note: Callable[[], None] = lambda: None) -> None:
+    """Make a logger outside the run's folder claim a directory at its first write, shared with loggers like it.
 
     Args:
-        one: the logger.
-        others: all those that have no directory yet.
-        note: called once it is known which one it is: another run may have been quicker.
+        logger: the logger.
+        others: all loggers that have no directory yet.
+        note: called if the claimed version is not the expected one because another run has claimed that.
     """
-    if one.directory is None:
+    if logger.directory is None:
         return
-    place = place_of_logger(one, others)
-    sharing = [each.directory for each in sharing_with(one, others) if each.directory is not None]
+    place = locate_logger(logger, others)
+    sharing = [one.directory for one in loggers_sharing_folder(logger, others) if one.directory is not None]
     version = place.fixed or place.asked or free_version(place.path)
 
     @cache
@@ -148,32 +151,32 @@ def claim_at_the_first_write(one: Logger, others: Sequence[Logger], note: Callab
         with alone_in(place.path):
             claimed = claim_version(place.path, place.asked, version)
         if claimed != version:
-            for each in sharing:
-                each.adopt(claimed)
+            for directory in sharing:
+                directory.adopt(claimed)
             note()
         return claimed
 
-    for each in sharing:
-        each.expect(version, claim)
+    for directory in sharing:
+        directory.expect(version, claim)
 
 
-def is_in(one: Logger, folder: str) -> bool:
-    """Whether a logger has a directory, and it is this one."""
-    return one.directory is not None and one.directory.is_claimed and one.directory.path == folder
+def logs_into(logger: Logger, folder: str) -> bool:
+    """Whether ``folder`` is the directory that the logger has claimed."""
+    return logger.directory is not None and logger.directory.is_claimed and logger.directory.path == folder
 
 
-def cannot_write(place: RunPlace, problem: str) -> tuple[str, str, str]:
-    """Return the what, why and fix of the error that says so."""
-    if place.whose == _PROFILER:
+def write_error(place: RunLocation, problem: str) -> tuple[str, str, str]:
+    """Return the what, why and fix of the error for a folder that cannot be written to."""
+    if place.writer == _PROFILER:
         return (
-            f"{place.whose} cannot write to {place.path!r}: {problem}.",
-            "what it measures would be lost at the end of the run.",
+            f"{place.writer} cannot write to {place.path!r}: {problem}.",
+            "its measurements would be lost at the end of the run.",
             "give Fit a default_root_dir that can be written to, or the profiler a dirpath.",
         )
     return (
-        f"{place.whose} cannot write to {place.path!r}: {problem}.",
-        AT_THE_FIRST_SAVE if place.for_checkpoints else AT_THE_FIRST_ROW,
+        f"{place.writer} cannot write to {place.path!r}: {problem}.",
+        FAILS_AT_FIRST_SAVE if place.for_checkpoints else FAILS_AT_FIRST_ROW,
         "give Fit a default_root_dir that can be written to: a dirpath takes the checkpoints, and run.json is there."
         if place.for_checkpoints
-        else f"give {place.whose} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
+        else f"give {place.writer} a folder that can be written to, or Fit a default_root_dir; or logger=False.",
     )

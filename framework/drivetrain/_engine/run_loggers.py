@@ -1,4 +1,4 @@
-"""What a run tells its loggers besides numbers."""
+"""Prepares a run's loggers, flushes them at checkpoints, and finalizes them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from drivetrain.run_context import RunContext
 logger = logging.getLogger("drivetrain")
 
 
-def begin_logging(loggers: Sequence[Logger], step: int | None, hyper_parameters: Mapping[str, Any]) -> None:
-    """Let loggers drop what an earlier part of the run logged too much, and keep the hyper-parameters. On rank 0 only.
+def prepare_loggers(loggers: Sequence[Logger], step: int | None, hyper_parameters: Mapping[str, Any]) -> None:
+    """Rewind the loggers to the step that the run resumes from, and log the hyper-parameters. Call it on rank 0 only.
 
     Args:
-        loggers: the run's.
-        step: the optimizer step that the run goes on from, -1 for its beginning; None where its folder is new.
-        hyper_parameters: without secrets.
+        loggers: the run's loggers.
+        step: the optimizer step that the run resumes from, -1 for its beginning; None if its folder is new.
+        hyper_parameters: the hyper-parameters, without secrets.
     """
     for one in loggers:
         if step is not None:
@@ -27,34 +27,34 @@ def begin_logging(loggers: Sequence[Logger], step: int | None, hyper_parameters:
             one.log_hyperparams(hyper_parameters)
 
 
-def write_out(trainer: RunContext) -> None:
-    """Let loggers write what they hold back, as a checkpoint is written: a run that goes on from it finds it all."""
+def flush_loggers(trainer: RunContext) -> None:
+    """Make loggers write what they buffer when a checkpoint is written, so that a resumed run finds all rows."""
     saves = [(type(one).__name__, one.save) for one in trainer.loggers]
     for name, write in [("A logger", trainer.finish_logging), *saves]:
         try:
             write()
-        except Exception as error:  # each service has errors of its own, and for none may a checkpoint be missing
+        except Exception as error:  # each service has its own errors, and none may prevent a checkpoint
             logger.warning("%s could not write what was logged so far, and tries again later: %s", name, error)
 
 
-def finish_logging(trainer: RunContext, status: str) -> Exception | None:
-    """Let loggers write out everything and close.
+def finalize_loggers(trainer: RunContext, status: str) -> Exception | None:
+    """Deliver all rows to the loggers and finalize them.
 
     Args:
-        trainer: whose loggers.
+        trainer: the trainer.
         status: how the run ended: "success", "failed" or "interrupted".
 
     Returns:
-        The first exception, of a device that has failed or of a logger; the other loggers were closed all the same.
+        The first error, of a logger or of a failed device; all loggers are finalized nevertheless.
     """
-    problem: Exception | None = None
+    first_error: Exception | None = None
     try:
         trainer.finish_logging()
     except Exception as error:
-        problem = error
+        first_error = error
     for one in trainer.loggers:
         try:
             one.finalize(status)
         except Exception as error:
-            problem = problem or error
-    return problem
+            first_error = first_error or error
+    return first_error

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from drivetrain._config.secret_values import LeftOut
 from drivetrain._engine.data_cursor import Cursor
-from drivetrain._engine.evaluation_buffers import BuffersAside
+from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_folder import RunFolder
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.window_snapshot import WindowOpening
+from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.configured_optimizers import SchedulerConfig
 from drivetrain._loops.hooks import HookTable
 from drivetrain._loops.loader_lengths import Lengths
@@ -153,7 +153,7 @@ class EvaluationWithinFit:
         validating: a fit is validating, outside its sanity check.
     """
 
-    buffers: BuffersAside
+    buffers: EvaluationBuffers
     sanity_checking: bool = False
     validating: bool = False
 
@@ -332,7 +332,7 @@ class Stopping:
     """
 
     stop: StopRequest
-    snapshot: WindowOpening | None = None
+    snapshot: WindowSnapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)

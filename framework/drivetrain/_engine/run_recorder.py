@@ -1,4 +1,4 @@
-"""``run.json`` as rank 0 keeps it: written as the run begins, at checkpoints, every 30 s, and at the end."""
+"""Writes ``run.json`` on rank 0: when the run begins, at checkpoints, every 30 s, and at the end."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from drivetrain.runs._record import (
 
 logger = logging.getLogger("drivetrain")
 
-_MOST = 1000  # parts, events and checkpoints that a record lists, the newest
+_MAX_ENTRIES = 1000  # of each list in a record (parts, events, checkpoints); the newest are kept
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
-    """What is known of a run as it begins.
+class RunDescription:
+    """What is known of a run when it begins.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
-        module: its class.
-        name: the run's.
-        hyper_parameters: the module's, without secrets, as JSON.
-        settings: of `Fit`, each with its value and source, without secrets.
+        module: the module's class.
+        name: the run's name.
+        hyper_parameters: the module's hyper-parameters as JSON, without secrets.
+        settings: the settings of `Fit`, each with its value and source, without secrets.
         argv: the command line, without secrets.
-        world_size: processes.
-        strategy: its name.
-        precision: its dtypes in words.
-        device: rank 0's.
+        world_size: the number of processes.
+        strategy: the strategy's name.
+        precision: the dtypes, in words.
+        device: rank 0's device.
     """
 
     stage: str
@@ -68,32 +68,32 @@ class Description:
 
 
 class RunRecorder:
-    """Keeps the record of one run.
+    """Keeps the record of one run up to date.
 
     Args:
-        folder: the run's, which is there.
-        identifier: the run's.
-        run: what is known of it.
-        earlier: the record of the run that goes on; None for a new one.
-        made: the folders that were made for this run, the innermost first, on a local disk.
+        folder: the run's folder, which exists.
+        identifier: the run's id.
+        run: its description.
+        earlier: the record of the run that is resumed; None for a new run.
+        made: the folders that were created for this run, innermost first, on a local disk.
     """
 
     def __init__(
-        self, folder: str, identifier: str, run: Description, earlier: dict[str, Any] | None, made: Sequence[str]
+        self, folder: str, identifier: str, run: RunDescription, earlier: dict[str, Any] | None, made: Sequence[str]
     ) -> None:
         self.folder = folder
         self.id = identifier
         self._earlier = earlier
-        self._made = made
+        self._created_folders = made
         self._trained = run.stage != "fit"
-        self._failing = False  # it could not be written the last time
+        self._write_failed = False  # at the last attempt
         self._lock = threading.Lock()
         self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
         _liveness.under_way.add(identifier)
-        self._heart = _Heart(self)
-        self._heart.start()
+        self._heartbeat = _Heartbeat(self)
+        self._heartbeat.start()
 
     @classmethod
     def claim(
@@ -101,25 +101,25 @@ class RunRecorder:
         place: str,
         fixed: str | None,
         asked: str | None,
-        run: Description,
+        run: RunDescription,
         above: Sequence[str],
         expected: str | None = None,
         lives: Callable[[Record], bool] | None = None,
     ) -> Self:
-        """Make a folder that no other run has, and write the record in it.
+        """Create a folder that no other run has, and write the record in it.
 
         Args:
-            place: where runs of this name have theirs.
-            fixed: its name, where the user has given it.
-            asked: the name that somebody was told it would have.
-            run: what is known of it.
-            above: the folders that were made for ``place`` to be there.
-            expected: the name that it has unless another run was quicker; None where nobody expects any.
-            lives: whether a run was seen to live on another machine; None where nobody has looked.
+            place: the folder that contains the folders of runs of this name.
+            fixed: the folder's name if the user chose it, else None.
+            asked: the name that was returned to code that read it before the run, or None.
+            run: the run's description.
+            above: the folders that were created so that ``place`` exists.
+            expected: the name to use unless another run has claimed it; None for any.
+            lives: returns whether a run was seen alive on another machine; None if this was not checked.
 
         Raises:
-            ConfigurationError: another run that is under way has the folder ``fixed``.
-            OSError: it cannot be made, or written to.
+            ConfigurationError: a running run has the folder ``fixed``.
+            OSError: the folder cannot be created or written to.
         """
         if fixed is None:
             folder = child(place, claim_version(place, asked, expected))
@@ -130,27 +130,27 @@ class RunRecorder:
         return cls(folder, os.urandom(8).hex(), run, None, [*made, *above])
 
     @classmethod
-    def go_on(cls, record: Record, run: Description) -> Self | None:
-        """Take the folder of a run that has ended, or was killed; None where somebody else has done so meanwhile.
+    def resume(cls, record: Record, run: RunDescription) -> Self | None:
+        """Take over the folder of a run that has ended or was killed; return None if another process did so first.
 
         Raises:
-            OSError: it cannot be written to.
+            OSError: the folder cannot be written to.
         """
-        again = read(record.folder)
-        if again is None or again.document != record.document:
+        current = read(record.folder)
+        if current is None or current.document != record.document:
             return None
         clear_leftovers(record.folder)
         return cls(record.folder, record.id, run, record.document, [])
 
-    def begins_with(self, path: str | None, identifier: str, step: int, parent: str, went_on: bool) -> None:
-        """Note which checkpoint the run begins with.
+    def note_start(self, path: str | None, identifier: str, step: int, parent: str, went_on: bool) -> None:
+        """Record the checkpoint that the run starts from.
 
         Args:
-            path: where it is; None for a fresh start.
-            identifier: its own; "" for a fresh start.
-            step: optimizer steps that it holds.
+            path: the checkpoint's path; None for a fresh start.
+            identifier: the checkpoint's id; "" for a fresh start.
+            step: the number of optimizer steps in it.
             parent: the id of the run that wrote it; "" for none.
-            went_on: whether it is in the folder of that run.
+            went_on: whether this run continues in that run's folder.
         """
         text = "a fresh start" if path is None else f"from {path}"
 
@@ -162,11 +162,11 @@ class RunRecorder:
         self._update(change, from_step=step, from_checkpoint=identifier or None)
 
     def note_loggers(self, described: list[dict[str, Any]], at_once: bool) -> None:
-        """Note the loggers, whose versions are known by now.
+        """Record the loggers, once their versions are known.
 
         Args:
-            described: each of them.
-            at_once: write it; else it is written with whatever is written next.
+            described: a description of each logger.
+            at_once: whether to write the record now, not with the next update.
         """
         with self._lock:
             if self._document is not None:
@@ -174,13 +174,13 @@ class RunRecorder:
         if at_once:
             self.beat()
 
-    def trains(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
-        """Note what there is to train on, as training begins."""
+    def note_training(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
+        """Record the training data when training begins."""
         self._trained = True
         self._update(lambda document: document.update(data=plain(data)), seed=seed, batch_size=batch_size)
 
-    def wrote(self, path: str, facts: Facts) -> None:
-        """Note a checkpoint that has become whole."""
+    def note_checkpoint(self, path: str, facts: Facts) -> None:
+        """Record a checkpoint that is complete."""
         entry = {
             "path": _relative(path, self.folder),
             "id": facts.identifier,
@@ -192,41 +192,41 @@ class RunRecorder:
 
         def add(document: dict[str, Any]) -> None:
             others = [one for one in document["checkpoints"] if one.get("path") != entry["path"]]
-            document["checkpoints"] = [*others, entry][-_MOST:]
+            document["checkpoints"] = [*others, entry][-_MAX_ENTRIES:]
 
         self._update(add)
 
-    def removed(self, identifier: str) -> None:
-        """Note that a checkpoint is no longer kept. It is written with whatever is written next."""
+    def note_removal(self, identifier: str) -> None:
+        """Record that a checkpoint was removed. It is written with the next update."""
         with self._lock:
             if self._document is not None:
                 kept = [one for one in self._document["checkpoints"] if one.get("id") != identifier]
                 self._document["checkpoints"] = kept
 
     def note(self, kind: str, text: str, step: int) -> None:
-        """Note an event."""
+        """Record an event."""
         self._update(lambda document: _add_event(document, kind, text, step))
 
     def beat(self) -> None:
-        """Show that the run lives."""
+        """Renew the heartbeat."""
         self._update(lambda document: None)
 
     def end(self, status: str, why: str, step: int) -> None:
-        """Note how the run ended.
+        """Record how the run ended.
 
-        A run that never trained leaves no trace: its folder goes if nothing else is in it, and a record that it went
-        on with is as before, unless it is by this one that it has ended in order.
+        A run that never trained leaves no trace: its folder is removed if nothing else is in it, and a resumed run's
+        record is restored, unless this run has finished it.
 
         Args:
-            status: of `runs._record`.
-            why: in words.
-            step: optimizer steps that it made.
+            status: a status of `runs._record`.
+            why: the reason, in words.
+            step: the number of optimizer steps the run has made.
         """
-        self._heart.stop()
+        self._heartbeat.stop()
         _liveness.under_way.discard(self.id)
-        # What was killed after its last checkpoint has made all its steps, and nobody has said so yet.
-        says_more = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
-        if not self._trained and not says_more:
+        # A run killed after its last checkpoint has made all its steps, but its record does not say so.
+        completes = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
+        if not self._trained and not completes:
             with suppress(OSError, StorageError):
                 if self._earlier is not None:
                     with self._lock:
@@ -235,8 +235,8 @@ class RunRecorder:
                     return
                 if self._is_bare():
                     remove(self.folder)
-                    with suppress(OSError):  # somebody else has put something there
-                        for one in self._made:
+                    with suppress(OSError):  # another process has put files there
+                        for one in self._created_folders:
                             os.rmdir(one)
                     return
         time = now()
@@ -247,16 +247,16 @@ class RunRecorder:
         self._update(close, status=status, why=why, ended=time, to_step=step)
 
     def _is_bare(self) -> bool:
-        """Whether the folder was made for this run, and holds nothing but the record."""
+        """Whether the folder was created for this run and contains only the record."""
         filesystem, root = filesystem_of(self.folder)
-        return filesystem is None and bool(self._made) and os.listdir(root) == [RECORD]
+        return filesystem is None and bool(self._created_folders) and os.listdir(root) == [RECORD]
 
     def _update(self, change: Callable[[dict[str, Any]], None], **part: Any) -> None:
         """Change the record and write it.
 
         Args:
-            change: is given it.
-            part: what to set in its last part, by name.
+            change: modifies the document it is called with.
+            part: entries to set in the document's last part.
         """
         with self._lock:
             if self._document is None:
@@ -266,29 +266,31 @@ class RunRecorder:
             self._document["heartbeat"] = now()
             try:
                 self._write(self._document)
-                self._failing = False
+                self._write_failed = False
             except (OSError, StorageError) as error:
-                if not self._failing:
-                    logger.warning("%s in %r cannot be written, and is tried again: %s", RECORD, self.folder, error)
-                self._failing = True
+                if not self._write_failed:
+                    logger.warning(
+                        "%s in %r cannot be written; the next update tries again: %s", RECORD, self.folder, error
+                    )
+                self._write_failed = True
 
     def _write(self, document: dict[str, Any]) -> None:
-        """Write the record, unless another run has written its own there meanwhile."""
-        there = read(self.folder)
-        if there is not None and (not there.parts or there.parts[-1].get("token") != self._token):
+        """Write the record, unless another run has written its own there since."""
+        current = read(self.folder)
+        if current is not None and (not current.parts or current.parts[-1].get("token") != self._token):
             logger.warning(
-                "%s in %r is another run's by now%s, and this one no longer writes it. Both write to one folder.",
+                "%s in %r now belongs to another run%s, and this run no longer writes it. Both write to one folder.",
                 RECORD,
                 self.folder,
-                _told(there.process),
+                _process_hint(current.process),
             )
             self._document = None
         else:
             write(self.folder, document)
 
 
-class _Heart(threading.Thread):
-    """Writes the record every `HEARTBEAT` seconds, beside the training."""
+class _Heartbeat(threading.Thread):
+    """A thread that writes the record every `HEARTBEAT` seconds."""
 
     def __init__(self, recorder: RunRecorder) -> None:
         super().__init__(name="drivetrain-heartbeat", daemon=True)
@@ -304,7 +306,7 @@ class _Heart(threading.Thread):
         self.join(_liveness.HEARTBEAT)
 
 
-def _first_document(identifier: str, run: Description, before: Mapping[str, Any]) -> dict[str, Any]:
+def _first_document(identifier: str, run: RunDescription, before: Mapping[str, Any]) -> dict[str, Any]:
     time, process, jobs = now(), Process.here().as_json(), [one.as_json() for one in Job.of(os.environ)]
     part = {
         "token": os.urandom(8).hex(),
@@ -350,18 +352,18 @@ def _first_document(identifier: str, run: Description, before: Mapping[str, Any]
         "data": None,
         "loggers": [],
         "checkpoints": checkpoints,
-        "parts": [*parts, part][-_MOST:],
+        "parts": [*parts, part][-_MAX_ENTRIES:],
         "events": events,
     }
 
 
 def _add_event(document: dict[str, Any], kind: str, text: str, step: int) -> None:
     event = {"at": now(), "kind": kind, "step": step, "text": text}
-    document["events"] = [*document["events"], event][-_MOST:]
+    document["events"] = [*document["events"], event][-_MAX_ENTRIES:]
 
 
 def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]:
-    """Make the folder that the user has named, and return what was made. The record of another run there is kept."""
+    """Create the folder that the user named; return the created folders. An earlier run's record is renamed."""
     before = read(folder)
     if before is None:
         made = missing_above(folder)
@@ -369,7 +371,7 @@ def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]
         return made
     if _liveness.is_alive(before, Job.of(os.environ)) or (lives is not None and lives(before)):
         raise ConfigurationError(
-            f"The folder {folder!r} belongs to a run that is under way{_told(before.process)}.",
+            f"The folder {folder!r} belongs to a run that is under way{_process_hint(before.process)}.",
             "two runs would write to one log.",
             "wait for it, or give this run's logger another version, or none.",
         )
@@ -380,18 +382,18 @@ def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]
 
 
 def _versions() -> dict[str, str]:
-    """The libraries that have been imported."""
-    found = {
+    """Return the versions of the imported libraries."""
+    modules = {
         name: vars(module).get("__version__")
         for name, module in list(sys.modules.items())
         if "." not in name and not name.startswith("_") and name not in sys.stdlib_module_names and module is not None
     }
-    told = {name: str(version) for name, version in found.items() if isinstance(version, str)}
-    return {**versions(), **dict(sorted(told.items()))}
+    imported = {name: str(version) for name, version in modules.items() if isinstance(version, str)}
+    return {**versions(), **dict(sorted(imported.items()))}
 
 
 def _relative(path: str, folder: str) -> str:
-    """A checkpoint's path as seen from the run's folder, if it is in it; else all of it."""
+    """Return a checkpoint's path relative to the run's folder if it is inside it, else the absolute path."""
     if "://" in path or "://" in folder:
         return path.removeprefix(f"{folder.rstrip('/')}/")
     inside = os.path.relpath(os.path.abspath(path), os.path.abspath(folder))
@@ -409,5 +411,5 @@ def _list(value: Any) -> list[dict[str, Any]]:
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _told(process: Process | None) -> str:
+def _process_hint(process: Process | None) -> str:
     return "" if process is None else f" (process {process.pid} on {process.host})"

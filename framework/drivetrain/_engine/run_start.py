@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 from drivetrain._config.secret_values import arguments_without_secrets, without_secrets
 from drivetrain._engine.run_folder import CHOSEN, Beginning, RunFolder
 from drivetrain._engine.run_location import (
-    RunPlace,
-    cannot_write,
-    claim_at_the_first_write,
+    RunLocation,
+    claim_at_first_write,
     first_with_files,
-    is_in,
-    name_of,
-    place_of_logger,
-    place_of_logs,
-    place_of_run,
-    sharing_with,
-    versions_before,
+    locate_logger,
+    locate_logs,
+    locate_run,
+    loggers_sharing_folder,
+    logs_into,
+    previous_versions,
+    run_name,
+    write_error,
 )
-from drivetrain._engine.run_recorder import Description, RunRecorder
-from drivetrain._engine.saved_state_schema import taking
-from drivetrain._engine.write_checks import why_not
+from drivetrain._engine.run_recorder import RunDescription, RunRecorder
+from drivetrain._engine.saved_state_schema import reporting_malformed
+from drivetrain._engine.write_checks import write_problem
 from drivetrain.checkpoint._discovery import Asking, best_beside, newest_of, whole_in
 from drivetrain.checkpoint._folders import child, is_plain_name
 from drivetrain.checkpoint._format import Checkpoint, load
@@ -69,7 +69,7 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
         StorageError: a storage cannot be listed.
     """
     control = run.strategy.control
-    place = place_of_run(run) if run.stage == "fit" else None
+    place = locate_run(run) if run.stage == "fit" else None
     search = None
     fixed = None if place is None else place.fixed
     fits = run.stage == "fit"
@@ -88,7 +88,7 @@ def begin(run: RunCore, folder: RunFolder, ckpt_path: str | None, check: Check) 
         folder.path, folder.id = beginning.folder, beginning.id
         for one, version in zip(run.trainer.loggers, beginning.versions, strict=False):
             one.adopt(version)
-    folder.name, folder.is_of_fit = name_of(run), folder.is_of_fit or run.stage == "fit"
+    folder.name, folder.is_of_fit = run_name(run), folder.is_of_fit or run.stage == "fit"
     folder.before = None
     return beginning
 
@@ -112,10 +112,12 @@ def find_in_folders(run: RunCore, folders: Sequence[str], ckpt_path: str, check:
 
 
 def _search(
-    run: RunCore, place: RunPlace | None, ckpt_path: str | None, folders: Sequence[str] | None = None
+    run: RunCore, place: RunLocation | None, ckpt_path: str | None, folders: Sequence[str] | None = None
 ) -> Search:
-    where = place or place_of_logs(run)
-    identity = Identity.of(type(run.module), name_of(run), without_secrets(run.module.hparams)[0], run.trainer.searched)
+    where = place or locate_logs(run)
+    identity = Identity.of(
+        type(run.module), run_name(run), without_secrets(run.module.hparams)[0], run.trainer.searched
+    )
     search = Search(where.path, where.fixed if run.stage == "fit" else None, identity, Job.of(os.environ), Asking())
     if place is not None and place.fixed is not None:
         search.consider_occupant(place.fixed)
@@ -182,7 +184,7 @@ def _checkpoint_to_evaluate(run: RunCore, search: Search, ckpt_path: str, check:
 def _best_in_folder_of(path: str) -> str:
     """Return the best checkpoint in the folder of the newest one, whose callbacks' state names it."""
     newest = load(path)
-    with taking(newest, "the run's state", "callbacks"):
+    with reporting_malformed(newest, "the run's state", "callbacks"):
         states = [one["state"] for one in newest.state()["callbacks"].values()]
     folder = path.rpartition("/")[0]
     named = [best_beside(folder, state.get("best")) for state in states if isinstance(state, dict)]
@@ -195,7 +197,7 @@ def _best_in_folder_of(path: str) -> str:
 def _decide(
     run: RunCore,
     folder: RunFolder,
-    place: RunPlace | None,
+    place: RunLocation | None,
     search: Search | None,
     ckpt_path: str | None,
     check: Check,
@@ -210,15 +212,15 @@ def _decide(
     if place is None:
         choice = _choose(run, search, ckpt_path, check)
     else:
-        problem = why_not(place.path)
+        problem = write_problem(place.path)
         if problem is not None:
-            return Beginning(problem=cannot_write(place, problem))
+            return Beginning(problem=write_error(place, problem))
         try:
             choice = _claim_folder(run, folder, place, search, ckpt_path, check)
         except ConfigurationError as error:
             return Beginning(problem=(error.what, error.why, error.fix))
         except OSError as error:
-            return Beginning(problem=cannot_write(place, error.strerror or str(error)))
+            return Beginning(problem=write_error(place, error.strerror or str(error)))
     if ckpt_path in CHOSEN:
         _log_choice(run, ckpt_path, choice)
     versions = _versions(run)
@@ -228,7 +230,7 @@ def _decide(
 def _claim_folder(
     run: RunCore,
     folder: RunFolder,
-    place: RunPlace,
+    place: RunLocation,
     search: Search | None,
     ckpt_path: str | None,
     check: Check,
@@ -244,7 +246,7 @@ def _claim_folder(
                 lives = None if search is None else search.was_seen_to_live
                 _set_recorder(folder, RunRecorder.claim(place.path, fixed, place.asked, described, above, lives=lives))
                 break
-            recorder = RunRecorder.go_on(choice.record, described)
+            recorder = RunRecorder.resume(choice.record, described)
             if recorder is not None:
                 _set_recorder(folder, recorder)
                 break
@@ -253,11 +255,11 @@ def _claim_folder(
     assert folder.path is not None
     version = folder.path.rstrip("/").rpartition("/")[2]
     first = first_with_files(loggers)
-    sharing = [] if first is None else sharing_with(first, loggers)
+    sharing = [] if first is None else loggers_sharing_folder(first, loggers)
     for one in sharing:
         one.adopt(version)
     others = [one for one in loggers if one not in sharing]
-    had = versions_before(choice.record, loggers)
+    had = previous_versions(choice.record, loggers)
 
     def note(at_once: bool = True) -> None:
         assert folder.recorder is not None
@@ -271,7 +273,7 @@ def _claim_folder(
         if version_before is not None and is_plain_name(version_before):
             one.adopt(version_before)
         else:
-            claim_at_the_first_write(one, others, note)
+            claim_at_first_write(one, others, note)
     note(at_once=False)
     return choice
 
@@ -280,7 +282,7 @@ def _set_recorder(folder: RunFolder, recorder: RunRecorder) -> None:
     folder.recorder, folder.path, folder.id = recorder, recorder.folder, recorder.id
 
 
-def _description(run: RunCore) -> Description:
+def _description(run: RunCore) -> RunDescription:
     trainer, strategy = run.trainer, run.strategy
     settings = {name: {"value": one.value, "source": one.source} for name, one in trainer.settings.items()}
     public, of_settings = without_secrets(settings)
@@ -289,10 +291,10 @@ def _description(run: RunCore) -> Description:
     _, of_data = without_secrets({} if datamodule is None else datamodule.hparams)
     hyper_parameters, of_module = without_secrets(run.module.hparams)
     run.secrets.tell([*of_data, *of_module, *of_settings, *of_arguments])
-    return Description(
+    return RunDescription(
         stage=run.stage,
         module=class_path(type(run.module)),
-        name=name_of(run),
+        name=run_name(run),
         hyper_parameters=encoded(hyper_parameters),
         settings=plain(public),
         argv=[sys.executable, *arguments],
@@ -310,10 +312,10 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
     before = folder.before
     if first is None:
         return
-    if before is not None and before.path is not None and is_in(first, before.path):
+    if before is not None and before.path is not None and logs_into(first, before.path):
         folder.join(before)
         return
-    place = place_of_logger(first, loggers)
+    place = locate_logger(first, loggers)
     version = place.fixed or place.asked or free_version(place.path)
     folder.path = child(place.path, version)
 
@@ -328,7 +330,7 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
         assert folder.path is not None
         return folder.path.rstrip("/").rpartition("/")[2]
 
-    sharing = sharing_with(first, loggers)
+    sharing = loggers_sharing_folder(first, loggers)
     for one in sharing:
         if one.directory is not None:
             one.directory.expect(version, claim)
@@ -336,7 +338,7 @@ def _share_with_evaluation(run: RunCore, folder: RunFolder) -> None:
             one.adopt(version)
     for one in loggers:
         if one not in sharing:
-            claim_at_the_first_write(one, loggers)
+            claim_at_first_write(one, loggers)
 
 
 def _versions(run: RunCore) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a training run has left where, as it says in its end."""
+"""Lists a training run's checkpoints and files for the closing message."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ if TYPE_CHECKING:
     from drivetrain._engine.run_parts import RunCore
     from drivetrain.callback import Callback
 
-_MOST = 10  # names of the run's folder that are told
+_MAX_NAMES = 10  # of entries in the run's folder that are listed
 
 
-def left_behind(run: RunCore, written: str | None) -> list[str]:
-    """Return a line for each checkpoint that a later run may begin with, and one for the run's folder, on rank 0.
+def output_summary(run: RunCore, written: str | None) -> list[str]:
+    """Return lines for the best and last checkpoints and for the run's folder.
 
     Args:
-        run: which.
-        written: the last checkpoint that it has written, which need not be there any more; None for none.
+        run: the run.
+        written: the last checkpoint that it has written, which may have been removed since; None for none.
     """
     best = {one.best_model_path: _score(one) for one in run.callbacks if one.best_model_path and _score(one)}
     newest = (getattr(one, "last_model_path", "") for one in run.callbacks)
-    last = written if written is not None and _is_there(written) else next(filter(None, newest), None)
+    last = written if written is not None and _exists(written) else next(filter(None, newest), None)
     lines = [
-        f"best {'and last ' if path == last else ''}checkpoint: {_shown(path)}{score}" for path, score in best.items()
+        f"best {'and last ' if path == last else ''}checkpoint: {_relative_path(path)}{score}"
+        for path, score in best.items()
     ]
     if last is not None and last not in best:
-        lines.append(f"last checkpoint: {_shown(last)}")
+        lines.append(f"last checkpoint: {_relative_path(last)}")
     return [f"  {line}" for line in (*lines, *_files(run.folder.path))]
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     return "://" in path or os.path.exists(path)
 
 
 def _score(callback: Callback) -> str:
-    """The value by which it is the best; "" where it is just the newest."""
+    """Return the monitored value of the callback's best checkpoint, as " (name value)"; "" if nothing is monitored."""
     score, monitor = getattr(callback, "best_model_score", None), getattr(callback, "monitor", None)
     return f" ({monitor} {score:.4g})" if score is not None and monitor is not None else ""
 
@@ -46,16 +47,16 @@ def _files(folder: str | None) -> Iterator[str]:
     if folder is None:
         return
     names: list[str] = []
-    if "://" not in folder:  # a listing over the network may take its time
-        with suppress(OSError), os.scandir(folder) as found:
-            names = sorted(one.name + ("/" if one.is_dir() else "") for one in found if not one.name.startswith("."))
-    more = [f"and {len(names) - _MOST} more"] if len(names) > _MOST else []
-    listed = ", ".join([*names[:_MOST], *more])
-    yield f"files: {_shown(folder)}" + (f" ({listed})" if listed else "")
+    if "://" not in folder:  # listing a remote folder may take long
+        with suppress(OSError), os.scandir(folder) as entries:
+            names = sorted(one.name + ("/" if one.is_dir() else "") for one in entries if not one.name.startswith("."))
+    more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+    listed = ", ".join([*names[:_MAX_NAMES], *more])
+    yield f"files: {_relative_path(folder)}" + (f" ({listed})" if listed else "")
 
 
-def _shown(path: str) -> str:
-    """``path`` from the working directory, if it is below that; else as it is."""
+def _relative_path(path: str) -> str:
+    """Return ``path`` relative to the working directory if it is inside it, else unchanged."""
     if "://" in path:
         return path
     try:

@@ -1,4 +1,4 @@
-"""Whether what a checkpoint says of a run has the form that is written, asked before anything is taken from it."""
+"""Validates the structure of a run's saved state before any of it is restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.errors import CheckpointError
 if TYPE_CHECKING:
     from drivetrain.checkpoint._format import Checkpoint
 
-_WRONG_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
+_INVALID_VALUE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 _HOST = torch.device("cpu")
 
 Check = Callable[[Any], bool]
@@ -43,10 +43,10 @@ def _is_callback(value: Any) -> bool:
 
 
 def check_progress(checkpoint: Checkpoint) -> None:
-    """Refuse counters that are none.
+    """Check that the saved counters are non-negative integers.
 
     Raises:
-        CheckpointError: names the file and the key.
+        CheckpointError: one is not; names the file and the key.
     """
     progress = checkpoint.progress
     for name in dict.fromkeys(("epoch", "global_step", *progress)):
@@ -55,10 +55,10 @@ def check_progress(checkpoint: Checkpoint) -> None:
 
 
 def check_state(checkpoint: Checkpoint) -> None:
-    """Refuse a run's state that is not in the form in which one is written.
+    """Check the structure of the run's state.
 
     Raises:
-        CheckpointError: names the file and the key.
+        CheckpointError: it is malformed; names the file and the key.
     """
     part = checkpoint.manifest.state
     file = "state.json" if part is None or part.document is None else part.document
@@ -91,14 +91,14 @@ def check_state(checkpoint: Checkpoint) -> None:
             },
         ),
     }
-    for name in ("frozen", "trained"):  # older versions have neither
+    for name in ("frozen", "trained"):  # older versions did not write them
         if state.get(name) is not None:
             checks[""][1][name] = _are_names  # type: ignore[index]
-    for prefix, (values, wanted) in checks.items():
-        for key, is_right in wanted.items():
-            found = values.get(key) if isinstance(values, dict) else None
-            if not is_right(found) or (found is None and key not in values):
-                raise _malformed(checkpoint, file, f"{prefix}{key}", found)
+    for prefix, (values, key_checks) in checks.items():
+        for key, is_valid in key_checks.items():
+            value = values.get(key) if isinstance(values, dict) else None
+            if not is_valid(value) or (value is None and key not in values):
+                raise _malformed(checkpoint, file, f"{prefix}{key}", value)
     _check_loop(checkpoint, file, state["loop"])
     made_of = state.get("made_of")
     data = made_of.get("data") if isinstance(made_of, dict) else None
@@ -115,18 +115,18 @@ def _check_loop(checkpoint: Checkpoint, file: str, loop: dict[str, Any]) -> None
         raise _malformed(checkpoint, file, "loop/data_is_over", loop.get("data_is_over"))
     validation = loop.get("validation")
     numbers = validation.values() if isinstance(validation, dict) else [None]
-    right = validation is None or (
+    is_valid = validation is None or (
         {"ran_at", "next_at"} <= validation.keys() and all(value == -1 or _is_count(value) for value in numbers)
     )
-    if not right:
+    if not is_valid:
         raise _malformed(checkpoint, file, "loop/validation", validation)
 
 
 def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
-    """Refuse what a rank said of itself that is not in the form in which it is written.
+    """Check the structure of a rank's own state.
 
     Raises:
-        CheckpointError: names the file and the key.
+        CheckpointError: it is malformed; names the file and the key.
     """
     ranks = checkpoint.manifest.ranks
     file = f"rank-{rank:05d}.json" if rank >= len(ranks) else str(ranks[rank].document)
@@ -140,49 +140,49 @@ def check_rank_state(checkpoint: Checkpoint, rank: int, state: Any) -> None:
     buffers = state.get("buffers", {})
     if not isinstance(buffers, dict) or not all(isinstance(one, torch.Tensor) for one in buffers.values()):
         raise _malformed(checkpoint, file, "buffers", buffers)
-    with taking(checkpoint, file, "draws"), kept_generators(_HOST):
+    with reporting_malformed(checkpoint, file, "draws"), kept_generators(_HOST):
         for states in (*state["draws"]["ahead"], state["draws"]["now"]):
             set_generators(states, _HOST)
 
 
-def check_groups(checkpoint: Checkpoint, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Refuse an optimizer's settings that are no numbers where its own are.
+def check_optimizer_groups(checkpoint: Checkpoint, index: int, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Check that the saved parameter groups hold a number wherever the optimizer's own groups do.
 
     Raises:
-        CheckpointError: names the file and the key.
+        CheckpointError: a value is not a number; names the file and the key.
     """
     file = str(checkpoint.manifest.optimizers[index].document)
     for number, (own, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
         for key, value in own.items():
             if not isinstance(value, int | float) or (key not in saved and key != "lr"):
-                continue  # what another version of torch did not have gets its default
-            found = saved.get(key)
-            number_of = found.numel() if isinstance(found, torch.Tensor) else int(isinstance(found, int | float))
-            if number_of != 1 or (isinstance(found, int) and abs(found) >= 2**63):
-                raise _malformed(checkpoint, file, f"param_groups/{number}/{key}", found)
+                continue  # an option that the saving version of torch did not have keeps its default
+            loaded = saved.get(key)
+            length = loaded.numel() if isinstance(loaded, torch.Tensor) else int(isinstance(loaded, int | float))
+            if length != 1 or (isinstance(loaded, int) and abs(loaded) >= 2**63):
+                raise _malformed(checkpoint, file, f"param_groups/{number}/{key}", loaded)
 
 
 @contextmanager
-def taking(checkpoint: Checkpoint, file: str, key: str) -> Iterator[None]:
-    """Turn an error that is due to what a document says into one that names the file and the key.
+def reporting_malformed(checkpoint: Checkpoint, file: str, key: str) -> Iterator[None]:
+    """Turn built-in errors about a value, raised while state is restored, into one that names the file and the key.
 
     Raises:
-        CheckpointError: instead of an error of Python's about a value.
+        CheckpointError: replaces a KeyError, TypeError, ValueError or the like.
     """
     try:
         yield
-    except _WRONG_FORM as error:
+    except _INVALID_VALUE_ERRORS as error:
         raise CheckpointError(
-            f"The checkpoint {checkpoint.path!r} is malformed: {key!r} in {file} cannot be taken back: "
+            f"The checkpoint {checkpoint.path!r} is malformed: {key!r} in {file} cannot be restored: "
             f"{type(error).__name__}: {error}.",
-            "what it holds is not what was given out when it was saved.",
-            "take another checkpoint, or load the weights alone with load_from_checkpoint.",
+            "its content is not what the object's state_dict returns.",
+            "use another checkpoint, or load the weights alone with load_from_checkpoint.",
         ) from error
 
 
-def _malformed(checkpoint: Checkpoint, file: str, key: str, found: Any) -> CheckpointError:
+def _malformed(checkpoint: Checkpoint, file: str, key: str, value: Any) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {checkpoint.path!r} is malformed: {key or 'the whole'!r} in {file} is {reprlib.repr(found)}.",
-        "a run cannot go on from that.",
-        "take another checkpoint, or load the weights alone with load_from_checkpoint.",
+        f"The checkpoint {checkpoint.path!r} is malformed: {key or 'the whole'!r} in {file} is {reprlib.repr(value)}.",
+        "a run cannot resume from it.",
+        "use another checkpoint, or load the weights alone with load_from_checkpoint.",
     )

@@ -1,4 +1,4 @@
-"""The seeds of a run: alike where ranks must agree, different where they must not."""
+"""The seeds of a run: one for the order of samples, equal on all ranks, and one per rank for generators."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from drivetrain._runtime.seed import derive_seed, drawn_from, last_seed, never_s
 
 logger = logging.getLogger("drivetrain")
 
-_found_unseeded = False
+_reported_unseeded = False
 
 
 def order_seed(seed: int | None, control: ControlPlane) -> int:
-    """Return the seed of the order of samples, the same on every rank.
+    """Return the seed for the order of samples, equal on every rank. Collective.
 
-    It is ``Fit(seed=)``, else `seed_everything`'s, else one drawn from rank 0's torch generator.
+    It is ``Fit(seed=)``, else that of `seed_everything`, else drawn from rank 0's torch generator.
     """
     if seed is None:
         seed = last_seed()
@@ -28,30 +28,32 @@ def order_seed(seed: int | None, control: ControlPlane) -> int:
 
 
 def seed_rank(seed: int, data_rank: int) -> None:
-    """Seed Python, NumPy and torch; rank 0 as ``torch.manual_seed(seed)`` would, the others apart from it.
+    """Seed Python, NumPy and torch: data rank 0 with ``seed``, as ``torch.manual_seed``, the others with derived seeds.
 
-    With equal seeds all ranks would draw the same dropout mask, which is one mask and not W.
+    With equal seeds all ranks would draw the same dropout masks.
     """
     seed_generators(seed if data_rank == 0 else derive_seed(seed, data_rank))
 
 
 def built_unseeded(module: nn.Module) -> bool:
-    """Tell whether ``module`` has parameters that were initialised before anything was seeded; once in a process.
+    """Return True once per process, if ``module``'s parameters were initialised before any generator was seeded.
 
-    Asked in the process that built it, before others are started.
+    Call it in the process that built the module, before other processes are started.
     """
-    global _found_unseeded
-    found = not _found_unseeded and never_seeded() and drawn_from() and next(module.parameters(), None) is not None
-    _found_unseeded |= found
-    return found
+    global _reported_unseeded
+    unseeded = (
+        not _reported_unseeded and never_seeded() and drawn_from() and next(module.parameters(), None) is not None
+    )
+    _reported_unseeded |= unseeded
+    return unseeded
 
 
-def tell_of_unseeded(module: nn.Module, seed: int) -> None:
-    """Say that the run's seed comes too late for what ``module`` was initialised with."""
+def warn_unseeded(module: nn.Module, seed: int) -> None:
+    """Warn that the run's seed was set after ``module`` was initialised."""
     logger.warning(
-        "Fit(seed=%d) seeds the run, and %s was built before it, in a process that nobody had seeded: what is random "
-        "in its weights is different in the next run. Call drivetrain.seed_everything(%d) before it is built, or build "
-        "its layers in configure_model. Said once.",
+        "Fit(seed=%d) seeds the run, and %s was built before it with unseeded generators: its random initial weights "
+        "will differ in the next run. Call drivetrain.seed_everything(%d) before it is built, or build its layers in "
+        "configure_model. Said once.",
         seed,
         type(module).__name__,
         seed,

@@ -15,20 +15,20 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from drivetrain._distributed.failure import Failure
-from drivetrain._engine.batches import BatchMover, batch_mover
+from drivetrain._engine.batches import BatchMover, build_batch_mover
 from drivetrain._engine.checkpoints import RunCheckpoints
 from drivetrain._engine.compiled_steps import CompiledSteps
-from drivetrain._engine.console_logging import log_to_console, say_once
+from drivetrain._engine.console_logging import log_once, log_to_console
 from drivetrain._engine.error_reporting import note_inference_tensors, note_where
-from drivetrain._engine.evaluation_buffers import BuffersAside
+from drivetrain._engine.evaluation_buffers import EvaluationBuffers
 from drivetrain._engine.evaluation_setup import (
     build_evaluation,
     build_prediction,
     build_validation,
     run_sanity_check,
 )
-from drivetrain._engine.failure_propagation import cause_of, error_to_report, tell_others
-from drivetrain._engine.handshake import check_ranks_agree, facts_about, settings_alike
+from drivetrain._engine.failure_propagation import error_to_report, publish_failure, resolve_cause
+from drivetrain._engine.handshake import check_ranks_agree, module_facts, setting_facts
 from drivetrain._engine.out_of_memory import explain_out_of_memory
 from drivetrain._engine.process_switches import apply_switches
 from drivetrain._engine.rank_log import RankLog
@@ -48,11 +48,11 @@ from drivetrain._engine.run_parts import (
     Training,
     TrainingInputs,
 )
-from drivetrain._engine.seeding import seed_rank, tell_of_unseeded
-from drivetrain._engine.signals import Signals, as_asked, awaited_signals, interruption
+from drivetrain._engine.seeding import seed_rank, warn_unseeded
+from drivetrain._engine.signals import Signals, as_interruption, handled_signals, interruption_error
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit
-from drivetrain._engine.topology import Topology, check_control_plane, check_devices_apart, check_set_up
+from drivetrain._engine.topology import Topology, check_control_plane, check_distinct_devices, check_module_setup
 from drivetrain._engine.training_setup import (
     build_stopping,
     build_training,
@@ -76,7 +76,7 @@ from drivetrain.strategies.run_settings import RunSettings
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 if TYPE_CHECKING:
-    from drivetrain._engine.monitors import Monitors
+    from drivetrain._engine.monitors import MonitorCheck
     from drivetrain._engine.reloading import Reloading
     from drivetrain._loops.train import TrainLoop
 
@@ -130,7 +130,7 @@ class Session:
             MetricStore(module),
             progress or Progress(),
             Position(),
-            EvaluationWithinFit(BuffersAside(module, strategy)),
+            EvaluationWithinFit(EvaluationBuffers(module, strategy)),
             RunCallbacks(trainer, module, profiling.hooks),
             folder,
             profiling,
@@ -147,13 +147,13 @@ class Session:
         self._trainables: Trainables | None = None
         self._compiled: CompiledSteps | None = None
         self._teardowns: list[Callable[[str], None]] = []  # not yet called; empty before the first setup hook
-        awaited = awaited_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
+        awaited = handled_signals(trainer.preemption_signals, os.environ) if request.stage == "fit" else ()
         self._signals = Signals(awaited, self._on_signal)
         self._awaited = awaited
         writes = not (trainer.fast_dev_run or trainer.barebones)
         named = writes and trainer.settings["default_root_dir"].source != "default"
         root = trainer.default_root_dir if named else None
-        self._log = RankLog(folder, strategy.rank, strategy.world_size, otherwise=root)
+        self._log = RankLog(folder, strategy.rank, strategy.world_size, fallback=root)
         self._ending = RunEnding(self.core)
 
     def execute(self) -> Any:
@@ -262,7 +262,7 @@ class Session:
         if core.stage == "fit":
             checkpoints.check_what_is_left()
         if trainer.built_unseeded and trainer.seed is not None and checkpoints.opened is None and strategy.rank == 0:
-            tell_of_unseeded(core.module, trainer.seed)
+            warn_unseeded(core.module, trainer.seed)
         reloading = self._load_data()
         stage_data = data.loaded
         profiling.set_loaders(stage_data.loaders or stage_data.evaluated)
@@ -271,16 +271,16 @@ class Session:
             runner = profiling.call("forward", self._set_up_module(stage_data))
         if trainer.seed is not None and strategy.data_rank > 0:
             seed_rank(trainer.seed, strategy.data_rank)
-        return _Prepared(runner, profiling.mover(batch_mover(core.module, core.datamodule, strategy)), reloading)
+        return _Prepared(runner, profiling.mover(build_batch_mover(core.module, core.datamodule, strategy)), reloading)
 
     def _fit(self, prepared: _Prepared) -> None:
         with self.core.profiling.span("set-up"):
             training, monitors = self._prepare_training(prepared)
         self._train(prepared, training.loop, monitors)
 
-    def _prepare_training(self, prepared: _Prepared) -> tuple[Training, Monitors]:
+    def _prepare_training(self, prepared: _Prepared) -> tuple[Training, MonitorCheck]:
         from drivetrain._engine.fused_optimizers import suggest_fused_optimizers  # only training needs these
-        from drivetrain._engine.monitors import Monitors
+        from drivetrain._engine.monitors import MonitorCheck
         from drivetrain._engine.optimizer_setup import set_up_optimizers
 
         core, data, checkpoints = self.core, self.data, self.checkpoints
@@ -292,7 +292,7 @@ class Session:
             )
         self.stopping = stopping = build_stopping(core, data)
         validate = build_validation(core, data, stopping, runner, move) if data.validates else None
-        monitors = Monitors(core, data, optimization.schedulers)
+        monitors = MonitorCheck(core, data, optimization.schedulers)
         self.training = training = build_training(
             TrainingInputs(core, data, optimization, stopping, self._trainables, checkpoints.requests, validate),
             runner,
@@ -305,26 +305,26 @@ class Session:
             reloading.connect(training.loop, stopping, runner, move)
         checkpoints.load()
         if not core.request.trial:
-            say_once(core.strategy.precision.describe())
+            log_once(core.strategy.precision.describe())
             advice = suggest_fused_optimizers(optimization.optimizers)
             if advice is not None:
-                say_once(advice)
+                log_once(advice)
         return training, monitors
 
-    def _train(self, prepared: _Prepared, loop: TrainLoop, monitors: Monitors) -> None:
+    def _train(self, prepared: _Prepared, loop: TrainLoop, monitors: MonitorCheck) -> None:
         core, checkpoints, ending = self.core, self.checkpoints, self._ending
         hooks, strategy, progress = core.hooks, core.strategy, core.progress
         ended_before = checkpoints.ended_before
         if strategy.rank == 0 and ended_before is None and core.trainer.loggers:
-            from drivetrain._engine.run_loggers import begin_logging  # only runs that log need it
+            from drivetrain._engine.run_loggers import prepare_loggers  # only runs that log need it
 
-            begin_logging(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
+            prepare_loggers(core.trainer.loggers, core.folder.rewinds_to, core.logged_hyper_parameters())
         for hook in hooks.on_fit_start:
             hook()
         if self.data.validates and core.trainer.num_sanity_val_steps and checkpoints.opened is None:
             run_sanity_check(core, self.data, prepared.runner, prepared.move, monitors.note_validation)
         core.metrics.enter("train", reset=checkpoints.opened is None)
-        self._signals.wait_for_the_run()
+        self._signals.defer_to_run()
         for hook in hooks.on_train_start:
             hook()
         checkpoints.keep_trainables()
@@ -352,7 +352,7 @@ class Session:
     def _record_beginning(self) -> None:
         data, batches = self.data.loaded, self.core.trainer.num_training_batches
         facts = {**self._memory.components.get("data", {}), "batches": batches if batches != math.inf else None}
-        self.core.folder.trains({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
+        self.core.folder.note_training({**facts, "batch_size": data.batch_size}, self.data.seed, data.batch_size)
 
     def _evaluate(self, prepared: _Prepared) -> Any:
         core, data, runner, move = self.core, self.data, prepared.runner, prepared.move
@@ -379,8 +379,8 @@ class Session:
 
     def _leave(self, number: int) -> None:
         """End a run that a signal cut short. It is saved already; neither its epoch nor its training is over."""
-        self._signals.answered = True
-        self._ending.exit_error = error = interruption(number)
+        self._signals.handled = True
+        self._ending.exit_error = error = interruption_error(number)
         self.data.rng_replay.end()
         self.checkpoints.finish()
         if self.core.strategy.rank == 0 and not self.core.request.trial:
@@ -400,7 +400,7 @@ class Session:
         """Pass the strategy's control plane, which exists from now on, to the parts that use it."""
         core, strategy, world = self.core, self.core.strategy, self._topology.world
         check_control_plane(strategy, self._topology.placement)
-        check_devices_apart(strategy)
+        check_distinct_devices(strategy)
         if world is not None and strategy.world_size > 1:
             strategy.control.external_failures = world.failures
         self.data.rng_replay.device = strategy.device
@@ -436,10 +436,10 @@ class Session:
         core = self.core
         writing = list(core.callbacks) if core.stage == "fit" else []
         if core.trainer.loggers or any(callback.writes_to for callback in writing):
-            from drivetrain._engine.write_checks import check_folders
+            from drivetrain._engine.write_checks import check_writable_folders
 
             # Prediction logs nothing.
-            check_folders(core.strategy, writing, [] if core.stage == "predict" else core.trainer.loggers)
+            check_writable_folders(core.strategy, writing, [] if core.stage == "predict" else core.trainer.loggers)
 
     def _load_data(self) -> Reloading | None:
         """Build the loaders; returns what builds them again, if they are to be reloaded."""
@@ -464,17 +464,17 @@ class Session:
             module.configure_model()
         self._attach()  # the modules that configure_model built
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-            from drivetrain._engine.lazy_parameters import refuse_lazy
+            from drivetrain._engine.lazy_parameters import refuse_lazy_layers
 
-            refuse_lazy(module)
+            refuse_lazy_layers(module)
         if core.stage == "fit":
             self.checkpoints.restore_trainables()  # before the strategy wraps the parameters that train
         strategy.check(module)
-        facts = {"stage": core.stage, **settings_alike(core.trainer), **data.facts(), **facts_about(module)}
+        facts = {"stage": core.stage, **setting_facts(core.trainer), **data.facts(), **module_facts(module)}
         check_ranks_agree(strategy.control, facts)  # before wrapping, which would hang if ranks differed
         self._compiled = CompiledSteps(module, core.trainer.compile, core.metrics)
         run_step = strategy.setup_module(module)
-        check_set_up(strategy, module, run_step)
+        check_module_setup(strategy, module, run_step)
         runner = under_context(run_step, strategy.precision)
         hold(module)
         if core.stage == "fit":
@@ -563,7 +563,7 @@ class Session:
         note_where(error, core, self.training is not None)
         note_inference_tensors(error)
         failure = Failure.of_exception(strategy.rank, error)
-        tell_others(control, failure)
+        publish_failure(control, failure)
         self._log.add_failure(error, failure.traceback)
         release(core.module)
         calls: list[Callable[[], Any]] = []
@@ -579,8 +579,8 @@ class Session:
                 call()
             except Exception:
                 logger.exception("Tearing down the failed run raised another error:")
-        cause, told_by = cause_of(control, self._topology.world, failure, error)
-        cause = as_asked(cause, self._awaited)
+        cause, told_by = resolve_cause(control, self._topology.world, failure, error)
+        cause = as_interruption(cause, self._awaited)
         if told_by is not None:
             self.last_line = f"{failure.in_a_line()}; rank {told_by} failed the same way and shows the traceback"
         if cause is not error:

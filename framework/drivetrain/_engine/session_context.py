@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from drivetrain._engine.collective_calls import CollectiveCalls
-from drivetrain._engine.defaults import with_own
+from drivetrain._engine.defaults import with_module_callbacks
 from drivetrain._engine.session import Session
 from drivetrain._engine.topology import expected_placement
 from drivetrain._loops.configured_optimizers import SchedulerConfig
@@ -444,7 +444,7 @@ class SessionContext(RunContext):
         return (
             self.callbacks
             if self.session is None
-            else with_own(self.callbacks, self.session.core.callbacks.from_module)
+            else with_module_callbacks(self.callbacks, self.session.core.callbacks.from_module)
         )
 
     @property
@@ -482,7 +482,7 @@ class SessionContext(RunContext):
         return "" if self.session is None else self.session.core.folder.id
 
     def checkpoint_removed(self, identifier: str) -> None:
-        self._running("checkpoint_removed").core.folder.removed(identifier)
+        self._running("checkpoint_removed").core.folder.note_removal(identifier)
 
     def checkpoint_before(self, step: int) -> tuple[str, int] | None:
         return self._running("checkpoint_before").checkpoints.before(step)
@@ -536,7 +536,7 @@ class SessionContext(RunContext):
 
     def finish_logging(self) -> None:
         if self._log_queue is not None:
-            self._log_queue.hand_on(wait=True)
+            self._log_queue.deliver(wait=True)
 
     def print(self, *args: Any, **options: Any) -> None:
         if self.global_rank != 0:

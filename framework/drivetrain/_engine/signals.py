@@ -1,4 +1,4 @@
-"""Signals during a fit: the first asks the run to save and leave, a second one ends it at once."""
+"""Handles signals during a fit: the first one asks the run to save and stop, a second one ends it immediately."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from drivetrain._config.arguments import signal_numbers
 from drivetrain._distributed.failure import RankFailedError
 from drivetrain.launchers.choose import is_interactive
 
-_ECHO = 0.5
-"""Seconds within which a signal that comes again is the same: a launcher passes on what its group got already."""
+_DUPLICATE_INTERVAL = 0.5
+"""Seconds within which a repeated signal is a duplicate: a launcher forwards signals that the group got already."""
 
-_COME_OUT = 1.0
-"""Seconds that the main thread gets, after a second signal, to raise: it may be in a collective that never ends."""
+_SECOND_SIGNAL_GRACE = 1.0
+"""Seconds for the main thread to raise after a second signal. It may be in a collective that never ends."""
 
-_GIVE_UP = 12.0
-"""Seconds that it gets after a first one where there is nothing to save: schedulers wait for fifteen and more."""
+_FIRST_SIGNAL_GRACE = 12.0
+"""Seconds for the main thread to raise after a first signal with nothing to save: schedulers allow 15 s or more."""
 
 
-def awaited_signals(setting: str | list[str] | None, variables: Mapping[str, str]) -> tuple[int, ...]:
-    """Return the signals that ``Fit(preemption_signals=setting)`` means: Ctrl-C's among them, or none at all.
+def handled_signals(setting: str | list[str] | None, variables: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the signals that a run handles: SIGINT and those of ``Fit(preemption_signals=setting)``, or none.
 
     Args:
-        setting: "auto", one name, several, or None.
-        variables: the environment: in a job of SLURM's "auto" means SIGUSR1 too.
+        setting: "auto", one name, several names, or None to handle no signal.
+        variables: the environment variables; in a SLURM job "auto" includes SIGUSR1.
     """
     if setting is None:
         return ()
@@ -44,35 +44,35 @@ def awaited_signals(setting: str | list[str] | None, variables: Mapping[str, str
     return tuple(dict.fromkeys([signal.SIGINT, *signal_numbers(names)]))
 
 
-def interruption(number: int) -> BaseException:
-    """Return what a run raises that left because of signal ``number``."""
+def interruption_error(number: int) -> BaseException:
+    """Return the exception that a run raises when it stops for signal ``number``."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def as_asked(error: BaseException, numbers: Sequence[int]) -> BaseException:
-    """Return what to raise for ``error``, which may follow from another rank's leaving for a signal before training.
+def as_interruption(error: BaseException, numbers: Sequence[int]) -> BaseException:
+    """Return ``error``, or the exception for a signal if it only reports that another rank stopped for that signal.
 
     Args:
-        error: what was caught.
-        numbers: the signals that a run leaves for.
+        error: the error that was caught.
+        numbers: the signals that the run handles.
     """
     if not isinstance(error, RankFailedError) or error.failure.error_type != "SystemExit":
         return error
-    asked = [number for number in numbers if error.failure.message == str(128 + number)]
-    return interruption(asked[0]) if asked else error
+    received = [number for number in numbers if error.failure.message == str(128 + number)]
+    return interruption_error(received[0]) if received else error
 
 
 class Signals:
-    """Takes signals within its ``with``. In the main thread only; in others it does nothing.
+    """Handles signals within its ``with`` block. It does nothing in threads other than the main thread.
 
-    Until `wait_for_the_run` there is nothing to save: what would have ended the process raises at once, and what a
-    handler of the user's waits for is his. Then the first signal is for the run, and one that comes twice raises in the
-    main thread. Where that thread is in a call that does not return, such as a collective, no handler of Python's runs
-    there: a thread of its own then ends the process.
+    Until `defer_to_run` there is nothing to save: a signal that would have ended the process raises immediately, and
+    handlers of the user's stay in place. After it, the first signal is passed to the run, and a second one raises in
+    the main thread. Python runs no handler while the main thread is in a call that does not return, such as a
+    collective: a watcher thread then ends the process.
 
     Args:
-        numbers: the signals.
-        arrived: called with the first one that the run is to heed.
+        numbers: the signals to handle.
+        arrived: called with the first signal that the run should act on.
     """
 
     def __init__(self, numbers: Sequence[int], arrived: Callable[[int], None]) -> None:
@@ -82,12 +82,12 @@ class Signals:
         self._wakeup = -1
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
-        self._handled = _Repetition()
-        self._watch: _Watch | None = None
-        self.answered = False
-        """Set once the run has done what the signal wants."""
+        self._received = _SignalHistory()
+        self._watcher: _Watcher | None = None
+        self.handled = False
+        """Whether the run has stopped for the signal."""
         self.raised = 0
-        """The signal that came before there was anything to save, and has raised."""
+        """The signal that raised because there was nothing to save; 0 for none."""
 
     def __enter__(self) -> Self:
         if not self._numbers or threading.current_thread() is not threading.main_thread():
@@ -97,23 +97,23 @@ class Signals:
         os.set_blocking(self._pipe[1], False)
         self._previous = {number: signal.signal(number, self._raise) for number in ours}
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        self._watch = _Watch(self._pipe[0], self._wakeup, ends=not is_interactive())
-        self._watch.expect(ours, at_once=True)
-        self._thread = threading.Thread(target=self._watch.run, name="drivetrain-signals", daemon=True)
+        self._watcher = _Watcher(self._pipe[0], self._wakeup, may_exit=not is_interactive())
+        self._watcher.expect(ours, at_once=True)
+        self._thread = threading.Thread(target=self._watcher.run, name="drivetrain-signals", daemon=True)
         self._thread.start()
-        _keep_out_of_children(self)
+        _restore_after_fork(self)
         return self
 
     @property
-    def listening(self) -> bool:
-        """Whether signals are taken now."""
+    def is_active(self) -> bool:
+        """Whether signals are being handled."""
         return self._pipe is not None
 
-    def wait_for_the_run(self) -> None:
-        """From now on there is something to save: the first signal is for the run to heed."""
-        if self._watch is None:
+    def defer_to_run(self) -> None:
+        """Pass the first signal to the run from now on, since there is state to save."""
+        if self._watcher is None:
             return
-        self._watch.expect(self._numbers, at_once=False)
+        self._watcher.expect(self._numbers, at_once=False)
         for number in self._numbers:
             handler = signal.signal(number, self._handle)
             self._previous.setdefault(number, handler)
@@ -123,147 +123,156 @@ class Signals:
     ) -> None:
         if self._pipe is None:
             return
-        self.put_back()
+        self.restore_handlers()
         os.write(self._pipe[1], b"\0")
         assert self._thread is not None
         self._thread.join()
         for end in self._pipe:
             os.close(end)
         self._pipe = None
-        late = self._handled.first
-        if late and not self.answered and kind is None:
-            # The run was over before it could ask: the signal is for whoever is asked now.
-            if signal.getsignal(late) is signal.SIG_DFL:
-                raise interruption(late)
-            signal.raise_signal(late)
+        unhandled = self._received.first
+        if unhandled and not self.handled and kind is None:
+            # The run ended before it could act on the signal: pass it to the restored handler.
+            if signal.getsignal(unhandled) is signal.SIG_DFL:
+                raise interruption_error(unhandled)
+            signal.raise_signal(unhandled)
 
-    def put_back(self) -> None:
-        """Give the signals back to who had them before."""
+    def restore_handlers(self) -> None:
+        """Restore the previous handlers."""
         signal.set_wakeup_fd(self._wakeup)
-        # Launchers end the others by a signal as soon as one rank has left: who is leaving too does so as it was asked.
-        leaving = self.answered and os.environ.get("WORLD_SIZE", "1") != "1"
+        # Launchers signal the other ranks once one has exited; a rank that is stopping anyway keeps its exit code.
+        leaving = self.handled and os.environ.get("WORLD_SIZE", "1") != "1"
         for number, handler in self._previous.items():
             if signal.getsignal(number) in (self._handle, self._raise) and handler is not None:
-                leaves_again = leaving and handler is signal.SIG_DFL
-                signal.signal(number, _leave if leaves_again else handler)
-                if leaves_again:
-                    atexit.register(signal.signal, number, signal.SIG_IGN)  # it is on its way out, with its code
+                exits = leaving and handler is signal.SIG_DFL
+                signal.signal(number, _raise_interruption if exits else handler)
+                if exits:
+                    atexit.register(signal.signal, number, signal.SIG_IGN)  # its exit code is decided by then
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if not self._handled.is_repeated(number) and not self.answered:
-            self.answered = True
+        if not self._received.is_repeated(number) and not self.handled:
+            self.handled = True
             self.raised = number
-            assert self._watch is not None
-            self._watch.has_raised = True
-            raise interruption(number)
+            assert self._watcher is not None
+            self._watcher.has_raised = True
+            raise interruption_error(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._handled.first == 0:
-            self._handled.is_repeated(number)
+        if self._received.first == 0:
+            self._received.is_repeated(number)
             self._arrived(number)
-        elif self._handled.is_repeated(number):
-            raise interruption(number)
+        elif self._received.is_repeated(number):
+            raise interruption_error(number)
 
 
 def _ends_the_process(handler: Any) -> bool:
-    """Whether a handler is the system's, or the one that elastic gives to functions' processes."""
+    """Whether a handler is the default one, or that of torch elastic for processes that run a function."""
     return handler is signal.SIG_DFL or str(getattr(handler, "__module__", "")).startswith("torch.distributed.elastic")
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise interruption(number)
+def _raise_interruption(number: int, frame: FrameType | None) -> None:
+    raise interruption_error(number)
 
 
-_listening: weakref.ref[Signals] | None = None
+_active: weakref.ref[Signals] | None = None
 _registered = False
 
 
-def _keep_out_of_children(signals: Signals) -> None:
-    """Let what is forked from here, a data-loading worker, not take its own signals for ours."""
-    global _listening, _registered
-    _listening = weakref.ref(signals)
+def _restore_after_fork(signals: Signals) -> None:
+    """Restore the previous handlers in forked children, such as data-loading workers."""
+    global _active, _registered
+    _active = weakref.ref(signals)
     if not _registered:
-        os.register_at_fork(after_in_child=_put_back_in_child)
+        os.register_at_fork(after_in_child=_restore_in_child)
         _registered = True
 
 
-def _put_back_in_child() -> None:
-    global _listening
-    signals = _listening() if _listening is not None else None
-    _listening = None
-    if signals is not None and signals.listening:
-        signals.put_back()
-        signal.set_wakeup_fd(-1)  # whose other end is the parent's
+def _restore_in_child() -> None:
+    global _active
+    signals = _active() if _active is not None else None
+    _active = None
+    if signals is not None and signals.is_active:
+        signals.restore_handlers()
+        signal.set_wakeup_fd(-1)  # the parent reads from this pipe
 
 
-class _Repetition:
-    """Tells a second signal from the first one that comes again by another way."""
+class _SignalHistory:
+    """Distinguishes a second signal from a duplicate of the first one."""
 
     def __init__(self) -> None:
         self.first = 0
         self._since = 0.0
 
     def is_repeated(self, number: int) -> bool:
-        """Take note of a signal. SIGTERM after SIGUSR1 is a scheduler's next warning, and cuts no save short."""
+        """Record a signal and return whether it asks to end now: the first signal again, or Ctrl-C.
+
+        SIGTERM after SIGUSR1 is a scheduler's next warning, which must not interrupt a save.
+        """
         now = time.monotonic()
         if self.first == 0:
             self.first, self._since = number, now
             return False
-        return number in (self.first, signal.SIGINT) and now - self._since >= _ECHO
+        return number in (self.first, signal.SIGINT) and now - self._since >= _DUPLICATE_INTERVAL
 
 
-class _Watch:
-    """Reads what signals write to the pipe, and ends the process where one is not raised in time."""
+class _Watcher:
+    """Reads signal numbers from the wakeup pipe, and ends the process if the main thread does not act on one in time.
 
-    def __init__(self, pipe: int, forward: int, *, ends: bool) -> None:
+    Args:
+        pipe: the read end of the pipe.
+        forward: the previous wakeup descriptor, to which the numbers are forwarded; -1 for none.
+        may_exit: whether to end the process; False in an interactive one.
+    """
+
+    def __init__(self, pipe: int, forward: int, *, may_exit: bool) -> None:
         self._pipe = pipe
         self._forward = forward
-        self._ends = ends
+        self._may_exit = may_exit
         self._expected: tuple[Sequence[int], bool] = ((), False)
-        self._seen = _Repetition()
-        self._come = b""
-        self._ended = False
+        self._received = _SignalHistory()
+        self._numbers = b""
+        self._stopped = False
         self.has_raised = False
-        """Whether the main thread has come out of what it was in, for the first signal's sake."""
+        """Whether the main thread has raised for the first signal."""
 
     def expect(self, numbers: Sequence[int], *, at_once: bool) -> None:
-        """Heed these signals from now on: each, or (not ``at_once``) only one that comes twice."""
+        """Act on these signals from now on: on the first one if ``at_once``, else on a second one only."""
         self._expected = (numbers, at_once)
 
     def run(self) -> None:
-        while not self._over(None):
-            for number in self._come:
+        while not self._read(None):
+            for number in self._numbers:
                 if self._forward != -1:
                     with contextlib.suppress(OSError):
                         os.write(self._forward, bytes([number]))
                 numbers, at_once = self._expected
-                if number not in numbers or not self._ends:
+                if number not in numbers or not self._may_exit:
                     continue
-                if self._seen.is_repeated(number):
-                    self._end(number, twice=True)
+                if self._received.is_repeated(number):
+                    self._exit_after_grace(number, twice=True)
                 elif at_once:
-                    self._end(number, twice=False)
+                    self._exit_after_grace(number, twice=False)
 
-    def _over(self, seconds: float | None) -> bool:
-        """Wait for what comes next; tell whether it is the end of the run."""
-        if not self._ended:
-            ready, _, _ = select.select([self._pipe], [], [], seconds)
-            self._come = os.read(self._pipe, 64) if ready else b""
-            self._ended = 0 in self._come
-        return self._ended
+    def _read(self, timeout: float | None) -> bool:
+        """Wait for signal numbers, at most ``timeout`` seconds; return whether the run has ended, which writes a 0."""
+        if not self._stopped:
+            ready, _, _ = select.select([self._pipe], [], [], timeout)
+            self._numbers = os.read(self._pipe, 64) if ready else b""
+            self._stopped = 0 in self._numbers
+        return self._stopped
 
-    def _end(self, number: int, *, twice: bool) -> None:
-        """End the process, unless the run ends in time, or has come out of what it was in and is asked only once."""
-        until = time.monotonic() + (_COME_OUT if twice else _GIVE_UP)
+    def _exit_after_grace(self, number: int, *, twice: bool) -> None:
+        """End the process, unless the run ends in time or, after a single signal, the main thread has raised."""
+        until = time.monotonic() + (_SECOND_SIGNAL_GRACE if twice else _FIRST_SIGNAL_GRACE)
         while (left := until - time.monotonic()) > 0:
-            if self._over(left):
+            if self._read(left):
                 return
-            if not twice and any(self._seen.is_repeated(one) for one in self._come):
-                twice, until = True, min(until, time.monotonic() + _COME_OUT)
+            if not twice and any(self._received.is_repeated(one) for one in self._numbers):
+                twice, until = True, min(until, time.monotonic() + _SECOND_SIGNAL_GRACE)
         if self.has_raised and not twice:
             return
-        why = "came twice" if twice else f"came, and the run did not end within {_GIVE_UP:g} s"
+        reason = "came twice" if twice else f"came, and the run did not end within {_FIRST_SIGNAL_GRACE:g} s"
         for child in multiprocessing.active_children():
-            child.kill()  # data-loading workers, which are in groups of their own
-        os.write(2, f"{signal.Signals(number).name} {why}: the process ends at once.\n".encode())
+            child.kill()  # data-loading workers, which are in their own process groups
+        os.write(2, f"{signal.Signals(number).name} {reason}: the process ends at once.\n".encode())
         os._exit(128 + number)

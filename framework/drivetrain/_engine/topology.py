@@ -1,4 +1,4 @@
-"""Who this process is among how many, and whether more have to be started."""
+"""Determines this process's rank and world size, and whether processes must be started."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from drivetrain.errors import ConfigurationError, DistributedError
 from drivetrain.launchers import World, current_world
 from drivetrain.strategies.strategy import Strategy
 
-_CONNECT = timedelta(minutes=5)
+_CONNECT_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where this process stands.
+    """This process's place among the processes of a run.
 
     Attributes:
-        placement: among all processes; with ``missing``, the placement the first process of this node will have.
-        store: the way to the others; None where this process is alone, or a process group of the user's leads there.
-        world: the processes that we started, where we did.
-        missing: the other processes of this node have yet to be started.
-        address: of the first node, where processes are started on several.
-        port: of the store there; 0 lets the system choose.
+        placement: its rank and world size; if ``missing``, those that the first process of this node will have.
+        store: connects the processes; None before they are started, for a single-process strategy, and in a process
+            group of the user's.
+        world: the processes that the framework has started; None if it has started none.
+        missing: whether the processes of this node have yet to be started.
+        address: the first node's address, if processes are started on several nodes.
+        port: the port of the store there; 0 lets the system choose.
     """
 
     placement: Placement
@@ -48,36 +49,36 @@ class Topology:
 
 
 def find_topology(environment: Environment, devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
-    """Find this process's place for a run on ``devices`` of each of ``num_nodes`` nodes.
+    """Find this process's place in a run on ``devices`` of each of ``num_nodes`` nodes.
 
     Args:
-        environment: who started the processes.
-        devices: what the run asks for on this node.
-        num_nodes: over how many nodes.
-        strategy: the run's, where it is known yet. One for a single process takes one, whatever others there are.
+        environment: describes what started the processes.
+        devices: the devices that the run requests on this node.
+        num_nodes: the number of nodes.
+        strategy: the run's strategy, if it is known yet. One for a single process runs alone in each process.
 
     Raises:
-        ConfigurationError: the processes that are there are not as many as asked for; or the port where they are to
-            meet is taken, or another job's.
-        DistributedError: nobody hosts the store where they are to meet.
+        ConfigurationError: the number of processes differs from the requested one; or the port of the store is taken,
+            or belongs to another job.
+        DistributedError: no process hosts the store.
     """
-    asked = len(devices.indices) * num_nodes
-    single = _takes_one(strategy, asked)
+    requested = len(devices.indices) * num_nodes
+    single = _is_single_process(strategy, requested)
     if single and devices.chosen is False:
-        asked = 1
-    alone = single or (devices.chosen and asked == 1)
+        requested = 1
+    alone = single or (devices.chosen and requested == 1)
     if dist.is_available() and dist.is_initialized() and not single:
-        return Topology(_in_users_group(environment, asked, devices.chosen))
+        return Topology(_placement_in_users_group(environment, requested, devices.chosen))
     world = current_world()
     if world is not None:
-        return _in_world(world, asked, devices.chosen, alone)
+        return _topology_in_world(world, requested, devices.chosen, alone)
     if environment.started_us:
         placement = environment.placement()
         if single:
             return Topology(Placement())
-        _check_size(placement, asked, devices.chosen, environment.name)
-        return Topology(placement, _store_of(environment, placement))
-    if asked == 1:
+        _check_world_size(placement, requested, devices.chosen, environment.name)
+        return Topology(placement, _open_store(environment, placement))
+    if requested == 1:
         return Topology(Placement(), HashStore())
     first = environment.first_on_node(num_nodes, len(devices.indices))
     if num_nodes == 1:
@@ -85,25 +86,25 @@ def find_topology(environment: Environment, devices: Devices, num_nodes: int, st
     return Topology(first, missing=True, address=environment.main_address, port=environment.main_port)
 
 
-def environment_of(setting: str | Environment) -> Environment:
-    """Return the environment that ``Fit(environment=...)`` is, or names, as of this moment."""
+def resolve_environment(setting: str | Environment) -> Environment:
+    """Return the environment for ``Fit(environment=...)``, which is an `Environment` or a name."""
     return setting if isinstance(setting, Environment) else environment_by_name(setting)
 
 
-def stands_alone(environment: Environment) -> bool:
-    """Whether this process is of no run yet: neither a cluster nor a launcher nor a process group makes it one rank."""
+def is_standalone(environment: Environment) -> bool:
+    """Whether nothing (no cluster, launcher or process group) has made this process a rank of a run."""
     in_group = dist.is_available() and dist.is_initialized()
     return not (environment.started_us or in_group or current_world() is not None)
 
 
-def topology_of_first(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
-    """Return rank 0's place in a run whose processes are all started elsewhere, on ``devices`` of each node.
+def first_rank_topology(devices: Devices, num_nodes: int, strategy: Strategy | None) -> Topology:
+    """Return rank 0's place in a run whose launcher starts all processes elsewhere, on ``devices`` of each node.
 
     Raises:
-        ConfigurationError: the strategy takes one process, and there would be more.
+        ConfigurationError: the strategy is for a single process, and there would be several.
     """
     local_world_size = len(devices.indices)
-    _takes_one(strategy, local_world_size * num_nodes)
+    _is_single_process(strategy, local_world_size * num_nodes)
     placement = Placement(
         world_size=local_world_size * num_nodes, local_world_size=local_world_size, num_nodes=num_nodes
     )
@@ -111,142 +112,144 @@ def topology_of_first(devices: Devices, num_nodes: int, strategy: Strategy | Non
 
 
 def expected_placement(setting: str | Environment, devices: int | str | list[int], num_nodes: int) -> Placement:
-    """Where this process will stand in a run that has not begun, for what a script prints or reads before it.
+    """Return this process's expected placement before a run begins, for scripts that read the rank early.
 
-    In a process that runs the caller's script again it is the rank that the process was started for. What does not fit
-    together is refused when the run begins, not here.
+    In a process that was started to run the caller's script again it is the rank it was started for. Conflicting
+    settings are not refused here, but when the run begins.
     """
     if num_nodes == 1 and devices in (1, "1") and current_world() is not None:
-        return Placement()  # every rank of the script's runs by itself
+        return Placement()  # every process of the script runs on its own
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return Placement(rank, world_size, rank, world_size)
-    environment = environment_of(setting)
+    environment = resolve_environment(setting)
     return environment.placement() if environment.started_us else Placement()
 
 
-def _takes_one(strategy: Strategy | None, asked: int) -> bool:
+def _is_single_process(strategy: Strategy | None, requested: int) -> bool:
     """Whether the run's strategy is for a single process.
 
     Raises:
-        ConfigurationError: it is, and several are asked for.
+        ConfigurationError: it is, and several devices are requested.
     """
     single = strategy is not None and strategy.single_process
-    if strategy is not None and single and asked > 1:
+    if strategy is not None and single and requested > 1:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} with {asked} devices.",
+            f"strategy={strategy.name!r} with {requested} devices.",
             "it trains one replica on one device.",
             "use strategy='ddp', or devices=1.",
         )
     return single
 
 
-def _in_users_group(environment: Environment, asked: int, chosen: bool) -> Placement:
+def _placement_in_users_group(environment: Environment, requested: int, chosen: bool) -> Placement:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     placement = environment.placement() if environment.started_us else None
     if placement is None or placement.world_size != world_size:
         placement = Placement(rank, world_size, rank, world_size)
-    _check_size(placement, asked, chosen, "the process group that is there")
+    _check_world_size(placement, requested, chosen, "the initialised process group")
     return placement
 
 
-def _in_world(world: World, asked: int, chosen: bool, alone: bool) -> Topology:
+def _topology_in_world(world: World, requested: int, chosen: bool, alone: bool) -> Topology:
     if alone:
         return Topology(Placement(), HashStore(), world)
     failures = world.failures()
-    if failures:  # a process that has ended cannot come back
+    if failures:  # a process that has exited cannot rejoin
         raise RankFailedError(first_cause(failures))
     size = world.placement.world_size
-    if chosen and asked != size:
+    if chosen and requested != size:
         raise ConfigurationError(
-            f"{asked} processes are asked for, and this script runs in {size}.",
-            "its processes were started by an earlier run, and last until the script ends.",
-            f"ask for {size} again, or for 1 (every rank then runs by itself).",
+            f"{requested} processes are asked for, and this script runs in {size}.",
+            "its processes were started by an earlier run and last until the script ends.",
+            f"use {size} again, or 1 (every process then runs on its own).",
         )
     return Topology(world.placement, world.store("runs"), world)
 
 
-def _check_size(placement: Placement, asked: int, chosen: bool, who: str) -> None:
-    if chosen and asked not in (placement.world_size, placement.local_world_size):
+def _check_world_size(placement: Placement, requested: int, chosen: bool, owner: str) -> None:
+    if chosen and requested not in (placement.world_size, placement.local_world_size):
         raise ConfigurationError(
-            f"devices x num_nodes = {asked}, and {who} has {placement.world_size} processes.",
-            "what was asked for is what runs.",
+            f"devices x num_nodes = {requested}, and {owner} has {placement.world_size} processes.",
+            "a run uses exactly the devices that were requested.",
             "leave devices out, or make the numbers agree.",
         )
 
 
-def _store_of(environment: Environment, placement: Placement) -> Store:
+def _open_store(environment: Environment, placement: Placement) -> Store:
     if placement.world_size == 1:
         return HashStore()
-    store = _meet(environment.main_address, environment.main_port, placement, environment.job, environment.agent_store)
-    # A store that outlives the processes still holds the keys of those before a restart.
+    store = _connect(
+        environment.main_address, environment.main_port, placement, environment.job, environment.agent_store
+    )
+    # A store that outlives the processes still holds the keys from before a restart.
     return PrefixStore(f"drivetrain/restart{environment.restart_count}", store)
 
 
 @lru_cache(maxsize=8)
-def _meet(address: str, port: int, placement: Placement, name: str | None, agents: bool) -> TCPStore:
-    # Kept for the life of the process: rank 0 cannot host a second store on the port, nor another come in again.
+def _connect(address: str, port: int, placement: Placement, name: str | None, agents: bool) -> TCPStore:
+    # Cached for the life of the process: rank 0 cannot host a second store on the port, nor can a rank join it twice.
     ranks = (placement.rank, placement.local_rank, placement.node_rank)
     job = Job.of_this_process(name or ("none" if agents else None), ranks)
     if placement.rank == 0 and not agents:
         return host(address, port, num_nodes=placement.num_nodes, job=job)
     try:
-        store = TCPStore(address, port, is_master=False, timeout=_CONNECT)
+        store = TCPStore(address, port, is_master=False, timeout=_CONNECT_TIMEOUT)
     except RuntimeError as error:
         raise DistributedError(
             f"rank {placement.rank} finds no store at {address}:{port}: {error}",
-            "all ranks meet there, and rank 0 hosts it" + (", by its agent" if agents else ""),
-            "look whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
+            "all ranks connect to it, and " + ("rank 0's agent" if agents else "rank 0") + " hosts it",
+            "check whether rank 0 has failed, and whether MASTER_ADDR and MASTER_PORT lead to it from this machine",
         ) from error
     (admit_first if agents else admit)(store, job, placement.rank, address, port)
     return store
 
 
 def check_control_plane(strategy: Strategy, placement: Placement) -> None:
-    """Refuse a strategy whose ranks do not talk to each other: each would train by itself, on its part of the data.
+    """Check that a strategy's control plane connects the run's ranks: without it each would train on its own.
 
     Args:
-        strategy: after its `setup_environment`.
-        placement: this process among all of the run.
+        strategy: the strategy, after its `setup_environment`.
+        placement: this process's placement.
 
     Raises:
-        ConfigurationError: its control plane is not that of the run's processes.
+        ConfigurationError: the strategy or its control plane has another rank or world size.
     """
-    control, own = strategy.control, f"{type(strategy).__name__}.control"
+    control = strategy.control
     expected = (placement.rank, placement.world_size)
     if (strategy.rank, strategy.world_size) != expected:
         raise ConfigurationError(
             f"{type(strategy).__name__} says that it is rank {strategy.rank} of {strategy.world_size}, in a process "
             f"that is rank {placement.rank} of {placement.world_size}.",
-            "the ranks would take other parts of the data than their gradients are averaged over.",
+            "the data would be split over other ranks than the gradients are averaged over.",
             "leave Strategy.rank and world_size as `bind` sets them; shares of the data are data_rank and "
             "data_world_size.",
         )
     if (control.rank, control.world_size) != expected:
         raise ConfigurationError(
-            f"{own} is a {type(control).__name__} of rank {control.rank} of {control.world_size}, in a process that is "
-            f"rank {placement.rank} of {placement.world_size}.",
-            "the ranks would not hear of each other: each would train by itself on its part of the data.",
-            "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment joins the ranks (call it "
-            "where you override it); a strategy for one process says single_process = True.",
+            f"{type(strategy).__name__}.control is a {type(control).__name__} of rank {control.rank} of "
+            f"{control.world_size}, in a process that is rank {placement.rank} of {placement.world_size}.",
+            "the ranks would not be connected: each would train on its own, on its part of the data.",
+            "subclass drivetrain.strategies.DistributedStrategy, whose setup_environment connects the ranks (call "
+            "it if you override it); a strategy for one process sets single_process = True.",
         )
 
 
-def check_devices_apart(strategy: Strategy) -> None:
-    """Refuse two ranks on one GPU, which NCCL would do at its first collective, without a name. Collective.
+def check_distinct_devices(strategy: Strategy) -> None:
+    """Check that no two ranks use one GPU; NCCL's own error in the first collective names no ranks. Collective.
 
     Args:
-        strategy: after its `setup_environment`.
+        strategy: the strategy, after its `setup_environment`.
 
     Raises:
-        ConfigurationError: on every rank; names the ranks.
+        ConfigurationError: on every rank; names the ranks that share a GPU.
     """
     if strategy.device.type == "cuda" and strategy.world_size > 1:
         refuse_shared_devices(strategy.control.gather_objects(_identity(strategy.device)))
 
 
 def _identity(device: torch.device) -> str:
-    """What no other GPU is called."""
+    """Return a name that is unique to the GPU, across nodes."""
     identity = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
     if not identity:
@@ -255,10 +258,10 @@ def _identity(device: torch.device) -> str:
 
 
 def refuse_shared_devices(devices: Sequence[str]) -> None:
-    """Refuse what several ranks have.
+    """Raise an error if several ranks use the same device.
 
     Args:
-        devices: the identity of each rank's.
+        devices: the unique name of each rank's device.
 
     Raises:
         ConfigurationError: names the ranks.
@@ -268,18 +271,18 @@ def refuse_shared_devices(devices: Sequence[str]) -> None:
         if len(ranks) > 1:
             raise ConfigurationError(
                 f"Ranks {', '.join(map(str, ranks))} are on one GPU ({identity}).",
-                "each rank needs one of its own: NCCL refuses them as duplicates, and they would share its memory.",
-                "start as many processes on a node as it has GPUs, or show each process its own by "
+                "each rank needs its own: NCCL refuses duplicate devices, and the ranks would share its memory.",
+                "start as many processes on a node as it has GPUs, or give each process its own by "
                 "CUDA_VISIBLE_DEVICES.",
             )
 
 
-def check_set_up(strategy: Strategy, module: Module, run_step: object) -> None:
-    """Refuse what a strategy's `setup_module` left undone, which would show as wrong numbers or names much later.
+def check_module_setup(strategy: Strategy, module: Module, run_step: object) -> None:
+    """Check the result of a strategy's `setup_module`. Mistakes in it would show up as wrong values or names later.
 
     Args:
-        strategy: after its `setup_module`.
-        module: the run's.
+        strategy: the strategy, after its `setup_module`.
+        module: the run's module.
         run_step: what `setup_module` returned.
 
     Raises:
@@ -287,16 +290,16 @@ def check_set_up(strategy: Strategy, module: Module, run_step: object) -> None:
     """
     name = type(strategy).__name__
     if strategy.module is not module:
-        held = "None" if strategy.module is None else f"a {type(strategy.module).__name__}"
+        current = "None" if strategy.module is None else f"a {type(strategy.module).__name__}"
         raise ConfigurationError(
-            f"{name}.setup_module left self.module as {held}.",
-            "weights and gradients are found there by their plain names, and those of a wrapper are other ones.",
-            "set self.module to the module that setup_module is given; keep a wrapper under another name.",
+            f"{name}.setup_module left self.module as {current}.",
+            "weights and gradients are looked up there by their plain names, and a wrapper's names differ.",
+            "set self.module to the module that setup_module receives; store a wrapper in another attribute.",
         )
     if run_step is module or not callable(run_step):
         returned = "the module itself" if run_step is module else repr(run_step)
         raise ConfigurationError(
             f"{name}.setup_module returned {returned}.",
-            "it returns what calls a step: runner(step, *arguments) returns step(*arguments).",
-            "return operator.call where nothing has to be done around a step.",
+            "it must return a function that calls a step: runner(step, *arguments) returns step(*arguments).",
+            "return operator.call if the strategy does nothing around a step.",
         )

@@ -12,12 +12,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from drivetrain._config.arguments import duration
-from drivetrain._engine.batches import BatchMover, moved
+from drivetrain._engine.batches import BatchMover, move_micro_batches
 from drivetrain._engine.run_callbacks import RunCallbacks
 from drivetrain._engine.run_parts import GradientNorm, RunCore, RunData, Stopping, Training, TrainingInputs
 from drivetrain._engine.stage_data import StageData
 from drivetrain._engine.stage_loaders import DataSplit, find_loaders
-from drivetrain._engine.window_snapshot import WindowOpening
+from drivetrain._engine.window_snapshot import WindowSnapshot
 from drivetrain._loops.closure_step import ClosureStep
 from drivetrain._loops.epoch_checks import EpochChecks
 from drivetrain._loops.hooks import is_overridden
@@ -143,7 +143,7 @@ def build_stopping(core: RunCore, data: RunData) -> Stopping:
     stop = StopRequest(core.strategy.control, max_time, trainer.min_steps, trainer.min_epochs)
     snapshot = None
     if core.saves_on_signals and core.module.automatic_optimization:
-        snapshot = WindowOpening(
+        snapshot = WindowSnapshot(
             core.module,
             data.train,
             data.rng_replay,
@@ -377,6 +377,6 @@ def _micro_batches(
             micro_batches = weighted_windows(batches, size, weigh)
         else:
             micro_batches = sharded_windows(batches, size, ranks, shares)
-        return moved(micro_batches, move, ahead=not source.stateful, lasting=lasting)
+        return move_micro_batches(micro_batches, move, ahead=not source.stateful, lasting=lasting)
 
     return begin

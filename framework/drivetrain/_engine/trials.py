@@ -14,11 +14,11 @@ import torch
 from drivetrain._engine.collective_calls import CollectiveCalls
 from drivetrain._engine.console_logging import log_to_console
 from drivetrain._engine.launch import launch
-from drivetrain._engine.out_of_memory import failed_for_memory
+from drivetrain._engine.out_of_memory import ran_out_of_memory
 from drivetrain._engine.run_parts import RunRequest
 from drivetrain._engine.session_context import SessionContext
 from drivetrain._engine.stage_loaders import DataArguments
-from drivetrain._engine.topology import environment_of
+from drivetrain._engine.topology import resolve_environment
 from drivetrain._loops.hooks import is_overridden
 from drivetrain._runtime.accelerators import resolve_devices
 from drivetrain._runtime.generators import kept_generators
@@ -93,7 +93,7 @@ class EngineTrials:
             self.run(callback, steps, prepare)
             fits = True
         except Exception as error:
-            if not (failed_for_memory(error) or _has_no_batch(error)):
+            if not (ran_out_of_memory(error) or _has_no_batch(error)):
                 raise
             fits = False
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ def _trial_of(trainer: SessionContext, stage: str, callback: Any, steps: int) ->
 def _starts_processes(trainer: SessionContext) -> bool:
     """Return whether this process may start others, so that it must not use the device before that."""
     strategy = trainer.chosen_strategy
-    if environment_of(trainer.environment).started_us or (strategy is not None and strategy.single_process):
+    if resolve_environment(trainer.environment).started_us or (strategy is not None and strategy.single_process):
         return False
     return len(resolve_devices(trainer.accelerator, trainer.devices).indices) * trainer.num_nodes > 1
 

@@ -1,4 +1,4 @@
-"""What a run had as its window opened: a run that leaves within the window is saved as it was then."""
+"""A snapshot of the state at the start of a window, which is saved if a run stops within the window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain._engine.evaluation_buffers import is_held_here
+from drivetrain._engine.evaluation_buffers import has_local_values
 from drivetrain._loops.progress import Progress
 from drivetrain._metrics import MetricStore
 from drivetrain.data._batch_source import BatchSource
@@ -19,27 +19,29 @@ from drivetrain.data._rng_replay import ReadAhead
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Snapshot:
+    """The state at the start of a window, except buffers. ``draws`` and ``metrics`` return it when it is saved."""
+
     batch_idx: int
     draws: Callable[[], dict[str, Any]]
     metrics: Callable[[], dict[str, Any]]
     source: Any
 
 
-class WindowOpening:
-    """Keeps what the micro-batches of a window change before its step is made.
+class WindowSnapshot:
+    """Copies the state that a window's micro-batches change before its optimizer step.
 
-    Weights and optimizers are as they were until then. Buffers, generators, logged values and the place in the data are
-    not: they are copied once a window, where one has several micro-batches. That takes some 0.1 ms on the host, a
-    launch on the device, and as much memory as the buffers.
+    Weights and optimizers change in the step only. Buffers, generators, logged values and the position in the data
+    change earlier, so they are copied once per window if windows have several micro-batches. That takes about 0.1 ms on
+    the host, one launch on the device, and as much memory as the buffers.
 
     Args:
-        module: the user's.
-        source: where the training batches come from.
-        draws: how far generators have come.
-        metrics: where steps log.
+        module: the user's module.
+        source: the source of the training batches.
+        draws: the generators' states.
+        metrics: the store that steps log to.
         progress: the counters.
-        size: says how many micro-batches a window of this epoch has.
+        size: returns the number of micro-batches in a window of this epoch.
     """
 
     def __init__(
@@ -57,99 +59,100 @@ class WindowOpening:
         self._metrics = metrics
         self._progress = progress
         self._size = size
-        self._taken: _Taken | None = None
-        self._places: list[tuple[str, dict[str, Tensor | None], str]] = []
-        self._objects: list[str] = []
+        self._snapshot: _Snapshot | None = None
+        self._buffer_owners: list[tuple[str, dict[str, Tensor | None], str]] = []
+        self._metric_objects: list[str] = []
         self._buffers: dict[str, Tensor] = {}
         self._in_force = False
 
-    def read_from(self, source: BatchSource) -> None:
-        """Take note of another source from here on, between two epochs."""
+    def set_source(self, source: BatchSource) -> None:
+        """Use another source from the next epoch on. Call it between two epochs."""
         self._source = source
 
     def begin_epoch(self) -> bool:
-        """Take note of what there is, unless windows have one micro-batch: nothing comes between them then.
+        """Take the first snapshot of an epoch; return whether windows need one, that is have several micro-batches.
 
-        Buffers and metric objects are found anew: hooks that begin an epoch may have changed the module.
+        Collects the module's buffers and metric objects again, since hooks at the start of an epoch may change them.
         """
-        self._taken = None
+        self._snapshot = None
         if self._size() == 1:
             return False
         layers = dict(self._module.named_modules(remove_duplicate=False)).items()
-        self._places = [
+        self._buffer_owners = [
             (f"{path}.{name}" if path else name, layer._buffers, name)
             for path, layer in layers
-            for name in _kept(layer)
+            for name in _persistent_buffers(layer)
         ]
-        self._objects = list(self._metrics.objects.all())
+        self._metric_objects = list(self._metrics.objects.all())
         self.take()
         return True
 
     def take(self) -> None:
-        """Copy what there is, before anything of the next window is read."""
+        """Take a snapshot, before any batch of the next window is read."""
         state = self._source.state_dict()
-        self._taken = _Taken(
+        self._snapshot = _Snapshot(
             self._progress.batch_idx,
             self._draws.noted(self._progress.batch_idx),
-            self._metrics.noted(self._objects),
+            self._metrics.noted(self._metric_objects),
             deepcopy(state) if self._source.stateful else state,
         )
-        if self._places:
+        if self._buffer_owners:
             self._copy_buffers()
 
     @torch.no_grad()
     def _copy_buffers(self) -> None:
-        now = self._held()
-        if now.keys() == self._buffers.keys() and all(_fits(self._buffers[key], one) for key, one in now.items()):
-            if now:
-                torch._foreach_copy_([self._buffers[key] for key in now], list(now.values()))
+        current = self._current_buffers()
+        copies = self._buffers
+        if current.keys() == copies.keys() and all(_is_like(copies[key], one) for key, one in current.items()):
+            if current:
+                torch._foreach_copy_([copies[key] for key in current], list(current.values()))
         else:
-            self._buffers = {key: one.detach().clone() for key, one in now.items()}
+            self._buffers = {key: one.detach().clone() for key, one in current.items()}
 
     @contextmanager
     @torch.no_grad()
-    def evaluating(self) -> Iterator[None]:
-        """Keep what an evaluation within the window does to buffers: it is over, and not done once more."""
-        before = {key: one.detach().clone() for key, one in self._held().items()}
+    def keep_evaluation_changes(self) -> Iterator[None]:
+        """Add changes that an evaluation within the window makes to buffers: a resumed run does not repeat it."""
+        before = {key: one.detach().clone() for key, one in self._current_buffers().items()}
         yield
-        for key, one in self._held().items():
+        for key, one in self._current_buffers().items():
             if key not in before or not torch.equal(before[key], one):
                 self._buffers[key] = one.detach().clone()
 
     def go_back(self) -> None:
-        """Count as before the window, and let what is saved from here on be as it was then, where it was noted."""
+        """Reset the counters to the start of the window, and put the snapshot in force if it is of this window."""
         self._progress.reset_to_window_start()
-        # Between a window's step and the next one's opening nothing is as it was noted.
-        self._in_force = self._taken is not None and self._taken.batch_idx == self._progress.batch_idx
+        # Between a window's step and the next snapshot, the snapshot is outdated.
+        self._in_force = self._snapshot is not None and self._snapshot.batch_idx == self._progress.batch_idx
 
     @property
     def in_force(self) -> bool:
-        """Whether the run has gone back to it: what is saved from then on is as it was at the opening."""
+        """Whether the run has gone back to the snapshot, which is then saved instead of the current state."""
         return self._in_force
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The values of the persistent buffers, by name; none while it is not in force."""
+        """The snapshot's persistent buffers by name; empty while it is not in force."""
         return self._buffers if self.in_force else {}
 
     @property
     def has_begun_the_epoch(self) -> bool:
-        """Whether it is in force, and the window is the epoch's first: the hooks that begin it were called."""
+        """Whether the snapshot is in force and of the epoch's first window: the hooks that begin the epoch have run."""
         return self.in_force and self._progress.batch_idx == 0
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what this rank says of itself in a checkpoint, but for its buffers."""
-        assert self._taken is not None
-        return {"draws": self._taken.draws(), "metrics": self._taken.metrics(), "source": self._taken.source}
+        """Return this rank's own state for a checkpoint, without buffers."""
+        assert self._snapshot is not None
+        return {"draws": self._snapshot.draws(), "metrics": self._snapshot.metrics(), "source": self._snapshot.source}
 
-    def _held(self) -> dict[str, Tensor]:
-        found = {key: buffers.get(name) for key, buffers, name in self._places}
-        return {key: buffer for key, buffer in found.items() if is_held_here(buffer)}
+    def _current_buffers(self) -> dict[str, Tensor]:
+        current = {key: buffers.get(name) for key, buffers, name in self._buffer_owners}
+        return {key: buffer for key, buffer in current.items() if has_local_values(buffer)}
 
 
-def _kept(layer: nn.Module) -> list[str]:
+def _persistent_buffers(layer: nn.Module) -> list[str]:
     return [name for name in layer._buffers if name not in layer._non_persistent_buffers_set]
 
 
-def _fits(copy: Tensor, buffer: Tensor) -> bool:
+def _is_like(copy: Tensor, buffer: Tensor) -> bool:
     return copy.shape == buffer.shape and copy.dtype == buffer.dtype and copy.device == buffer.device

@@ -1,4 +1,4 @@
-"""Folders that a run will write to, tried before its first step."""
+"""Checks before the first step that a run can write to its folders."""
 
 from __future__ import annotations
 
@@ -17,36 +17,37 @@ from drivetrain.strategies.strategy import Strategy
 logger = logging.getLogger("drivetrain")
 
 _PROBE = ".drivetrain-probe"
-"""An object that is put where checkpoints will be, and removed: of one name, so that there is one where none can be."""
+"""The name of an object that is written and removed to test a store; if it cannot be removed, only one remains."""
 
-AT_THE_FIRST_SAVE = "the run would train until its first save, and fail there."
-AT_THE_FIRST_ROW = "it would fail at its first row."
+FAILS_AT_FIRST_SAVE = "the run would train until its first save, and fail there."
+FAILS_AT_FIRST_ROW = "it would fail at its first row."
 
-_PAUSES = (0.5, 1.0, 2.0)  # seconds between tries of a store that refuses, which may be busy
+_PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write to a store, which may be busy
 
 
-def check_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
-    """Refuse folders that cannot be written to, on every rank alike. It makes none, and leaves nothing. Collective.
+def check_writable_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
+    """Check that all ranks can write to their folders, leaving nothing behind. Collective.
 
-    Where objects can be put and not removed, that is a warning: checkpoints that are no longer kept will stay there.
+    A store in which objects can be written but not removed only gets a warning.
 
     Args:
-        strategy: by which ranks tell each other.
-        callbacks: those that will write.
-        loggers: likewise, on rank 0.
+        strategy: connects the ranks.
+        callbacks: the callbacks, with the folders that they will write to.
+        loggers: the loggers, checked on rank 0.
 
     Raises:
-        ConfigurationError: names the folder, whose it is, what the system says, and the ranks.
+        ConfigurationError: on every rank if a check fails; names the folder, its owner, the system's error and the
+            ranks.
     """
     control = strategy.control
-    # The ranks of a node see the same disks.
-    found = None
+    # One check per node is enough: its ranks see the same disks.
+    problem = None
     if strategy.local_rank == 0:
-        found = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
-    (failing,) = control.agree("folders that can be written to", found is not None)
+        problem = next(_problems(callbacks, loggers if strategy.rank == 0 else []), None)
+    (failing,) = control.agree("folders that can be written to", problem is not None)
     if not failing:
         return
-    problems = {rank: one for rank, one in enumerate(control.gather_objects(found)) if one is not None}
+    problems = {rank: one for rank, one in enumerate(control.gather_objects(problem)) if one is not None}
     what, why, fix = next(iter(problems.values()))
     where = f" (on rank(s) {list(problems)})" if control.world_size > 1 else ""
     raise ConfigurationError(f"{what}{where}.", why, fix)
@@ -55,28 +56,28 @@ def check_folders(strategy: Strategy, callbacks: Sequence[Callback], loggers: Se
 def _problems(callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> Iterator[tuple[str, str, str]]:
     for callback in callbacks:
         for folder in callback.writes_to:
-            if (problem := why_not(folder)) is not None:
+            if (problem := write_problem(folder)) is not None:
                 name = type(callback).__name__
                 fix = f"give {name} a dirpath that can be written to, or Fit a default_root_dir."
-                yield f"{name} cannot write to {folder!r}: {problem}", AT_THE_FIRST_SAVE, fix
-    for one in loggers:
-        root = one.writes_to
-        if root is not None and "://" not in root and (problem := why_not(root)) is not None:
-            name = type(one).__name__
+                yield f"{name} cannot write to {folder!r}: {problem}", FAILS_AT_FIRST_SAVE, fix
+    for each in loggers:
+        root = each.writes_to
+        if root is not None and "://" not in root and (problem := write_problem(root)) is not None:
+            name = type(each).__name__
             fix = f"give {name} a folder that can be written to, or Fit a default_root_dir; or logger=False."
-            yield f"{name} cannot write to {root!r}: {problem}", AT_THE_FIRST_ROW, fix
+            yield f"{name} cannot write to {root!r}: {problem}", FAILS_AT_FIRST_ROW, fix
 
 
-def why_not(folder: str) -> str | None:
-    """Return what is in the way of writing to a folder, or of making it; None where nothing is to be seen."""
-    from drivetrain.checkpoint._format.storage import filesystem_of  # by runs that keep something
+def write_problem(folder: str) -> str | None:
+    """Return why a folder cannot be written to or created, or None if no problem was found."""
+    from drivetrain.checkpoint._format.storage import filesystem_of  # only runs that write anything
 
     try:
         filesystem, path = filesystem_of(folder)
     except CheckpointError as error:
         return error.what
     if filesystem is not None:
-        return _why_no_object(filesystem, path.rstrip("/"), folder)
+        return _object_problem(filesystem, path.rstrip("/"), folder)
     path = os.path.abspath(path)
     while not os.path.lexists(path):
         path = os.path.dirname(path)
@@ -89,8 +90,8 @@ def why_not(folder: str) -> str | None:
         return error.strerror or str(error)
 
 
-def _why_no_object(filesystem: Any, root: str, folder: str) -> str | None:
-    """What is in the way of putting an object there; None where nothing is."""
+def _object_problem(filesystem: Any, root: str, folder: str) -> str | None:
+    """Return why no object can be written to ``root``, or None."""
     from drivetrain.checkpoint._format.object_file import make_folder
 
     path = f"{root}/{_PROBE}"
@@ -99,18 +100,18 @@ def _why_no_object(filesystem: Any, root: str, folder: str) -> str | None:
             make_folder(filesystem, root)
             filesystem.pipe_file(path, b"")
             break
-        except Exception as error:  # each store's library has errors of its own
+        except Exception as error:  # each store's library has its own errors
             if pause is None or isinstance(error, PermissionError | FileNotFoundError | NotImplementedError):
                 return f"{type(error).__name__}: {error}"
             time.sleep(pause)
     try:
         filesystem.rm_file(path)
     except FileNotFoundError:
-        pass  # another node was quicker
+        pass  # another node has removed it
     except Exception as error:
         logger.warning(
             "%r lets objects be written and not removed (%s: %s): checkpoints that are no longer kept will stay there, "
-            "and so does the empty object %r.",
+            "and so will the empty object %r.",
             folder,
             type(error).__name__,
             error,

@@ -52,7 +52,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def loader(samples: int = 8, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
-    """Sample numbers in order, unless told to shuffle."""
+    """Return a loader of sample numbers, in order unless ``shuffle``."""
     return DataLoader(Numbered(samples), batch_size=batch_size, **options)
 
 
@@ -70,12 +70,12 @@ def regression(samples: int = 24, batch_size: int = 4, seed: int = 1) -> DataLoa
 
 
 def numbers(batch: torch.Tensor) -> list[int]:
-    """Which samples a batch of `Numbered` or `Stream` holds."""
+    """Return the samples in a batch of `Numbered` or `Stream`."""
     return [int(value) for value in batch[:, 0]]
 
 
 class Tiny(TrainModule):
-    """One weight, trained on anything; remembers which samples each step saw."""
+    """Has one weight; records the samples of each step."""
 
     def __init__(self, lr: float = 0.0) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tiny(TrainModule):
 
 
 class Bare(TrainModule):
-    """A step that does next to nothing, so that what surrounds it shows."""
+    """Has a minimal step, so that the cost of the loop around it shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Regression(TrainModule):
 
 
 def recording_callback(name: str, calls: list[str], priority: int = 0) -> Callback:
-    """A callback that notes every hook as ``"name.hook"``."""
+    """A callback that records every hook as ``"name.hook"``."""
 
     def noting(hook: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,7 +152,7 @@ def recording_callback(name: str, calls: list[str], priority: int = 0) -> Callba
 
 
 def recording_module(calls: list[str], base: type[TrainModule] = Tiny) -> TrainModule:
-    """A module that notes every hook and step as ``"module.hook"``."""
+    """A module that records every hook and step as ``"module.hook"``."""
     hooks = [name for name in vars(ModuleHooks) if not name.startswith("_")]
     steps = ["training_step", "validation_step", "test_step", "predict_step", "configure_optimizers"]
     steps += ["train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"]

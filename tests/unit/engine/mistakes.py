@@ -1,4 +1,4 @@
-"""Sixty mistakes that newcomers make, each with what it is told: the value, the reason, the way out, and when."""
+"""Sixty mistakes of newcomers, each with the expected message (the value, the reason, the fix) and its time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EPOCH = "at the end of the first epoch"
 
 @dataclass
 class Run:
-    """A fit that a mistake is in."""
+    """A fit that contains a mistake."""
 
     trainer: Fit
     module: TrainModule
@@ -46,16 +46,16 @@ class Run:
 
 @dataclass
 class Mistake:
-    """What somebody wrote, and what they are told.
+    """A mistake and the expected message.
 
     Attributes:
-        name: of the test.
-        when: it is told.
-        value: words of the message that say what was wrong.
-        why: words of the reason.
-        fix: words of the way out.
-        make: builds what it is in; raises, where it is told then.
-        said: it is a warning, and the run goes on.
+        name: the name of the test.
+        when: when the message is expected.
+        value: a part of the message's first sentence, which names the value.
+        why: a part of the reason.
+        fix: a part of the fix.
+        make: builds the run with the mistake; raises if the message is expected then.
+        said: whether the message is a warning, after which the run continues.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Mistake:
     why: str
     fix: str
     make: Callable[[Path], Run | None]
-    said: bool = False
+    is_warning: bool = False
 
 
 class Net(Tiny):
@@ -84,18 +84,18 @@ def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def hooks(**methods: Any) -> Callback:
-    """A callback with these methods."""
+    """Return a callback with these methods."""
     kind: type[Callback] = type("Watch", (Callback,), methods)
     return kind()
 
 
 def net(**methods: Any) -> Callable[[Path], Run]:
-    """A run of a module with these methods."""
+    """Return a run of a module with these methods."""
     return lambda path: Run(fit(path), type("Net", (Net,), methods)())
 
 
 def steps(does: Callable[[Any, Any], Any]) -> Callable[[Path], Run]:
-    """A run whose training_step does this."""
+    """Return a run whose training_step calls ``does``."""
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
         self.seen.append([batch_idx])
@@ -105,12 +105,12 @@ def steps(does: Callable[[Any, Any], Any]) -> Callable[[Path], Run]:
 
 
 def optimized(configure: Callable[[Any], Any]) -> Callable[[Path], Run]:
-    """A run whose configure_optimizers does this."""
+    """Return a run whose configure_optimizers calls ``configure``."""
     return net(configure_optimizers=configure)
 
 
 def scheduled(keys: Callable[[Any], Any]) -> Callable[[Path], Run]:
-    """A run with a scheduler."""
+    """Return a run with a scheduler."""
 
     def configure(module: Any) -> Any:
         optimizer = sgd(module)
@@ -223,7 +223,7 @@ MISTAKES = [
         "hook misspelt",
         BUILT,
         "on_train_epoch_stop",
-        "not be done",
+        "would not run",
         "write on_train_epoch_",
         calls(lambda path: hooks(on_train_epoch_stop=lambda self, trainer, module: None)),
     ),
@@ -290,27 +290,27 @@ MISTAKES = [
         FIRST,
         "'val_los'",
         "val_loss",
-        "ends with an error",
+        "the run fails when it reads the value",
         calls(lambda path: EarlyStopping("val_los")),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "best by a typo",
         FIRST,
         "'val_los'",
         "val_loss",
-        "ends with an error",
+        "the run fails when it reads the value",
         calls(lambda path: Checkpoint(monitor="val_los")),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "name by a typo",
         FIRST,
         "'val_los'",
         "val_loss",
-        "ends with an error",
+        "the run fails when it reads the value",
         calls(lambda path: Checkpoint(filename="{val_los:.2f}")),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "stopping by nothing",
@@ -349,7 +349,7 @@ MISTAKES = [
         "epoch end of old",
         START,
         "training_epoch_end",
-        "not be done",
+        "would not run",
         "on_train_epoch_end(self)",
         net(training_epoch_end=lambda self, outputs: None),
     ),
@@ -357,12 +357,12 @@ MISTAKES = [
         "plural step",
         START,
         "validation_steps",
-        "not be done",
+        "would not run",
         "write validation_step",
         net(validation_steps=lambda self, batch: None),
     ),
     Mistake(
-        "own backward", START, "Net.backward", "not be done", "manual_backward", net(backward=lambda self, loss: None)
+        "own backward", START, "Net.backward", "would not run", "manual_backward", net(backward=lambda self, loss: None)
     ),
     Mistake(
         "outputs of an epoch",
@@ -388,7 +388,7 @@ MISTAKES = [
         "made no step",
         "return loss",
         steps(lambda self, batch: None),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "loss of each sample",
@@ -448,7 +448,7 @@ MISTAKES = [
         "the module no longer learns",
         "lower the learning rate",
         steps(lambda self, batch: self.layer(batch).mean() * math.nan),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "manual without steps",
@@ -457,7 +457,7 @@ MISTAKES = [
         "the engine does not step optimizers",
         "step()",
         _manual(lambda self, batch: self.manual_backward(self.layer(batch).mean())),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "manual with clipping",
@@ -507,7 +507,7 @@ MISTAKES = [
         "never used",
         "add_param_group",
         optimized(lambda self: torch.optim.SGD([self.layer.weight], lr=0.1)),
-        said=True,
+        is_warning=True,
     ),
     Mistake("plateau of nothing", START, "ReduceLROnPlateau", "value of a logged", "'monitor'", scheduled(plateau)),
     Mistake(
@@ -525,16 +525,16 @@ MISTAKES = [
         "takes no value",
         "reduce_on_plateau",
         scheduled(lambda one: {"scheduler": by_steps(one), "monitor": "loss"}),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "plateau by a typo",
         FIRST,
         "'val_los'",
         "val_loss",
-        "ends with an error",
+        "the run fails when it reads the value",
         scheduled(lambda one: {"scheduler": plateau(one), "monitor": "val_los"[:7]}),
-        said=True,
+        is_warning=True,
     ),
     # Data
     Mistake("no loader", START, "no training loader", "nothing to train on", "fit(module, loader)", given()),
@@ -566,13 +566,13 @@ MISTAKES = [
         "nothing is validated",
         "val_dataloaders",
         given(loader()),
-        said=True,
+        is_warning=True,
     ),
     Mistake(
         "lazy layer",
         START,
         "lazy (LazyLinear)",
-        "with the first forward",
+        "in the first forward",
         "run one forward",
         lambda path: Run(fit(path), type("Net", (Net,), {"__init__": _lazy})()),
     ),

@@ -1,4 +1,4 @@
-"""Every form in which a batch comes, under every precision. Row I-11."""
+"""Batches of every supported structure under every precision. Row I-11."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRECISIONS = {
     "bf16-mixed": torch.float32,
     "16-mixed": torch.float32,
 }
-"""Each with the dtype in which a batch's numbers come."""
+"""Each precision with the dtype that a batch is converted to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Frozen:
 
 @dataclasses.dataclass(frozen=True)
 class Moving(Frozen):
-    """Moves itself."""
+    """Implements ``to``."""
 
     def to(self, device: torch.device) -> Moving:
         return dataclasses.replace(self, x=self.x.to(device), ids=self.ids.to(device))
 
 
 class Encoding(UserDict[str, Any]):
-    """Like a Hugging Face ``BatchEncoding``: keeps more than its entries, is built its own way, and moves in place."""
+    """Like a Hugging Face ``BatchEncoding``: has more than its entries, its own constructor and an in-place ``to``."""
 
     def __init__(self, *, rows: int) -> None:
         super().__init__(x=torch.ones(rows, 2), ids=torch.arange(rows), name="text")
@@ -63,7 +63,7 @@ class Encoding(UserDict[str, Any]):
 
 @dataclasses.dataclass
 class Output(OrderedDict[str, Any]):
-    """Like a Hugging Face ``ModelOutput``: each field is an entry, too."""
+    """Like a Hugging Face ``ModelOutput``: each field is also an entry."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -107,7 +107,7 @@ def _part(batch: Any, name: str) -> Any:
 
 
 class Taking(TrainModule):
-    """Computes on ``x`` and keeps the batches that it was given."""
+    """Computes on ``x`` and records its batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_a_batch_without_tensors_passes(tmp_path: Path, batch: Any, precision: s
 
 
 def test_none_is_a_batch_on_several_ranks_too() -> None:  # I-11
-    # What a rank joins with, once its data have ended, was told from nothing at all by being None.
+    # None was the marker for the missing batch of a joining rank.
     share = Share(1, None, False, 0)
     micro_batches = exchanged_windows(iter([(None, share)] * 3), 2, LocalControl(), None, None)
     assert [(micro.batch, micro.samples) for micro in micro_batches] == [(None, 1)] * 3

@@ -1,4 +1,4 @@
-"""What the engine asks of callbacks and loggers it asks through their interface, of a third party's too. K-02."""
+"""The engine uses callbacks and loggers through their interfaces only, so third-party classes work as well. K-02."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTHING_SAVED = "nothing is saved"
 
 
 class Saver(Callback):
-    """A third party's: a checkpoint every so many steps, written when the engine says."""
+    """A third-party callback that saves a checkpoint every few steps."""
 
     def __init__(self, folder: Path, every: int = 10**9, leaving: str = "defer_save") -> None:
         self.folder, self.every, self.leaving = folder, every, leaving
@@ -80,7 +80,7 @@ def test_a_callback_of_the_users_saves_before_a_run_leaves(
         fit(tmp_path, max_epochs=2, callbacks=callbacks).fit(Regression(), regression())
     assert NOTHING_SAVED not in caplog.text
     assert os.listdir(tmp_path / "own") == ["mine-3"]
-    # "auto" looks where the callback says that it writes.
+    # "auto" searches the folder that the callback declares.
     resumed = Regression()
     run = fit(tmp_path, max_epochs=2, callbacks=Saver(tmp_path / "own"))
     run.fit(resumed, regression(), ckpt_path="auto")
@@ -121,7 +121,7 @@ def test_a_run_goes_back_to_what_a_callback_of_the_users_keeps(tmp_path: Path) -
     run = fit(tmp_path, callbacks=[saver, GoesBack()])
     run.fit(Regression(), regression())
     assert saver.told == ["before at 5", "after at 2: mine-2"]
-    # LossSpikeGuard asks the same, and not for a class.
+    # LossSpikeGuard uses the same interface and does not check for a class.
     fit(tmp_path, callbacks=[LossSpikeGuard("rollback"), Saver(tmp_path / "b")]).fit(Regression(), regression())
 
 

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from drivetrain import ConfigurationError
 
 
-class Climbing(SGD):
+class AscendingSGD(SGD):
     """Ascends along the given gradients, evaluates the closure there, and descends along its gradients."""
 
     behind_autograd = False
@@ -35,20 +35,20 @@ class Climbing(SGD):
         return super().step()
 
 
-class Hidden(Climbing):
+class AscendingWithoutAutograd(AscendingSGD):
     """Moves the parameters through ``.data``, which autograd does not record."""
 
     behind_autograd = True
 
 
-class Required(Climbing):
+class ClosureRequired(AscendingSGD):
     """Requires a closure by its signature."""
 
     def step(self, closure: Any) -> Any:  # type: ignore[override]
         return super().step(closure)
 
 
-class Asking(Climbing):
+class EvaluatingTwice(AscendingSGD):
     """Evaluates the closure, moves the parameters, and evaluates it again."""
 
     @torch.no_grad()
@@ -78,7 +78,7 @@ class Sharp(Regression):
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize("kind", [Climbing, Hidden, Required, Asking])
+@pytest.mark.parametrize("kind", [AscendingSGD, AscendingWithoutAutograd, ClosureRequired, EvaluatingTwice])
 def test_equal_the_loop_by_hand(tmp_path: Path, kind: Any, clip: float | None) -> None:
     # I-06: weights and buffers; what evaluates where it stands has the window's own evaluation
     module, reference = Sharp(kind), Sharp(kind)
@@ -94,7 +94,7 @@ def test_equal_the_loop_by_hand(tmp_path: Path, kind: Any, clip: float | None) -
                 nn.utils.clip_grad_norm_(reference.parameters(), clip)
             return loss
 
-        if kind is not Asking:
+        if kind is not EvaluatingTwice:
             closure()
         optimizer.step(closure)
     for (name, ours), theirs in zip(module.state_dict().items(), reference.state_dict().values(), strict=True):
@@ -105,7 +105,7 @@ def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
     # I-06, B-02
     class Plain(Regression):
         def configure_optimizers(self) -> Any:
-            return {"optimizer": Climbing(self.parameters(), lr=0.1), "closure": True}
+            return {"optimizer": AscendingSGD(self.parameters(), lr=0.1), "closure": True}
 
     module, whole = Plain(), Plain()
     fit(tmp_path, accumulate_grad_batches=3).fit(module, regression(24, 4))
@@ -113,7 +113,7 @@ def test_over_a_window_it_is_the_gradient_of_the_window(tmp_path: Path) -> None:
     torch.testing.assert_close(module.layer.weight, whole.layer.weight)
 
 
-@pytest.mark.parametrize("kind", [LBFGS, Required])
+@pytest.mark.parametrize("kind", [LBFGS, ClosureRequired])
 def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> None:
     # B-16: with each evaluation more, a sample counted once more in the epoch's value
     class Counting(Sharp):
@@ -132,7 +132,7 @@ def test_a_metric_object_sees_each_sample_once(tmp_path: Path, kind: Any) -> Non
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", [Asking, LBFGS])
+@pytest.mark.parametrize("kind", [EvaluatingTwice, LBFGS])
 def test_each_evaluation_has_a_batch_to_take_apart(tmp_path: Path, kind: Any, accumulate: int) -> None:
     # I-06, I-07: batch.pop in training_step was a KeyError where the window was run again
     class Popping(Sharp):
@@ -153,7 +153,7 @@ def test_without_a_closure_the_error_names_both_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, says: str
 ) -> None:
     # I-06
-    monkeypatch.setattr(Climbing, "says", says)
+    monkeypatch.setattr(AscendingSGD, "says", says)
 
     class Overridden(Sharp):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
@@ -166,9 +166,9 @@ def test_without_a_closure_the_error_names_both_ways(
             self.manual_backward(self.loss(batch))
             self.optimizers().step()
 
-    module = {"automatic": Sharp, "overridden": Overridden, "manual": Manual}[way](Climbing)
+    module = {"automatic": Sharp, "overridden": Overridden, "manual": Manual}[way](AscendingSGD)
     module.says = {}
-    with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
+    with pytest.raises(ConfigurationError, match=r"AscendingSGD\.step was called without a closure") as caught:
         fit(tmp_path).fit(module, regression())
     assert "'closure': True" in str(caught.value)
     assert "optimizer.step(closure)" in str(caught.value)
@@ -177,9 +177,9 @@ def test_without_a_closure_the_error_names_both_ways(
 
 def test_what_refuses_a_closure_is_named_beside_the_ways_to_give_one(tmp_path: Path) -> None:
     # I-06: fp16 would refuse both ways
-    module = Sharp(Climbing)
+    module = Sharp(AscendingSGD)
     module.says = {}
-    with pytest.raises(ConfigurationError, match=r"Climbing\.step was called without a closure") as caught:
+    with pytest.raises(ConfigurationError, match=r"AscendingSGD\.step was called without a closure") as caught:
         fit(tmp_path, precision="16-mixed").fit(module, regression())
     assert "use another optimizer; or use precision='bf16-mixed' or '32-true', since" in str(caught.value)
 
@@ -204,7 +204,7 @@ def test_an_overridden_optimizer_step_gets_the_closure(tmp_path: Path) -> None:
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer.step(closure=optimizer_closure)
 
-    module, plain = Overridden(Climbing), Sharp(Climbing)
+    module, plain = Overridden(AscendingSGD), Sharp(AscendingSGD)
     for one in (module, plain):
         fit(tmp_path).fit(one, regression())
     assert torch.equal(module.layer.weight, plain.layer.weight)
@@ -235,5 +235,5 @@ def test_what_cannot_be_is_refused(tmp_path: Path, configured: Any, automatic: b
 
 
 def test_loss_scaling_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'16-mixed' with Climbing"):
-        fit(tmp_path, precision="16-mixed").fit(Sharp(Climbing), regression())
+    with pytest.raises(ConfigurationError, match="'16-mixed' with AscendingSGD"):
+        fit(tmp_path, precision="16-mixed").fit(Sharp(AscendingSGD), regression())

@@ -1,4 +1,4 @@
-"""What a run says about itself, at the time, once, on rank 0 (I-17)."""
+"""Messages that a run logs: at the right time, once, on rank 0 (I-17)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Logs(Tiny):
-    """Logs ``loss`` in training and ``val_loss`` in validation; where ``mute``, not in the sanity check."""
+    """Logs ``loss`` in training and ``val_loss`` in validation; with ``mute``, not in the sanity check."""
 
     mute = False
 
@@ -34,16 +34,20 @@ class Logs(Tiny):
             self.log("val_loss", 1.0)
 
 
-def said(trainer: Fit, module: TrainModule, *loaders: Any, level: int = logging.WARNING, **options: Any) -> list[str]:
-    """What a fit says at ``level`` and above."""
+def logged_messages(
+    trainer: Fit, module: TrainModule, *loaders: Any, level: int = logging.WARNING, **options: Any
+) -> list[str]:
+    """Return the messages that a fit logs at ``level`` and above."""
     with captured_warnings(level) as lines:
         trainer.fit(module, *loaders, **options)
     return lines
 
 
 def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> str:
-    """The one line that a run ends with."""
-    (line,) = [one for one in said(trainer, module, *loaders, level=logging.INFO, **options) if "run ended" in one]
+    """Return the line with which a run ends."""
+    (line,) = [
+        one for one in logged_messages(trainer, module, *loaders, level=logging.INFO, **options) if "run ended" in one
+    ]
     return line
 
 
@@ -61,19 +65,19 @@ def ending(trainer: Fit, module: TrainModule, *loaders: Any, **options: Any) -> 
         ({"limit_train_batches": 0}, "limit_train_batches=0 leaves nothing to train on (0 epochs, 0 optimizer steps)"),
     ],
 )
-def test_the_limit_that_ended_a_run_is_said(tmp_path: Path, options: dict[str, Any], reason: str) -> None:  # I-17
+def test_the_limit_that_ended_a_run_is_logged(tmp_path: Path, options: dict[str, Any], reason: str) -> None:  # I-17
     line = ending(fit(tmp_path, **options), Tiny(), loader())
     assert re.fullmatch(re.escape(f"The run ended: {reason} after ") + r"\d\.\d s\.", line)
 
 
-def test_early_stopping_says_its_numbers(tmp_path: Path) -> None:  # I-17
+def test_early_stopping_logs_its_values(tmp_path: Path) -> None:  # I-17
     stopper = EarlyStopping("val_loss", patience=2)
     line = ending(fit(tmp_path, max_epochs=9, callbacks=stopper), Logs(), loader(), loader())
     assert line.startswith("The run ended: EarlyStopping: val_loss did not improve on 1 by more than 0 in the last 2")
     assert "(3 epochs, 12 optimizer steps)" in line
 
 
-def test_a_limit_and_who_asked_are_both_said(tmp_path: Path) -> None:  # I-17
+def test_a_limit_and_a_requested_stop_are_both_logged(tmp_path: Path) -> None:  # I-17
     line = ending(
         fit(tmp_path, max_epochs=3, callbacks=EarlyStopping("val_loss", patience=2)), Logs(), loader(), loader()
     )
@@ -90,7 +94,7 @@ def test_a_timer_and_a_hook_are_named(tmp_path: Path) -> None:  # I-17
     assert "Enough.on_train_batch_end" in ending(fit(tmp_path, callbacks=Enough()), Tiny(), loader())
 
 
-def test_a_stop_that_was_taken_back_is_no_reason(tmp_path: Path) -> None:  # I-17
+def test_a_withdrawn_stop_is_not_a_reason(tmp_path: Path) -> None:  # I-17
     class Hesitant(Callback):
         def on_train_batch_end(self, trainer: RunContext, module: TrainModule, *rest: Any) -> None:
             trainer.ask_to_stop("a whim")
@@ -110,7 +114,9 @@ def test_a_stop_that_was_taken_back_is_no_reason(tmp_path: Path) -> None:  # I-1
         (Checkpoint(filename="{epoch}-{val_los:.2f}"), "names 'val_los'"),
     ],
 )
-def test_a_wrong_monitor_is_told_in_the_first_step(tmp_path: Path, callback: Callback, who: str) -> None:  # I-17
+def test_a_wrong_monitor_is_warned_about_in_the_first_step(
+    tmp_path: Path, callback: Callback, who: str
+) -> None:  # I-17
     module = Logs()
     seen: list[int] = []
 
@@ -131,7 +137,7 @@ def test_a_wrong_monitor_is_told_in_the_first_step(tmp_path: Path, callback: Cal
     assert "Did you mean 'val_loss'?" in line
 
 
-def test_a_schedulers_wrong_monitor_is_told_too(tmp_path: Path) -> None:  # I-17
+def test_a_schedulers_wrong_monitor_is_warned_about_too(tmp_path: Path) -> None:  # I-17
     class Plateau(Logs):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -171,7 +177,7 @@ class Muted(Logs):
 
 
 class Staged(Tiny):
-    """Puts the names together, and logs nothing in the sanity check."""
+    """Logs composed names, and nothing in the sanity check."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.step(batch, "train")
@@ -198,26 +204,28 @@ class Staged(Tiny):
         (Staged(), "val_loss"),
     ],
 )
-def test_what_will_be_logged_is_no_wrong_monitor(tmp_path: Path, module: Logs, monitor: str) -> None:  # I-17
-    lines = said(fit(tmp_path, callbacks=EarlyStopping(monitor)), module, loader(), loader())
+def test_a_name_that_will_be_logged_later_is_not_warned_about(
+    tmp_path: Path, module: Logs, monitor: str
+) -> None:  # I-17
+    lines = logged_messages(fit(tmp_path, callbacks=EarlyStopping(monitor)), module, loader(), loader())
     assert lines == []
 
 
-def test_without_a_sanity_check_nothing_is_guessed(tmp_path: Path) -> None:  # I-17
+def test_without_a_sanity_check_validation_names_are_not_judged(tmp_path: Path) -> None:  # I-17
     trainer = fit(tmp_path, callbacks=EarlyStopping("val_loss"), num_sanity_val_steps=0)
-    assert said(trainer, Logs(), loader(), loader()) == []
+    assert logged_messages(trainer, Logs(), loader(), loader()) == []
 
 
-class Elsewhere(Callback):
-    """A callback of the user's own, whose attributes mean something else."""
+class HasMonitorAttribute(Callback):
+    """A user's callback with an attribute ``monitor`` of another meaning."""
 
     def __init__(self, folder: str) -> None:
         self.monitor, self.filename, self.dirpath = "gpu", "{split}.csv", folder
 
 
-def test_what_a_users_own_callback_means_is_not_guessed(tmp_path: Path) -> None:  # I-17
-    trainer = fit(tmp_path, callbacks=Elsewhere("/proc/data"))
-    assert said(trainer, Logs(), loader(), loader()) == []
+def test_attributes_of_a_users_callback_are_not_interpreted(tmp_path: Path) -> None:  # I-17
+    trainer = fit(tmp_path, callbacks=HasMonitorAttribute("/proc/data"))
+    assert logged_messages(trainer, Logs(), loader(), loader()) == []
 
 
 # Folders
@@ -239,7 +247,7 @@ def test_a_folder_for_checkpoints_is_tried_before_the_first_step(tmp_path: Path,
     assert module.seen == []
 
 
-def test_what_the_system_refuses_is_told(tmp_path: Path) -> None:  # I-17
+def test_the_systems_error_is_named(tmp_path: Path) -> None:  # I-17
     module = Tiny()
     with pytest.raises(ConfigurationError, match="Checkpoint cannot write to '/proc/runs': "):
         fit(tmp_path, callbacks=Checkpoint(dirpath="/proc/runs")).fit(module, loader())
@@ -270,18 +278,18 @@ def test_trying_a_folder_leaves_nothing(tmp_path: Path) -> None:  # I-17
 # Steps
 
 
-def test_a_validation_step_without_a_loader_is_said(tmp_path: Path) -> None:  # I-17
-    (line,) = said(fit(tmp_path), Tiny(), loader())
+def test_a_validation_step_without_a_loader_is_logged(tmp_path: Path) -> None:  # I-17
+    (line,) = logged_messages(fit(tmp_path), Tiny(), loader())
     assert "Tiny has a validation_step, and fit was given no validation loader" in line
-    assert said(fit(tmp_path, limit_val_batches=0), Tiny(), loader()) == []
+    assert logged_messages(fit(tmp_path, limit_val_batches=0), Tiny(), loader()) == []
 
 
-def test_a_parameter_in_no_optimizer_is_said(tmp_path: Path) -> None:  # I-17
+def test_a_parameter_in_no_optimizer_is_warned_about(tmp_path: Path) -> None:  # I-17
     class Half(Regression):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([self.layer.weight], lr=0.1)
 
-    (line,) = said(fit(tmp_path, max_epochs=2), Half(), regression())
+    (line,) = logged_messages(fit(tmp_path, max_epochs=2), Half(), regression())
     assert "1 trainable parameter(s) are in no optimizer: 'layer.bias'" in line
 
 
@@ -304,12 +312,12 @@ class Manual(Regression):
     factor = 1.0
 
 
-def test_a_manual_step_that_never_steps_is_said_once(tmp_path: Path) -> None:  # I-17
-    (line,) = said(fit(tmp_path, max_epochs=3), Manual(), regression())
+def test_a_manual_step_that_never_steps_is_warned_about_once(tmp_path: Path) -> None:  # I-17
+    (line,) = logged_messages(fit(tmp_path, max_epochs=3), Manual(), regression())
     assert "Manual.training_step went through epoch 0 and did not call step() of any of self.optimizers()" in line
 
 
-def test_a_manual_step_that_steps_seldom_is_left_alone(tmp_path: Path) -> None:  # I-17
+def test_a_manual_step_that_steps_rarely_is_not_warned_about(tmp_path: Path) -> None:  # I-17
     class Seldom(Manual):
         every = 6
 
@@ -322,13 +330,13 @@ def test_a_manual_step_that_steps_seldom_is_left_alone(tmp_path: Path) -> None: 
             super().training_step(batch, batch_idx)
             self.optimizers().optimizer.step()
 
-    assert said(fit(tmp_path), Seldom(), regression()) == []
-    assert said(fit(tmp_path), AtTheEnd(), regression()) == []
-    assert said(fit(tmp_path), ByItself(), regression()) == []
+    assert logged_messages(fit(tmp_path), Seldom(), regression()) == []
+    assert logged_messages(fit(tmp_path), AtTheEnd(), regression()) == []
+    assert logged_messages(fit(tmp_path), ByItself(), regression()) == []
 
 
 class Shifted(Regression):
-    """A loss to which a number is added for each batch; its gradient is as it was."""
+    """Adds a number per batch to the loss, without changing the gradient."""
 
     def __init__(self, *numbers: float) -> None:
         super().__init__()
@@ -339,13 +347,13 @@ class Shifted(Regression):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_never_finite_is_said_once(tmp_path: Path, bad: float) -> None:  # I-17
-    (line,) = said(fit(tmp_path, max_epochs=3), Shifted(bad), regression())
+def test_a_loss_that_is_never_finite_is_warned_about_once(tmp_path: Path, bad: float) -> None:  # I-17
+    (line,) = logged_messages(fit(tmp_path, max_epochs=3), Shifted(bad), regression())
     assert f"In epoch 0 the loss was {bad} after the first micro-batch, and {bad} after the last" in line
 
 
 def test_one_bad_loss_is_not_an_epoch_of_them(tmp_path: Path) -> None:  # I-17
-    assert said(fit(tmp_path), Shifted(math.nan, 0.0), regression()) == []
+    assert logged_messages(fit(tmp_path), Shifted(math.nan, 0.0), regression()) == []
 
 
 def test_the_epoch_in_which_it_begins_is_named(tmp_path: Path) -> None:  # I-17
@@ -353,15 +361,15 @@ def test_the_epoch_in_which_it_begins_is_named(tmp_path: Path) -> None:  # I-17
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch) + (math.nan if self.trainer.global_step >= 7 else 0.0)
 
-    (line,) = said(fit(tmp_path, max_epochs=4), From(), regression())
+    (line,) = logged_messages(fit(tmp_path, max_epochs=4), From(), regression())
     assert "In epoch 2 " in line
 
 
-def test_in_manual_optimization_what_is_logged_tells(tmp_path: Path) -> None:  # I-17
+def test_in_manual_optimization_the_logged_loss_is_checked(tmp_path: Path) -> None:  # I-17
     class Bad(Manual):
         every, factor = 1, math.nan
 
-    (line,) = said(fit(tmp_path), Bad(), regression())
+    (line,) = logged_messages(fit(tmp_path), Bad(), regression())
     assert "manual_loss was nan" in line
 
 
@@ -373,7 +381,7 @@ def test_another_value_may_be_infinite_there(tmp_path: Path) -> None:  # I-17
             super().training_step(batch, batch_idx)
             self.log("best_so_far", math.inf)
 
-    assert said(fit(tmp_path), Best(), regression()) == []
+    assert logged_messages(fit(tmp_path), Best(), regression()) == []
 
 
 def test_the_first_loss_is_kept_as_it_was(tmp_path: Path) -> None:  # I-17
@@ -387,7 +395,7 @@ def test_the_first_loss_is_kept_as_it_was(tmp_path: Path) -> None:  # I-17
                 loss = loss + math.nan
             return loss
 
-    assert said(fit(tmp_path), Reuses(), regression()) == []
+    assert logged_messages(fit(tmp_path), Reuses(), regression()) == []
 
 
 def test_a_forgotten_return_names_the_step(tmp_path: Path) -> None:  # I-17
@@ -395,7 +403,7 @@ def test_a_forgotten_return_names_the_step(tmp_path: Path) -> None:  # I-17
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.loss(batch)
 
-    lines = said(fit(tmp_path, max_epochs=2), Forgetful(), regression())
+    lines = logged_messages(fit(tmp_path, max_epochs=2), Forgetful(), regression())
     assert sum("Forgetful.training_step returned None" in line and "return loss" in line for line in lines) == 1
 
 
@@ -413,11 +421,11 @@ def test_the_empty_loader_is_named(tmp_path: Path, loaders: tuple[Any, ...], whi
     assert caught.value.what.startswith(which)
 
 
-# Going on, and loading
+# Resuming and loading
 
 
 def _trained(tmp_path: Path, **options: Any) -> str:
-    """Train two epochs, and return the checkpoint."""
+    """Train two epochs and return the checkpoint."""
     trainer = fit(tmp_path, max_epochs=2, enable_checkpointing=True, **options)
     trainer.fit(Logs(), loader(), loader())
     assert trainer.checkpoint_callback is not None
@@ -428,7 +436,9 @@ def _trained(tmp_path: Path, **options: Any) -> str:
     ("options", "limit"),
     [({"max_epochs": 2}, "max_epochs=2 is reached"), ({"max_epochs": 9, "max_steps": 8}, "max_steps=8 is reached")],
 )
-def test_nothing_left_by_path_is_an_error(tmp_path: Path, options: dict[str, Any], limit: str) -> None:  # I-17
+def test_resuming_a_finished_run_by_path_is_an_error(
+    tmp_path: Path, options: dict[str, Any], limit: str
+) -> None:  # I-17
     path = _trained(tmp_path)
     for asked in (path, "last"):
         module = Logs()
@@ -438,7 +448,7 @@ def test_nothing_left_by_path_is_an_error(tmp_path: Path, options: dict[str, Any
         assert module.seen == []
 
 
-def test_nothing_left_by_auto_is_a_line(tmp_path: Path) -> None:  # I-17
+def test_resuming_a_finished_run_by_auto_is_logged(tmp_path: Path) -> None:  # I-17
     _trained(tmp_path)
     trainer, module = fit(tmp_path, max_epochs=2, enable_checkpointing=True), Logs()
     line = ending(trainer, module, loader(), loader(), ckpt_path="auto")
@@ -447,14 +457,14 @@ def test_nothing_left_by_auto_is_a_line(tmp_path: Path) -> None:  # I-17
     assert trainer.state == "finished"
 
 
-def test_a_raised_limit_goes_on(tmp_path: Path) -> None:  # I-17
+def test_a_raised_limit_resumes_training(tmp_path: Path) -> None:  # I-17
     path = _trained(tmp_path)
     trainer = fit(tmp_path, max_epochs=3, enable_checkpointing=True)
     trainer.fit(Logs(), loader(), loader(), ckpt_path=path)
     assert trainer.global_step == 12
 
 
-def test_a_run_that_stopped_early_has_nothing_left_either(tmp_path: Path) -> None:  # I-17
+def test_a_run_that_stopped_early_is_finished_too(tmp_path: Path) -> None:  # I-17
     def stopper(patience: int = 1) -> EarlyStopping:
         return EarlyStopping("val_loss", patience=patience)
 
@@ -504,7 +514,7 @@ def test_a_missing_hyper_parameter_is_named(tmp_path: Path) -> None:  # I-17
         Sized.load_from_checkpoint(path, width=1, depth=2, height=3)
 
 
-def test_a_tensor_kept_from_the_sanity_check_gets_the_way_out(tmp_path: Path) -> None:  # I-17
+def test_a_tensor_kept_from_the_sanity_check_gets_a_fix(tmp_path: Path) -> None:  # I-17
     class Keeps(Regression):
         kept: torch.Tensor | None = None
 

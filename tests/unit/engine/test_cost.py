@@ -1,4 +1,4 @@
-"""What a step costs over a hand-written loop: Python calls, waits for the device, collectives (H-01, H-02)."""
+"""The cost of a step over a hand-written loop: Python calls, device synchronisations, collectives (H-01, H-02)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form in which data comes: loaders, collections of them, streams, modules, data modules."""
+"""Data in every supported form: loaders, collections of loaders, streams, modules, data modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _seen(batch: Any) -> Any:
 
 
 class Several(TrainModule):
-    """Takes batches of any structure."""
+    """Accepts batches of any structure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class TestWhereLoadersComeFrom:
 
 class TestPrediction:
     def test_in_data_set_order_whatever_the_loader_shuffles(self, tmp_path: Path) -> None:
-        """B-04: nothing dropped, none twice."""
+        """B-04: no sample is dropped or used twice."""
         outputs = fit(tmp_path).predict(Tiny(), loader(7, shuffle=True, drop_last=True))
         assert outputs == [[0, 1], [2, 3], [4, 5], [6]]
 

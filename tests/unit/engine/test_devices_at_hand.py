@@ -1,4 +1,4 @@
-"""Which device a run takes and puts back, by the order of calls where there is no device: O-02, O-03."""
+"""Which CUDA device a run selects and restores, tested by the order of calls to a mock: O-02, O-03."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_puts_the_device_back(used_before: bool, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("before", [None, "0"])
 def test_nvml_is_asked_for_devices(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:  # O-03
-    # The driver that CUDA's own answer starts cannot be used in a process that is forked afterwards.
+    # torch.cuda.is_available() may initialise the driver, which a process forked afterwards cannot use.
     name, asked = "PYTORCH_NVML_BASED_CUDA_CHECK", []
 
     def available() -> bool:

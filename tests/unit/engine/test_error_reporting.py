@@ -1,4 +1,4 @@
-"""What a rank prints where it ends."""
+"""What a rank prints when an error ends it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from drivetrain._distributed.failure import Failure, RankFailedError
 from drivetrain._engine import error_reporting
-from drivetrain._engine.error_reporting import OneLine
+from drivetrain._engine.error_reporting import OneLineHook, print_in_one_line
 
 
-class Unbuffered(StringIO):
-    """Notes what goes out at once."""
+class RecordingStream(StringIO):
+    """Records each write separately, as an unbuffered stream sends it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,38 +24,70 @@ class Unbuffered(StringIO):
         return len(text)
 
 
-def listen(monkeypatch: pytest.MonkeyPatch) -> Unbuffered:
-    stream = Unbuffered()
+def record(monkeypatch: pytest.MonkeyPatch) -> RecordingStream:
+    stream = RecordingStream()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(error_reporting, "_WHILE_ANOTHER_TELLS", 0)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(error_reporting, "_EXIT_DELAY", 0)
     return stream
 
 
+def raise_uncaught(error: BaseException) -> None:
+    """Call the hook as the interpreter does for an error that ends the process."""
+    sys.excepthook(type(error), error, None)
+
+
 def test_a_rank_s_last_line_goes_out_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """G-01: else two ranks' lines run into one where PYTHONUNBUFFERED is set."""
-    stream = listen(monkeypatch)
+    """G-01: the lines of two ranks would otherwise mix where PYTHONUNBUFFERED is set."""
+    stream = record(monkeypatch)
     error = RankFailedError(Failure.of_exit(1, -9))
-    OneLine(error, "Rank 0 ends")(type(error), error, None)
+    print_in_one_line(error, "Rank 0 ends")
+    raise_uncaught(error)
     assert stream.written == ["Rank 0 ends\n"]
 
 
-def test_only_its_own_error_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = listen(monkeypatch)
-    before: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: before.append(error))
+def test_only_the_marked_error_is_printed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = record(monkeypatch)
+    previous: list[BaseException] = []
+    sys.excepthook = OneLineHook(lambda kind, error, traceback: previous.append(error))
     error, other = ValueError("ours"), ValueError("ours")
-    hook = OneLine(error, "Rank 1 failed")
-    for one in (other, error):
-        hook(type(one), one, None)
-    assert before == [other]
+    print_in_one_line(error, "Rank 1 failed")
+    for uncaught in (other, error):
+        raise_uncaught(uncaught)
+    assert previous == [other]
     assert stream.written == ["Rank 1 failed\n"]
 
 
 def test_a_caught_error_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    stream = record(monkeypatch)
     error = ValueError("caught")
     error.add_note("Where: rank 1")
-    error_reporting.print_in_a_line(error, "Rank 1 failed")
-    assert isinstance(sys.excepthook, OneLine)
+    print_in_one_line(error, "Rank 1 failed")
+    assert isinstance(sys.excepthook, OneLineHook)
+    raise_uncaught(error)
+    assert stream.written == ["Rank 1 failed; Where: rank 1\n"]
     del error
     assert sys.excepthook is sys.__excepthook__
+
+
+def test_the_hook_stays_until_the_last_marked_error_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = record(monkeypatch)
+    first, second = ValueError("first"), ValueError("second")
+    print_in_one_line(first, "Rank 1 failed")
+    print_in_one_line(second, "Rank 1 failed again")
+    print_in_one_line(first, "Rank 1 failed first")
+    del first
+    raise_uncaught(second)
+    assert stream.written == ["Rank 1 failed again\n"]
+    del second
+    assert sys.excepthook is sys.__excepthook__
+
+
+def test_a_hook_of_the_user_s_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch)
+
+    def hook(*_: object) -> None: ...
+
+    sys.excepthook = hook
+    print_in_one_line(ValueError("boom"), "Rank 1 failed")
+    assert sys.excepthook is hook

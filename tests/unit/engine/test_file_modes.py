@@ -1,4 +1,4 @@
-"""What a run makes is for those to read whom the user's umask lets (J-11)."""
+"""Files and folders of a run have the permissions of the user's umask (J-11)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def modes(folder: Path) -> dict[str, tuple[bool, int]]:
-    """Of everything below a folder, whether it is one, and its permissions."""
+    """Return for each path below a folder whether it is a folder, and its permissions."""
     found = {path: path.lstat() for path in folder.rglob("*")}
     return {
         str(path.relative_to(folder)): (stat.S_ISDIR(one.st_mode), stat.S_IMODE(one.st_mode))
@@ -43,7 +43,7 @@ def modes(folder: Path) -> dict[str, tuple[bool, int]]:
 
 
 def others_than(mask: int, folder: Path) -> dict[str, str]:
-    """What has other permissions than whatever a program makes there that knows nothing of permissions."""
+    """Return the paths whose permissions differ from those of a file or folder created plainly."""
     found = modes(folder)
     assert found
     return {

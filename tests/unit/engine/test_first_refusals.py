@@ -1,4 +1,4 @@
-"""What is refused, or told, before the first step of a run."""
+"""Errors and warnings before the first step of a run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_long_list_of_batches_is_not_walked_through(tmp_path: Path) -> None:
 
 
 class Lazy(Line):
-    """Has layers that ask the first input for their shapes."""
+    """Has lazy layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What Lightning's users write and read beside the names of `test_lightning_names`: it works, or is refused by name."""
+"""Lightning's API besides the names of `test_lightning_names`: it works, or is refused by name."""
 
 from __future__ import annotations
 

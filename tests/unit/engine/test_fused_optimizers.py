@@ -1,4 +1,4 @@
-"""What a run says of kernels that its optimizers do not use."""
+"""The suggestion to use fused or foreach optimizer kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_process_says_it_once_and_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # L-09
-    monkeypatch.setattr(console_logging, "_SAID", set())
+    monkeypatch.setattr(console_logging, "_LOGGED", set())
     data = DataLoader(TensorDataset(torch.ones(4, 2)))
     fit(tmp_path).fit(Module(), data)  # where nobody listens it has not been said
     with caplog.at_level(logging.INFO, logger="drivetrain"):

@@ -158,7 +158,7 @@ def test_hooks_are_given_what_the_contract_says(tmp_path: Path) -> None:
 
 
 def test_old_gradients_do_not_live_through_the_forward(tmp_path: Path) -> None:
-    """Old gradients do not live through a forward: cleared before the window's first training_step, to None."""
+    """Old gradients are set to None before the window's first training_step, so they take no memory in its forward."""
     held: list[list[bool]] = []
 
     class Watching(Tiny):
@@ -237,7 +237,7 @@ def test_a_failure_reaches_on_exception_and_then_teardown(tmp_path: Path, where:
 
 @pytest.mark.parametrize("hook", ["setup", "teardown"])
 def test_everybody_is_taken_down_once_whoever_fails(tmp_path: Path, hook: str) -> None:
-    """Who was set up is taken down, also where somebody else's set-up or teardown fails."""
+    """Every callback that was set up is torn down, even if another one's setup or teardown fails."""
     calls: list[str] = []
 
     class Failing(Callback):

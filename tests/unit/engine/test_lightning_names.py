@@ -75,7 +75,7 @@ PHASES = (
 
 
 class Reads(Callback):
-    """Reads every name in every phase."""
+    """Reads every attribute in every phase."""
 
     def __init__(self, read: Any) -> None:
         self.read = read

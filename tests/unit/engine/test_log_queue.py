@@ -1,4 +1,4 @@
-"""Rows that wait for their numbers, and loggers that fail."""
+"""Rows that wait for device values, and loggers that fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.loggers import Logger
 
 
 class Keeping(Logger):
-    """Keeps the rows, but for those of the steps at which its disk is full."""
+    """Records rows, and raises at the steps at which its disk is full."""
 
     name = version = "kept"
 
@@ -35,5 +35,5 @@ def test_what_one_logger_fails_to_write_the_others_get() -> None:
     for step in (2, 3):  # as where their numbers had not arrived
         queue._rows.append(_Row([full, other], {"loss": 1.0}, step))
     with pytest.raises(OSError, match="at 2"):
-        queue.hand_on(wait=True)
+        queue.deliver(wait=True)
     assert (full.steps, other.steps) == ([3], [1, 2, 3])

@@ -1,4 +1,4 @@
-"""What is logged is what it was at the call, whatever happens to it later, and nothing else is kept alive (I-01)."""
+"""A logged value is that of the time of the call, and logging keeps no other tensor alive (I-01)."""
 
 from __future__ import annotations
 

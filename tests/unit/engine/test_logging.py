@@ -17,7 +17,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Kept(Logger):
-    """A logger that keeps what it gets."""
+    """A logger that records its rows."""
 
     name, version, log_dir = "kept", "0", None
 
@@ -64,7 +64,7 @@ class Logging(Tiny):
 
 
 def _first(batch: torch.Tensor) -> torch.Tensor:
-    """The mean of the sample numbers: what a mean over samples, and not over batches, tells apart."""
+    """The mean of the sample numbers, which differs between a mean over samples and one over batches."""
     return batch[:, 0].mean()
 
 
@@ -131,7 +131,7 @@ class TestDefaults:
         "hook", ["setup", "on_fit_start", "on_train_end", "on_fit_end", "on_validation_end", "teardown"]
     )
     def test_refused_where_it_would_reach_nobody(self, tmp_path: Path, hook: str) -> None:
-        """As in Lightning: no value disappears in silence."""
+        """As in Lightning: no value is dropped silently."""
         module = Logging(**{hook: lambda self, *_: self.log("it", 3.0)})
         with pytest.raises(ConfigurationError, match="log\\('it'\\) was called outside the loops"):
             fit(tmp_path).fit(module, loader(4), loader(4))
@@ -209,7 +209,7 @@ class TestReductions:
         assert seen == [0.0, 1.0, 2.0]
 
     def test_what_is_logged_is_the_value_of_that_moment(self, tmp_path: Path) -> None:
-        """A tensor that the step goes on changing is not followed."""
+        """A later in-place change of a logged tensor has no effect."""
 
         def train(self: Any, batch: Any, batch_idx: int) -> None:
             value = torch.ones(())

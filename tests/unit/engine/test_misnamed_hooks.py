@@ -1,4 +1,4 @@
-"""No hook, key or callback is taken and then passed over (I-10)."""
+"""No hook, key or callback is accepted and then silently ignored (I-10)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain import Callback, ConfigurationError, DataModule, Fit, RunContext
 
 
 def nothing(self: Any, *args: Any) -> None:
-    """What would have been called."""
+    """A method that would have been called."""
 
 
 def module_with(*names: str, **methods: Callable[..., Any]) -> Tiny:
@@ -61,7 +61,7 @@ def callback_with(*names: str, **methods: Callable[..., Any]) -> Callback:
         ("prepare_datas", "write prepare_data"),
     ],
 )
-def test_a_method_that_nobody_calls_is_refused(tmp_path: Path, name: str, way_out: str) -> None:  # I-10
+def test_a_method_that_resembles_a_hook_is_refused(tmp_path: Path, name: str, way_out: str) -> None:  # I-10
     module = module_with(name)
     with pytest.raises(ConfigurationError, match=rf"Net\.{name} looks like a hook") as caught:
         fit(tmp_path).fit(module, None if name == "train_dataloaders" else loader())
@@ -69,8 +69,8 @@ def test_a_method_that_nobody_calls_is_refused(tmp_path: Path, name: str, way_ou
     assert module.seen == []
 
 
-def test_helpers_are_left_alone(tmp_path: Path) -> None:  # I-10
-    """Names that share a word with a hook's, and hooks' names of old that the module itself calls."""
+def test_helpers_are_not_refused(tmp_path: Path) -> None:  # I-10
+    """Names that share a word with a hook's, and former hook names that the module itself calls."""
 
     class Net(Tiny):
         def training_loss(self) -> None: ...
@@ -142,7 +142,7 @@ def test_a_data_module_may_count_its_steps(tmp_path: Path) -> None:  # I-10
     fit(tmp_path).fit(Tiny(), datamodule=Data())
 
 
-def test_loaders_that_the_run_asks_nobody_for_are_the_users_affair(tmp_path: Path) -> None:  # I-10
+def test_unused_loader_methods_are_not_checked(tmp_path: Path) -> None:  # I-10
     class Data(DataModule):
         def train_dataloader(self) -> Any:
             return loader()
@@ -166,7 +166,7 @@ def test_a_scheduler_that_is_switched_off_keeps_its_monitor(tmp_path: Path) -> N
     fit(tmp_path).fit(module_with(configure_optimizers=optimizer), loader())
 
 
-def test_a_decorator_may_give_a_hook_more_than_the_engine(tmp_path: Path) -> None:  # I-10
+def test_a_decorator_may_pass_a_hook_more_arguments(tmp_path: Path) -> None:  # I-10
     def with_trainer(hook: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(hook)
         def wrapped(self: Any) -> None:
@@ -180,7 +180,7 @@ def test_a_decorator_may_give_a_hook_more_than_the_engine(tmp_path: Path) -> Non
     assert seen == [trainer]
 
 
-def test_hooks_of_several_loaders_may_need_the_number(tmp_path: Path) -> None:  # I-10
+def test_hooks_of_several_loaders_may_require_dataloader_idx(tmp_path: Path) -> None:  # I-10
     seen: list[int] = []
     module = module_with(
         on_validation_batch_end=lambda self, outputs, batch, batch_idx, dataloader_idx: seen.append(dataloader_idx)
@@ -202,7 +202,7 @@ def test_a_backward_is_no_helper_because_a_loss_has_one(tmp_path: Path) -> None:
         fit(tmp_path).fit(Net(), loader())
 
 
-def test_a_method_that_gave_the_loaders_is_left_alone(tmp_path: Path) -> None:  # I-10
+def test_a_method_that_returned_the_loaders_is_not_refused(tmp_path: Path) -> None:  # I-10
     module: Any = module_with(valid_dataloader=lambda self: loader(2))
     fit(tmp_path).fit(module, loader(), module.valid_dataloader())
     assert [0, 1] in module.evaluated
@@ -229,7 +229,7 @@ def test_a_hook_with_other_arguments_is_refused_at_the_start(
     assert module.seen == []
 
 
-def test_hooks_may_leave_out_the_number_of_the_loader(tmp_path: Path) -> None:  # I-10
+def test_hooks_may_omit_dataloader_idx(tmp_path: Path) -> None:  # I-10
     seen: list[int] = []
     module = module_with(on_validation_batch_end=lambda self, outputs, batch, batch_idx: seen.append(batch_idx))
     fit(tmp_path, num_sanity_val_steps=0).fit(module, loader(), loader(4))
@@ -280,7 +280,7 @@ def test_a_callbacks_hook_without_the_trainer_is_refused(tmp_path: Path) -> None
         ("on_train_epoch_start", "a hook of a module and of a callback"),
     ],
 )
-def test_a_data_module_is_looked_at_too(tmp_path: Path, name: str, way_out: str) -> None:  # I-10
+def test_a_data_module_is_checked_too(tmp_path: Path, name: str, way_out: str) -> None:  # I-10
     class Data(DataModule):
         def train_dataloader(self) -> Any:
             return loader()
@@ -291,11 +291,11 @@ def test_a_data_module_is_looked_at_too(tmp_path: Path, name: str, way_out: str)
     assert way_out in caught.value.fix
 
 
-# Callbacks that come late
+# Callbacks that are added late
 
 
 class Counting(Callback):
-    """Counts what it hears."""
+    """Counts the hooks that are called."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -310,14 +310,14 @@ class Counting(Callback):
         self.heard.append("teardown")
 
 
-def test_a_callback_appended_in_setup_is_heard(tmp_path: Path) -> None:  # I-10
+def test_a_callback_appended_in_setup_is_called(tmp_path: Path) -> None:  # I-10
     late = Counting()
     module = module_with(setup=lambda self, stage: self.trainer.callbacks.append(late))
     fit(tmp_path).fit(module, loader())
     assert late.heard == ["setup", "start", "teardown"]
 
 
-def test_a_callback_taken_out_in_setup_hears_no_more(tmp_path: Path) -> None:  # I-10
+def test_a_callback_removed_in_setup_is_not_called(tmp_path: Path) -> None:  # I-10
     early = Counting()
     module = module_with(setup=lambda self, stage: self.trainer.callbacks.clear())
     fit(tmp_path, callbacks=early).fit(module, loader())
@@ -336,7 +336,7 @@ def test_a_callback_appended_later_is_refused(tmp_path: Path, hook: str) -> None
 
 
 class ByValue:
-    """A scheduler of somebody's own, whose step takes a value."""
+    """A custom scheduler whose step takes a value."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -372,13 +372,13 @@ def scheduled(automatic: bool = True, plateau: bool = False, **keys: Any) -> Tin
     return Net()
 
 
-def test_a_scheduler_of_ones_own_gets_the_value(tmp_path: Path) -> None:  # I-10
+def test_a_custom_scheduler_gets_the_value(tmp_path: Path) -> None:  # I-10
     module = scheduled(reduce_on_plateau=True, monitor="loss")
     fit(tmp_path).fit(module, loader())
     assert module.scheduler.values == [2.0]
 
 
-def test_without_strict_a_missing_value_is_passed_over(tmp_path: Path) -> None:  # I-10
+def test_without_strict_a_missing_value_is_ignored(tmp_path: Path) -> None:  # I-10
     module: Any = scheduled(plateau=True, monitor="los", strict=False)
     with captured_warnings() as lines:
         fit(tmp_path, max_epochs=3).fit(module, loader())
@@ -400,7 +400,7 @@ def test_without_strict_a_missing_value_is_passed_over(tmp_path: Path) -> None: 
         ({"frequency": True}, "frequency=True"),
     ],
 )
-def test_keys_that_cannot_be_are_refused(tmp_path: Path, keys: dict[str, Any], said: str) -> None:  # I-10
+def test_invalid_scheduler_keys_are_refused(tmp_path: Path, keys: dict[str, Any], said: str) -> None:  # I-10
     with pytest.raises(ConfigurationError) as caught:
         fit(tmp_path).fit(scheduled(**keys), loader())
     assert said in str(caught.value)
@@ -413,7 +413,7 @@ def test_keys_that_cannot_be_are_refused(tmp_path: Path, keys: dict[str, Any], s
         ({"automatic": False, "interval": "step"}, "ignored in manual optimization"),
     ],
 )
-def test_keys_that_nobody_goes_by_are_told(tmp_path: Path, keys: dict[str, Any], said: str) -> None:  # I-10
+def test_unused_scheduler_keys_are_warned_about(tmp_path: Path, keys: dict[str, Any], said: str) -> None:  # I-10
     with captured_warnings() as lines:
         fit(tmp_path).fit(scheduled(**keys), loader())
     assert [said in line for line in lines].count(True) == 1

@@ -1,4 +1,4 @@
-"""What newcomers' mistakes are told, and when (I-10, I-17)."""
+"""Newcomers' mistakes get a clear message in time (I-10, I-17)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from drivetrain import DrivetrainError
 _WHEN = {0: START, 1: FIRST, BATCHES: EPOCH}
 
 
-class _Listening(logging.Handler):
-    """Notes how many training steps had been begun as a line came that holds ``value``."""
+class _RecordingHandler(logging.Handler):
+    """Records messages that contain ``value``, with the number of training steps begun by then."""
 
     def __init__(self, value: str, module: Any) -> None:
         super().__init__(logging.WARNING)
@@ -33,7 +33,7 @@ def _run(run: Run) -> None:
     run.trainer.fit(run.module, *run.loaders, **run.more)
 
 
-@pytest.mark.parametrize("mistake", [one for one in MISTAKES if not one.said], ids=lambda one: one.name)
+@pytest.mark.parametrize("mistake", [one for one in MISTAKES if not one.is_warning], ids=lambda one: one.name)
 def test_a_mistake_is_refused_in_time(tmp_path: Path, mistake: Mistake) -> None:  # I-10, I-17
     try:
         run = mistake.make(tmp_path)
@@ -50,11 +50,11 @@ def test_a_mistake_is_refused_in_time(tmp_path: Path, mistake: Mistake) -> None:
     assert mistake.fix in error.fix
 
 
-@pytest.mark.parametrize("mistake", [one for one in MISTAKES if one.said], ids=lambda one: one.name)
+@pytest.mark.parametrize("mistake", [one for one in MISTAKES if one.is_warning], ids=lambda one: one.name)
 def test_a_mistake_is_said_in_time(tmp_path: Path, mistake: Mistake) -> None:  # I-10, I-17
     run = mistake.make(tmp_path)
     assert run is not None
-    listening, logger = _Listening(mistake.value, run.module), logging.getLogger("drivetrain")
+    listening, logger = _RecordingHandler(mistake.value, run.module), logging.getLogger("drivetrain")
     logger.addHandler(listening)
     try:
         _run(run)

@@ -38,7 +38,7 @@ pytestmark = requires_emulated_cuda()
 class Net(TrainModule):
     def __init__(self, optimizer: str = "adamw") -> None:
         super().__init__()
-        # What autocast treats alike on the CPU and on CUDA; a layer norm, say, it does not.
+        # Layers that autocast treats the same on the CPU and on CUDA, unlike a layer norm.
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
         self.optimizer = optimizer
         self.devices: list[Any] = []
@@ -179,7 +179,7 @@ def test_a_wait_event_that_is_missing_is_seen() -> None:
 
 
 class Rows:
-    """A batch of a user's own kind, which nobody can look into."""
+    """A batch of a user's class, whose tensors the framework cannot find."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -210,11 +210,11 @@ def test_memory_of_batches_that_cannot_be_looked_into_is_not_written_to_while_it
     assert not seen.frees_in_use, seen.report
 
 
-# What the host waits for
+# Host synchronisation
 
 
 def _steps(gpu: EmulatedCuda, kind: type[Net], what: str) -> dict[int, list[str]]:
-    """By the number of batches, the host syncs and the blocking copies to the host, of a run."""
+    """Return host syncs and blocking copies to the host of a run with ``batches`` batches."""
     found = {}
     for batches in (8, 24):
         with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +261,7 @@ def test_the_weight_of_a_batch_is_read_off_the_hosts_batch() -> None:
 
 
 def _tables(gpu: EmulatedCuda, log_every: int) -> list[str]:
-    """What a run logs on the host and on the device."""
+    """Return what a run logs on the host and on the device."""
     written = []
     for accelerator in ("cpu", "cuda"):
         with tempfile.TemporaryDirectory() as folder:
@@ -293,7 +293,7 @@ def test_loggers_get_the_same_rows_in_the_same_order(log_every: int) -> None:
 
 
 class Messages(logging.Handler):
-    """Keeps what is said."""
+    """Records log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class Messages(logging.Handler):
 
 
 class Spiking(Net):
-    """The loss of step 13 is large, and has no gradient to speak of."""
+    """The loss of step 13 is large, with a negligible gradient."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) + (1000 if batch_idx == 13 else 0)
@@ -344,7 +344,7 @@ def _pinned(gpu: EmulatedCuda, stage: str) -> None:
 
 
 def _to_the_device(seen: Seen) -> list[Any]:
-    """Copies of batches; those of weights come from pageable memory."""
+    """Return the copies of batches, without those of weights, which come from pageable memory."""
     return [copy for copy in seen.copies if copy.direction == "to the device" and copy.pinned]
 
 
@@ -391,7 +391,7 @@ def test_what_is_done_to_batches_on_the_device_waits_for_them(kind: type[Net], p
     assert not seen.frees_in_use
 
 
-# The device at hand, and what is saved from it
+# The current device and checkpoints
 
 
 def _on_device_1(gpu: EmulatedCuda) -> list[Any]:
@@ -431,7 +431,7 @@ def test_an_asynchronous_save_waits_for_the_device_that_it_copies_from(device: i
     assert waited == copied
 
 
-# Odds and ends
+# Other features
 
 
 def _offloaded(gpu: EmulatedCuda) -> Tensor | None:

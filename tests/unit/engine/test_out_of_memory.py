@@ -1,4 +1,4 @@
-"""What is said where memory lacks: the largest tensors by name, and the next cheaper setting."""
+"""The note on out-of-memory errors: the largest tensors by name, and the settings to change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain_strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrateg
 
 
 class Hungry(Regression):
-    """Asks for more than any machine has, in its third step."""
+    """Allocates more memory than any machine has, in its third step."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,11 +86,11 @@ def test_other_errors_are_left_alone(tmp_path: Path) -> None:
     assert caught.value.__notes__ == ["Where: rank 0, epoch 0, global step 0, batch index 0"]
 
 
-# K-02: a strategy and a precision say themselves what would take less; the engine knows none by its name
+# K-02: strategies and precisions suggest their own settings; the engine does not know them by name
 
 
 class Cupboard(SingleDeviceStrategy):
-    """A third party's, with settings that nobody else knows."""
+    """A third-party strategy with its own settings."""
 
     def memory_advice(self, module: torch.nn.Module) -> list[MemoryAdvice]:
         return [

@@ -1,4 +1,4 @@
-"""What `predict` keeps of its outputs, and what it returns. Row I-14."""
+"""How `predict` stores and returns outputs. Row I-14."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA de
 
 
 class Returning(TrainModule):
-    """Returns what ``make`` makes of a batch."""
+    """Returns ``make(batch)``."""
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -30,21 +30,21 @@ class Returning(TrainModule):
 
 
 class Found:
-    """A user's own, without a ``to``."""
+    """A user's output class without ``to``."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 
 
 class Odd(Found):
-    """Its ``to`` means something else."""
+    """An output class whose ``to`` has another meaning."""
 
     def to(self, unit: str) -> Any:
         raise TypeError(f"no unit: {unit}")
 
 
 class Reusing:
-    """Hands out one buffer again and again."""
+    """Returns the same buffer from every step."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         buffer = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""Where a rank's log goes, and that keeping it fails no run: G-01."""
+"""A rank's log: its location, and that its errors do not fail the run: G-01."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain._engine.rank_log import LARGEST, RankLog
+from drivetrain._engine.rank_log import MAX_LOG_BYTES, RankLog
 from drivetrain._engine.run_folder import RunFolder
 
 
@@ -25,11 +25,11 @@ def test_a_log_is_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _log(None).folder is None  # a run that keeps nothing
     assert _log("memory://bucket/runs/a").folder is None
     assert _log(tmp_path / "run", world_size=1).folder is None
-    assert RankLog(RunFolder(), 1, 2, otherwise="root").folder == str(tmp_path / "root" / "logs")
+    assert RankLog(RunFolder(), 1, 2, fallback="root").folder == str(tmp_path / "root" / "logs")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "root"
     log = _log(root)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -52,30 +52,30 @@ def test_what_cannot_be_kept_fails_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_a_log_is_bounded_and_keeps_the_newest(tmp_path: Path) -> None:
     log = _log(tmp_path)
     text = "é" * 2**19
-    count = 3 * LARGEST // len(text.encode())
+    count = 3 * MAX_LOG_BYTES // len(text.encode())
     for number in range(count):
         log.add(f"record {number} {text}")
     log.add_failure(error := ValueError("last"), "the traceback")
     newest, before = (tmp_path / "logs" / name for name in ("rank-1.log", "rank-1.1.log"))
     assert sorted(newest.parent.iterdir()) == sorted([newest, before])
-    assert LARGEST // 2 < before.stat().st_size <= LARGEST
-    assert newest.stat().st_size <= LARGEST
+    assert MAX_LOG_BYTES // 2 < before.stat().st_size <= MAX_LOG_BYTES
+    assert newest.stat().st_size <= MAX_LOG_BYTES
     found = (before.read_text() + newest.read_text()).splitlines()
     kept = [int(words[1]) for line in found if (words := line.partition("rank 1: ")[2].split())[:1] == ["record"]]
     assert kept == list(range(kept[0], count))
     assert "rank 1: The run failed.\nthe traceback\n" in newest.read_text()
     assert error.__notes__ == [f"Log: {newest}"]
-    # What another run wrote counts as well.
+    # What another run has written to the file counts towards its size.
     again = RankLog(log._run, 1, 2)
     with newest.open("ab") as file:
-        file.truncate(LARGEST)
+        file.truncate(MAX_LOG_BYTES)
     again.add("a run that goes on")
     assert newest.read_text().endswith("rank 1: a run that goes on\n")
     assert newest.stat().st_size < 200
-    assert before.stat().st_size == LARGEST
+    assert before.stat().st_size == MAX_LOG_BYTES
 
 
-def test_of_a_record_without_end_beginning_and_end_are_kept(tmp_path: Path) -> None:
+def test_the_middle_of_a_long_record_is_omitted(tmp_path: Path) -> None:
     log = _log(tmp_path)
     log.add("begin" + "x" * 2**22 + "end \ud800")
     (line, left_out, end) = (tmp_path / "logs" / "rank-1.log").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Micro-batches that are read one ahead, on their way to a device."""
+"""Micro-batches that are moved to a device one ahead of the step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from drivetrain.data._sharding import Share
 
 
 class _Immediate:
-    """Stands where CUDA's streams would: a batch arrives as soon as it is sent."""
+    """Replaces the CUDA prefetcher: a batch arrives as soon as it is sent."""
 
     def __init__(self, device: torch.device) -> None:
-        """Nothing is kept."""
+        """Return the batch unchanged."""
 
     def send(self, batch: Any) -> Any:
         return batch
@@ -26,11 +26,11 @@ class _Immediate:
 
 
 def test_each_keeps_its_own_samples_while_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`single_windows` fills one object anew: what is read ahead must not change what is trained on."""
+    """`single_windows` reuses one object: reading ahead must not change the current micro-batch."""
     monkeypatch.setattr(batches, "Prefetcher", _Immediate)
     pairs = ((number, Share(number + 1, number + 1, False, 0)) for number in range(4))
     move = batches.BatchMover((), None, (lambda batch, _: 10 * batch,), torch.device("cuda"))
-    found = batches.moved(single_windows(pairs), move)
+    found = batches.move_micro_batches(single_windows(pairs), move)
     assert [(micro.batch, micro.samples, micro.weight) for micro in found] == [
         (0, 1, 1),
         (10, 2, 2),

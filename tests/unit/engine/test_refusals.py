@@ -103,7 +103,7 @@ def test_at_construction(options: dict[str, Any], said: list[str]) -> None:
 
 
 def test_a_mistake_in_a_limit_is_not_read_as_another_type() -> None:
-    """A float in [0, 1] is a fraction and an int a count; numpy's are neither and say so."""
+    """A float in [0, 1] is a fraction and an int a count; numpy's numbers are refused."""
     numpy = pytest.importorskip("numpy")
     _refused(lambda: Fit(limit_train_batches=numpy.int64(3)), "limit_train_batches=")
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_had_is_no_silent_substitute(tmp_path: Path, options: dic
 
 
 def test_a_strategy_that_cannot_synchronise_batchnorm_is_not_asked_to(tmp_path: Path) -> None:
-    """A-06: it would normalise over each rank's own samples in silence."""
+    """A-06: it would silently normalise over each rank's own samples."""
 
     class Replicas(Strategy):
         name = "replicas"

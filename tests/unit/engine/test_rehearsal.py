@@ -1,4 +1,4 @@
-"""What cannot be saved is found before the first step. J-08."""
+"""State that cannot be saved is found before the first step. J-08."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drivetrain.testing import FaultyStore
 
 
 class Odd(Callback):
-    """Its state has no form."""
+    """Its state cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
@@ -66,7 +66,7 @@ class Groups(Tiny):
 
 
 class Foreign(Tiny):
-    """Its optimizer keeps state for what is no parameter of the module."""
+    """Its optimizer has state for a tensor that is not a parameter of the module."""
 
     def __init__(self, key: Any) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ Shape = collections.namedtuple("Shape", "width height")
         (Tiny, [OddExtra()], "callbacks/OddExtra/extra/call.*builtin"),
     ],
 )
-def test_state_without_a_form_is_refused_by_name(
+def test_state_that_cannot_be_saved_is_refused_by_name(
     tmp_path: Path, module: Callable[[], Tiny], callbacks: list[Callback], named: str
 ) -> None:
     trained = module()
@@ -115,7 +115,7 @@ def test_a_data_module_is_rehearsed_too(tmp_path: Path) -> None:
     assert module.seen == []
 
 
-def test_nobody_minds_where_nothing_is_saved_or_weights_alone(tmp_path: Path) -> None:
+def test_without_full_checkpoints_state_is_not_checked(tmp_path: Path) -> None:
     fit(tmp_path, callbacks=Odd()).fit(Hooked(), loader())
     weights = Checkpoint(tmp_path / "c", save_weights_only=True)
     fit(tmp_path, callbacks=[weights, Odd()]).fit(Hooked(), loader())
@@ -123,7 +123,7 @@ def test_nobody_minds_where_nothing_is_saved_or_weights_alone(tmp_path: Path) ->
 
 
 class NotYet(Callback):
-    """Asks for what there is only once the run has trained."""
+    """Its state exists only after the run has trained."""
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint["loss"] = float(trainer.callback_metrics["loss"])
@@ -136,19 +136,19 @@ class Logging(Tiny):
         return loss
 
 
-def test_a_hook_that_is_not_ready_before_training_is_forgiven(tmp_path: Path) -> None:
+def test_a_hook_that_fails_only_before_training_is_accepted(tmp_path: Path) -> None:
     saver = Checkpoint(tmp_path / "c")
     fit(tmp_path, callbacks=[saver, NotYet()]).fit(Logging(), loader())
     assert saver.best_model_path
 
 
-# The place
+# The folder
 
 
 @pytest.mark.parametrize(
     ("url", "named"), [("nobody://bucket/c", "nobody"), ("hdfs://host/c", "pyarrow|hdfs|libhdfs|JVM|Java")]
 )
-def test_what_cannot_be_reached_is_refused(tmp_path: Path, url: str, named: str) -> None:
+def test_an_unreachable_folder_is_refused(tmp_path: Path, url: str, named: str) -> None:
     module = Tiny()
     with pytest.raises((ConfigurationError, CheckpointError), match=named):
         fit(tmp_path, callbacks=Checkpoint(url)).fit(module, loader())
@@ -161,7 +161,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     return FaultyStore(tmp_path / "store").mount()
 
 
-def test_a_store_that_takes_nothing_is_refused(tmp_path: Path, store: FaultyStore) -> None:
+def test_a_store_that_cannot_be_written_to_is_refused(tmp_path: Path, store: FaultyStore) -> None:
     store.fail("put", error=PermissionError("no right to put objects"), times=None)
     module = Tiny()
     with pytest.raises(ConfigurationError, match=r"Checkpoint cannot write to 'faulty://store/c'.*no right to put"):
@@ -169,7 +169,7 @@ def test_a_store_that_takes_nothing_is_refused(tmp_path: Path, store: FaultyStor
     assert module.seen == []
 
 
-def test_a_store_that_is_busy_is_asked_again_and_keeps_no_trace(tmp_path: Path, store: FaultyStore) -> None:
+def test_a_busy_store_is_retried_and_the_probe_is_removed(tmp_path: Path, store: FaultyStore) -> None:
     store.fail("put", times=2)
     saver = Checkpoint("faulty://store/c")
     fit(tmp_path, callbacks=saver).fit(Tiny(), loader())
@@ -177,7 +177,7 @@ def test_a_store_that_is_busy_is_asked_again_and_keeps_no_trace(tmp_path: Path, 
     assert not [name for name in store.objects() if "probe" in name]
 
 
-def test_a_store_that_removes_nothing_is_told_of(
+def test_a_store_that_cannot_remove_objects_is_warned_about(
     tmp_path: Path, store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store.fail("remove", error=PermissionError("no right to remove objects"), times=None)

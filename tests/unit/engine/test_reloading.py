@@ -1,4 +1,4 @@
-"""Loaders that come again every so many epochs: when, and in runs that go on. Row L-07."""
+"""reload_dataloaders_every_n_epochs, also in resumed runs. Row L-07."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quiet(**settings: Any) -> Fit:
 
 
 class Sequences(Dataset[Any]):
-    """Sequences of one length, each of its own number."""
+    """Sequences of equal length, each filled with its own number."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -49,7 +49,7 @@ class Sequences(Dataset[Any]):
 
 
 class Scheduled(DataModule):
-    """Batches and sequences grow from epoch to epoch. A part is held out by chance."""
+    """Batches and sequences grow with the epochs. A random part is held out."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -110,7 +110,7 @@ def test_loaders_come_at_every_nth_epoch(every: int, epochs: list[int]) -> None:
 
 
 class Plain(Net):
-    """Has one data set throughout, and batches as the epoch wants them."""
+    """Has one data set, and a batch size per epoch."""
 
     def __init__(self, grows: bool) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _over(net: Net, total: int) -> Any:
 
 
 class Back(Callback):
-    """Saves within the second epoch, and goes back to it once from the fourth."""
+    """Saves in the second epoch, and goes back to that checkpoint once in the fourth."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -230,7 +230,7 @@ def test_what_is_no_count_is_refused(value: Any) -> None:  # L-07
 
 
 class Short(Scheduled):
-    """Has ever fewer batches."""
+    """Has fewer batches in every epoch."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(Sequences(2), batch_size=4 * (1 + self.trainer.current_epoch))
@@ -302,7 +302,7 @@ def test_validation_reads_the_loaders_of_its_epoch() -> None:  # L-07
 
 
 class Weighted(Scheduled):
-    """Draws its samples by a sampler of its own."""
+    """Has a custom sampler."""
 
     def train_dataloader(self) -> Any:
         epoch = self.trainer.current_epoch
@@ -311,7 +311,7 @@ class Weighted(Scheduled):
 
 
 class Standing:
-    """Knows where in its samples it stands."""
+    """A data set with a state_dict of its position."""
 
     def __init__(self, length: int, size: int) -> None:
         self.data, self.size, self.at = Sequences(length), size, 0
@@ -331,14 +331,14 @@ class Standing:
 
 
 class Stateful(Scheduled):
-    """Has loaders that a checkpoint keeps the place of."""
+    """Has loaders whose position is checkpointed."""
 
     def train_dataloader(self) -> Any:
         return Standing(2 + self.trainer.current_epoch, 2 + self.trainer.current_epoch)
 
 
 class Interrupting(Callback):
-    """Asks to leave within a window of the third epoch."""
+    """Requests a stop within a window of the third epoch."""
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (trainer.current_epoch, batch_idx) == (2, 2):

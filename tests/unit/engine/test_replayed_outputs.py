@@ -1,4 +1,4 @@
-"""Steps that write their outputs over those of the step before, as CUDA graphs do (mode="reduce-overhead")."""
+"""Steps that overwrite the previous step's outputs, as CUDA graphs do (mode="reduce-overhead")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint is, bit for bit, the run that was never interrupted: F-02, F-12, F-16."""
+"""A resumed run equals the uninterrupted one bit for bit: F-02, F-12, F-16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLES = 54
 
 
 class Augmented(Dataset[Any]):
-    """Draws from every generator as it is read."""
+    """Draws from every generator when it is read."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -39,7 +39,7 @@ class Augmented(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Of unknown length, in an order that it draws, in each worker its part."""
+    """A stream of unknown length in random order, split over workers."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         worker = torch.utils.data.get_worker_info()
@@ -49,7 +49,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Stateful(Stream):
-    """Knows where it stands."""
+    """A data set with a state_dict of its position."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -71,7 +71,7 @@ class Stateful(Stream):
 
 
 class Average(Callback):
-    """Two of a class, each with a state of its own."""
+    """A callback with state, of which a run has two."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -92,7 +92,7 @@ class Average(Callback):
 
 
 class Everything(TrainModule):
-    """Draws in the step, keeps an average of its weights, logs, validates, and has schedulers of two kinds."""
+    """Uses random numbers, averages its weights, logs, validates, and has schedulers of two kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Everything(TrainModule):
 
 
 class SaveEverywhere(Callback):
-    """Saves at every hook at which a run can be saved."""
+    """Saves at every hook at which a checkpoint can be written."""
 
     priority = -1
 
@@ -211,7 +211,7 @@ def test_from_every_place_a_run_goes_on_as_if_nothing_had_happened(kind: str, tm
     assert len([name for name in saver.saved if name.startswith("batch")]) == STEPS
     assert {name.partition("-")[0] for name in saver.saved} == {"batch", "validation", "epoch"}
     del saver.saved["epoch-036"]  # from the end nothing is left (I-17)
-    # Starting workers takes its time: every other place will do there.
+    # Starting workers is slow: every second point is enough there.
     places = list(saver.saved.items())[:: 3 if "worker" in kind else 1]
     for name, (losses, calls) in places:
         module, found, found_rates, found_averages, found_metrics = run(tmp_path, kind, [], tmp_path / name)
@@ -279,7 +279,7 @@ def test_a_resume_does_not_read_what_it_skips(tmp_path: Path) -> None:
 
 
 class Saving(Callback):
-    """Notes after how many samples validation ran, and saves at the ``at``-th call of a hook."""
+    """Records the samples used before each validation, and saves at the ``at``-th call of a hook."""
 
     def __init__(self, path: Path, hook: str, at: int) -> None:
         self.path, self.hook, self.left = str(path), hook, at
@@ -327,7 +327,7 @@ def test_validation_goes_on_where_it_stood_under_another_dealing(
 def test_a_planted_checkpoint_whose_state_is_malformed_stops_no_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:  # J-10
-    """Its checksums fit, and it says that it is the newest."""
+    """Its checksums are right, and it claims to be the newest."""
     folder = tmp_path / "c"
     fit(tmp_path, callbacks=Checkpoint(folder)).fit(Tiny(), loader())
     (good,) = (one for one in folder.iterdir() if one.is_dir())
@@ -350,7 +350,7 @@ def test_a_planted_checkpoint_whose_state_is_malformed_stops_no_restart(
 
 
 class KeepingItsPlace(IterableDataset[Any]):
-    """Knows where it stands, and begins anew once it has come to its end."""
+    """Has a state_dict of its position, and starts again at its end."""
 
     def __init__(self, samples: int) -> None:
         self.samples, self.at = samples, 0
@@ -370,7 +370,7 @@ class KeepingItsPlace(IterableDataset[Any]):
 
 @pytest.mark.parametrize("window", [1, 3, 4])
 def test_data_that_has_begun_anew_is_not_trained_on_twice(tmp_path: Path, window: int) -> None:  # F-02
-    """A window that the data ends within is read to that end before its step is made and saved."""
+    """A window in which the data ends is read to that end before its step is made and saved."""
 
     def run(folder: Path, ckpt_path: Path | None = None) -> tuple[Tiny, Any]:
         module, saver = Tiny(), Checkpoint(folder, every_n_train_steps=1, save_top_k=-1)

@@ -1,4 +1,4 @@
-"""A run that goes on is the one that was saved: what differs is refused by name, before anything changes (J-07)."""
+"""A resumed run must have the saved run's parts: differences are refused by name before anything changes (J-07)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("module", "loader", "consent", "said"), DIFFERENT)
-def test_what_differs_is_refused_by_name_before_anything_changes(
+def test_differences_are_refused_by_name_before_anything_changes(
     module: Any, loader: Any, consent: str, said: str, saved: Path
 ) -> None:
     # J-07: samples were seen twice; AdamW went on as Adam and StepLR as cosine; SGD to AdamW ended in a KeyError
@@ -108,7 +108,7 @@ def test_what_differs_is_refused_by_name_before_anything_changes(
 
 
 @pytest.mark.parametrize(("module", "loader", "consent", "said"), DIFFERENT)
-def test_with_consent_it_goes_on(
+def test_allowed_differences_resume(
     module: Any, loader: Any, consent: str, said: str, saved: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # J-07
@@ -125,7 +125,7 @@ def test_with_consent_it_goes_on(
         assert len(set(other.seen[: 24 - 4 * SAVED_AT])) == 24 - 4 * SAVED_AT
 
 
-def test_another_batch_size_is_no_difference(saved: Path) -> None:
+def test_another_batch_size_is_not_a_difference(saved: Path) -> None:
     # J-07
     module = Model(scheduler=steps)
     fit(module, shuffled(batch_size=2), ckpt_path=saved)
@@ -133,7 +133,7 @@ def test_another_batch_size_is_no_difference(saved: Path) -> None:
     assert len(module.seen) == 12 + 24
 
 
-def test_an_optimizer_with_consent_begins_anew(saved: Path) -> None:
+def test_an_allowed_optimizer_starts_fresh(saved: Path) -> None:
     # J-07: SGD to AdamW and back was a bare KeyError in the first step
     module = Model(torch.optim.SGD, steps)
     trainer = fit(module, shuffled(), ckpt_path=saved, allow="optimizer")
@@ -151,6 +151,6 @@ def test_orders_of_several_loaders() -> None:
     assert data_facts(None, [[torch.ones(2), torch.ones(2)]])["order"] == ["as it comes"]
 
 
-def test_consent_to_what_is_unknown_is_refused() -> None:
+def test_an_unknown_name_in_allow_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"allow='optimiser'\) is unknown. Did you mean 'optimizer'"):
         fit(Model(), shuffled(), allow=("optimiser",))

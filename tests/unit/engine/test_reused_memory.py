@@ -1,4 +1,4 @@
-"""Loaders that write each batch over the one before it. Row I-09."""
+"""Loaders that overwrite the previous batch. Row I-09."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEATURES, SAMPLES, SIZE = 4, 22, 4
 
 
 def data() -> torch.Tensor:
-    """Inputs and, in the last column, targets."""
+    """Return inputs, and targets in the last column."""
     return torch.randn(SAMPLES, FEATURES + 1, generator=torch.Generator().manual_seed(1))
 
 
@@ -32,7 +32,7 @@ class Rows(Dataset[Any]):
 
 
 class OneBuffer:
-    """Collates into one and the same tensor."""
+    """Collates into the same tensor every time."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(SIZE, FEATURES + 1)
@@ -42,7 +42,7 @@ class OneBuffer:
 
 
 class OneArray:
-    """Yields batches over one and the same array, written to behind torch's back, in a dict that it keeps."""
+    """Yields the same dict over one numpy array, which it overwrites without torch's knowledge."""
 
     def __init__(self, pinned: bool = False, device: str = "cpu") -> None:
         self.tensor = torch.empty(SIZE, FEATURES + 1, pin_memory=pinned, device=device)
@@ -59,7 +59,7 @@ class OneArray:
 
 
 class Alternating:
-    """Fills one of two buffers while the other is in use, as what reads ahead of itself does."""
+    """Fills one of two buffers while the other is in use, as a loader that prefetches does."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         buffers = [torch.empty(SIZE, FEATURES + 1), torch.empty(SIZE, FEATURES + 1)]
@@ -90,7 +90,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class Fives(BatchSampler):
-    """A batch sampler of the user's own, whose batches are not ours to deal."""
+    """A user's batch sampler, whose batches are not sharded."""
 
 
 class Regression(TrainModule):
@@ -137,7 +137,7 @@ def fitted(module: Regression, loader: Any, **settings: Any) -> torch.Tensor:
 
 
 def by_hand(module: Regression, window: int) -> torch.Tensor:
-    """Plain PyTorch: a window at a time, its losses weighted by samples."""
+    """The reference in plain PyTorch: one window at a time, with losses weighted by samples."""
     optimizer = module.configure_optimizers()
     parts = data().split(SIZE)
     for start in [*range(0, len(parts), window)] * 2:
@@ -175,7 +175,7 @@ def test_memory_that_a_device_still_reads_is_not_written_over(where: str, window
 
 
 class Drawing(Dataset[Any]):
-    """Draws as it is read, from the generator that dropout draws from."""
+    """Draws from dropout's generator when it is read."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -193,7 +193,7 @@ class Dropping(Regression):
 
 
 def test_a_batch_is_read_when_its_turn_has_come() -> None:  # I-09, B-18
-    """Under accumulation too: so a data set and the dropout draw in turns, as in a loop by hand."""
+    """A data set and dropout draw in turns as in a hand-written loop, under accumulation too."""
     loader = DataLoader(Drawing(), batch_size=SIZE)
     with torch.random.fork_rng():
         trained = fitted(Dropping(), loader, accumulate_grad_batches=3, max_epochs=1)
@@ -215,7 +215,7 @@ def test_a_batch_is_read_when_its_turn_has_come() -> None:  # I-09, B-18
 
 
 def test_batches_that_nothing_can_change_are_not_copied() -> None:
-    """What torch collates, and a list of batches, cost nothing more."""
+    """Batches that torch collates, and lists of batches, are not copied."""
     seen: list[int] = []
 
     class Watching(Regression):

@@ -1,4 +1,4 @@
-"""What hooks may read and call of the run: `RunContext` says it, and `Fit` has it, member for member."""
+"""`RunContext` declares what hooks may read and call, and `Fit` implements each member."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTRACT = {
     *{"num_training_batches", "estimated_stepping_batches", "optimizers", "lr_schedulers"},
     *{"callbacks", "checkpoint_callback", "save_checkpoint"},
 }
-"""What is promised of a `Fit` in a run."""
+"""The members that `Fit` has during a run."""
 
 NOT_IN_A_RUN = {"fit", "validate", "test", "predict"}
 THE_ENGINES = {
@@ -68,7 +68,7 @@ def test_a_member_is_fits_own_with_the_same_arguments_and_one_text(name: str) ->
         assert [(one.name, one.kind) for one in told] == [(one.name, one.kind) for one in taken]
         for one, other in zip(told, taken, strict=True):
             assert callable(one.default) or one.default == other.default
-    # One place says what a member is, and it is what help() and an editor show of both.
+    # Each member is documented in one place, which help() and editors show for both.
     assert ours.__doc__ is None
     assert theirs.__doc__
     assert inspect.getdoc(inspect.getattr_static(Fit, name)) == inspect.getdoc(inspect.getattr_static(RunContext, name))
@@ -82,7 +82,7 @@ def test_a_log_call_takes_what_the_store_takes() -> None:
 
 
 class Reads(Callback):
-    """Reads everything there is, in the middle of a run."""
+    """Reads every member during a run."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}

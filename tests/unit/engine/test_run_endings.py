@@ -1,4 +1,4 @@
-"""What a training run says as it ends: why, how long it took, and what it has left where (L-09)."""
+"""The closing message of a training run: why it ended, how long it took, and its files (L-09)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine_case import Bare, Tiny, fit, loader
 
 from captured_warnings import captured_warnings
 from drivetrain import Callback, ConfigurationError
-from drivetrain._engine.run_summary import _shown
+from drivetrain._engine.run_summary import _relative_path
 from drivetrain._loops.stopping import _duration
 from drivetrain.callbacks import Checkpoint
 from drivetrain.loggers import CSVLogger
@@ -33,7 +33,7 @@ class Worsens(Tiny):
 
 
 def _said(path: Path, module: Any = None, raises: type[BaseException] | None = None, **options: Any) -> list[str]:
-    """The lines that a fit ends with, its duration left out."""
+    """Return the closing lines of a fit, without the duration."""
     run = fit(path, **{**LOUD, "num_sanity_val_steps": 0, **options})
     with captured_warnings(logging.INFO) as lines:
         if raises is None:
@@ -91,7 +91,7 @@ def test_one_line_where_best_and_last_are_one_and_none_where_nothing_is_compared
 
 
 def test_a_small_run_says_a_line(tmp_path: Path) -> None:
-    # L-09: what is fitted a hundred times over stays short
+    # L-09: the message stays short if a hundred fits wrote to the folder
     ended = "The run ended: max_epochs=1 is reached (1 epoch, 4 optimizer steps)"
     assert _said(tmp_path, enable_checkpointing=False) == [ended]
     assert _said(tmp_path, enable_progress_bar=False, logger=CSVLogger(tmp_path, "quiet")) == [ended]
@@ -155,9 +155,9 @@ def test_a_checkpoint_that_is_gone_is_not_named(tmp_path: Path) -> None:
 
 
 def test_paths_and_durations_read_well(tmp_path: Path) -> None:
-    assert _shown(str(tmp_path / "a" / "b")) == os.path.join("a", "b")
-    assert _shown(str(tmp_path.parent)) == str(tmp_path.parent)
-    assert _shown("s3://bucket/a") == "s3://bucket/a"
+    assert _relative_path(str(tmp_path / "a" / "b")) == os.path.join("a", "b")
+    assert _relative_path(str(tmp_path.parent)) == str(tmp_path.parent)
+    assert _relative_path("s3://bucket/a") == "s3://bucket/a"
     assert [_duration(seconds) for seconds in (0.04, 12.34, 59.99, 60, 754, 3600, 90061)] == [
         "0.0 s",
         "12.3 s",

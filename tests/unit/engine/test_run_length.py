@@ -1,4 +1,4 @@
-"""How long a run goes on, how much of the data it reads, and when it validates."""
+"""The length of a run, the data it reads, and when it validates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Events(Callback):
-    """Notes at which micro-batch of which epoch validation ran."""
+    """Records the epoch and micro-batch of each validation."""
 
     priority = 5
 
@@ -32,7 +32,7 @@ class Events(Callback):
 
 
 class StopAt(Callback):
-    """Asks to stop at a given moment."""
+    """Requests a stop at a given point."""
 
     def __init__(self, hook: str, step: int = 0) -> None:
         self._step = step
@@ -189,7 +189,7 @@ class TestWhenToValidate:
         ],
     )
     def test_intervals(self, tmp_path: Path, options: dict[str, Any], expected: list[tuple[int, int]]) -> None:
-        """The numbers that Lightning validates at."""
+        """The micro-batches at which Lightning validates."""
         events = Events()
         fit(tmp_path, max_epochs=3, callbacks=events, **options).fit(Tiny(), loader(12), loader(4))
         assert events.validations == expected

@@ -1,4 +1,4 @@
-"""The note on an error that says where the run was: the loops know it, whatever their variables are called. K-04."""
+"""The note on an error with the position in the run. K-04."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain import Callback
 
 
 class Boom(Exception):
-    """Nobody else raises it."""
+    """An error that only these tests raise."""
 
 
 class Failing(Regression):

@@ -1,4 +1,4 @@
-"""Hyper-parameters, saving and going on from a checkpoint, in one process."""
+"""Hyper-parameters, saving and resuming in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.loggers import CSVLogger
 
 
 class Shaped(TrainModule):
-    """Built from arguments."""
+    """Has constructor arguments."""
 
     def __init__(self, width: int, *, depth: int = 1, name: str = "x", extra: Any = None, **more: Any) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class TestHyperParameters:
 
 
 class Trained(Regression):
-    """Adam, a scheduler, a buffer and state of its own."""
+    """Has Adam, a scheduler, a buffer and custom state."""
 
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
@@ -127,7 +127,7 @@ class TestCheckpoints:
             assert torch.equal(ours, theirs)
 
     def test_saved_after_the_run_it_is_whole(self, tmp_path: Path) -> None:
-        """Its optimizer's state too: nothing is left out in silence."""
+        """The optimizer's state is checked too: nothing is omitted silently."""
         first, whole = Trained(), Trained()
         runner = fit(tmp_path)
         runner.fit(first, regression())
@@ -205,7 +205,7 @@ class TestCheckpoints:
         fit(tmp_path).fit(Validating(), regression(), regression(), ckpt_path=tmp_path / "c", allow=("module",))
 
     def test_two_callbacks_of_one_class_do_not_collide(self, tmp_path: Path) -> None:
-        """F-12, also where they do not say what tells them apart."""
+        """F-12, also if their state_key does not distinguish them."""
 
         class Counting(Callback):
             def __init__(self, start: int) -> None:

@@ -1,4 +1,4 @@
-"""`load_from_checkpoint` where the class has changed since the checkpoint was written (J-14)."""
+"""`load_from_checkpoint` with a class that has changed since the checkpoint was written (J-14)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Net(TrainModule):
 
 
 def saved(path: Path, **hyper_parameters: Any) -> Path:
-    """A checkpoint of a `Net` that was built with these."""
+    """Return a checkpoint of a `Net` built with these arguments."""
     save(
         str(path / "c"),
         Contents(Net().state_dict(), Facts(hyper_parameters=hyper_parameters, weights_only=True)),
@@ -49,7 +49,7 @@ def test_a_removed_hyper_parameter_is_named_with_the_way_out(tmp_path: Path) -> 
     assert caught.value.what == f"Renamed takes no 'width', which is among the hyper-parameters of {str(path)!r}."
     assert "__init__ takes breadth, lr" in caught.value.why
     assert "Renamed.load_from_checkpoint(path, ignore='width')" in caught.value.fix
-    # The ways out are ways out.
+    # The suggested fixes work.
     assert Renamed.load_from_checkpoint(path, ignore="width").hparams == {"breadth": 1, "lr": 0.5}
     assert Renamed.load_from_checkpoint(path, ignore="width", breadth=3).hparams == {"breadth": 3, "lr": 0.5}
 
@@ -102,7 +102,7 @@ class PassesOn(Base):
 
 
 def test_one_that_a_base_class_takes_no_longer(tmp_path: Path) -> None:  # J-14
-    """Python's own error names neither the checkpoint nor a way out."""
+    """Python's own error names neither the checkpoint nor a fix."""
     path = saved(tmp_path, lr=0.1, width=3, height=4)
     with pytest.raises(CheckpointError, match="PassesOn takes no 'height', which is among") as caught:
         PassesOn.load_from_checkpoint(path)
@@ -134,7 +134,7 @@ def test_an_error_within_the_class_is_its_own(tmp_path: Path) -> None:
 
 
 class Fixed(Base):
-    """Settles for itself what its base class takes."""
+    """Passes fixed arguments to its base class."""
 
     def __init__(self, lr: float, width: int | None = None) -> None:
         super().__init__(64 if width is None else width)
@@ -146,7 +146,7 @@ class FixedNow(Base):
 
 
 def test_what_the_class_passes_to_its_base_by_itself_is_no_argument(tmp_path: Path) -> None:
-    """It is among the hyper-parameters all the same, for the base class keeps what it was built with."""
+    """It is among the hyper-parameters nevertheless, since the base class saves its arguments."""
     assert FixedNow(0.1).hparams == {"width": 64, "depth": 1, "lr": 0.1}
     path = saved(tmp_path, **FixedNow(0.1).hparams)
     assert FixedNow.load_from_checkpoint(path).hparams == {"width": 64, "depth": 1, "lr": 0.1}

@@ -1,4 +1,4 @@
-"""What a rank does for a run, and for a step of it, does not grow with the number of ranks (counted; H-01)."""
+"""The work of a rank per run and per step does not grow with the number of ranks (counted; H-01)."""
 
 from __future__ import annotations
 

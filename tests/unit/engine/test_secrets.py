@@ -1,4 +1,4 @@
-"""Secrets among hyper-parameters: in memory, and nowhere else (J-11)."""
+"""Secrets among hyper-parameters stay in memory and are written nowhere (J-11)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "sk-very-secret"
 
 
 class Fetching(TrainModule):
-    """Needs a token, and keeps whatever it was built with."""
+    """Takes a token, and saves all its arguments."""
 
     def __init__(
         self, api_token: str, width: int = 3, auth: dict[str, str] | None = None, pad_token: str = "<pad>"
@@ -49,7 +49,7 @@ class Fetched(DataModule):
 
 
 class Keeping(Logger):
-    """A logger of somebody else's."""
+    """A third-party logger."""
 
     name, version = "keeping", "0"
 
@@ -96,7 +96,7 @@ def test_nothing_that_a_run_writes_holds_a_secret(tmp_path: Path, save_async: bo
     (line,) = [line for line in lines if "secrets" in line]
     assert "'db_password', 'api_token', 'auth.password'" in line
     assert SECRET not in "".join(lines)
-    # In memory everything is as it was.
+    # In memory everything is unchanged.
     assert module.hparams.api_token == SECRET
     assert module.hparams.auth == {"user": "me", "password": f"{SECRET}-2"}
 
@@ -160,7 +160,7 @@ def test_a_converted_checkpoint_holds_none(tmp_path: Path) -> None:  # J-11
 
 
 def test_a_mistake_with_a_secrets_name_does_not_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # J-11: what is refused ends up in logs.
+    # J-11: error messages end up in logs.
     with pytest.raises(ConfigurationError, match="api_token") as caught:
         Fit(api_token=SECRET)  # type: ignore[call-arg]
     assert SECRET not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Signals in a run of one process: it saves, ends, and loses nothing. A-03, G-03."""
+"""Signals in a run of one process: it saves and stops without losing a step. A-03, G-03."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def names(folder: Path) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("every", [None, 2])
-def test_it_saves_ends_and_goes_on_as_if_nothing_had_been(
+def test_a_signal_saves_and_stops_and_the_run_resumes_exactly(
     tmp_path: Path, number: signal.Signals, setting: Any, raised: type[BaseException], every: int | None
 ) -> None:
     undisturbed = Regression()
@@ -98,7 +98,7 @@ def test_the_best_are_not_displaced(tmp_path: Path) -> None:
     assert load(tmp_path / "c" / "interrupted-step=14").progress["global_step"] == 14
 
 
-def test_a_second_one_ends_the_run_there_and_then(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_run_immediately(tmp_path: Path) -> None:
     sending = Sending(signal.SIGTERM, signal.SIGTERM, pause=0.6)
     with pytest.raises(SystemExit) as caught:
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
@@ -106,8 +106,8 @@ def test_a_second_one_ends_the_run_there_and_then(tmp_path: Path) -> None:
     assert not (tmp_path / RUN / "checkpoints").exists()
 
 
-def test_one_that_comes_again_at_once_is_the_same(tmp_path: Path) -> None:
-    """As from a launcher that passes on what its whole group got."""
+def test_a_signal_repeated_immediately_is_a_duplicate(tmp_path: Path) -> None:
+    """As from a launcher that forwards a signal which the whole group got."""
     sending = Sending(signal.SIGTERM, signal.SIGTERM)
     with pytest.raises(SystemExit):
         fit(tmp_path, enable_checkpointing=True, callbacks=sending).fit(Tiny(), loader(20))
@@ -115,9 +115,7 @@ def test_one_that_comes_again_at_once_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("hook", "step"), [("on_train_end", 10), ("setup", 0)])
-def test_where_there_is_nothing_to_save_it_goes_to_whom_it_would_have_gone(
-    tmp_path: Path, hook: str, step: int
-) -> None:
+def test_with_nothing_to_save_the_previous_handler_gets_the_signal(tmp_path: Path, hook: str, step: int) -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     try:
@@ -129,7 +127,7 @@ def test_where_there_is_nothing_to_save_it_goes_to_whom_it_would_have_gone(
     assert run.state == "finished"
 
 
-def test_none_takes_none(tmp_path: Path) -> None:
+def test_none_handles_no_signal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -142,12 +140,12 @@ def test_none_takes_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["SIGTREM", ["SIGKILL"], [9], "TERM"])
-def test_what_is_no_signal_is_refused(tmp_path: Path, value: Any) -> None:  # G-06
+def test_an_unknown_signal_is_refused(tmp_path: Path, value: Any) -> None:  # G-06
     with pytest.raises(ConfigurationError, match="preemption_signals"):
         fit(tmp_path, preemption_signals=value)
 
 
-def test_in_another_thread_nothing_is_taken(tmp_path: Path) -> None:
+def test_in_another_thread_no_signal_is_handled(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: fit(tmp_path).fit(Tiny(), loader(20)))
     before = signal.getsignal(signal.SIGTERM)
     thread.start()
@@ -161,7 +159,7 @@ class Late(Callback):
             time.sleep(0.3)
 
 
-def test_a_run_that_is_out_of_time_loses_nothing(tmp_path: Path) -> None:
+def test_a_run_out_of_time_loses_no_step(tmp_path: Path) -> None:
     undisturbed, resumed = Regression(), Regression()
     fit(tmp_path, max_epochs=2).fit(undisturbed, regression())
     saver = Checkpoint(tmp_path / "c", every_n_train_steps=100)
@@ -182,7 +180,7 @@ def test_a_run_that_is_out_of_time_loses_nothing(tmp_path: Path) -> None:
         (signal.SIGTERM, "exit 0", None),
     ],
 )
-def test_slurm_queues_the_job_again(
+def test_slurm_requeues_the_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -204,7 +202,7 @@ def test_slurm_queues_the_job_again(
     assert said is None or any(said in record.getMessage() for record in caplog.records)
 
 
-def test_slurm_queues_a_job_again_that_had_not_come_to_training(
+def test_slurm_requeues_a_job_that_had_not_begun_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-09
     stub = tmp_path / "scontrol"

@@ -1,4 +1,4 @@
-"""State that is not ours (A rows), falling over well (G-05, G-07), and what switches do to a run."""
+"""Process-wide state (A rows), failing cleanly (G-05, G-07), and switches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain_strategies import SingleDeviceStrategy
 
 
 def _process() -> dict[str, Any]:
-    """Everything of the process that a run must leave as it was."""
+    """The process-wide state that a run must restore."""
     return {
         "environment": dict(os.environ),
         "directory": os.getcwd(),
@@ -71,7 +71,7 @@ class TestBuilding:
         assert first.callbacks == second.callbacks == []
 
     def test_a_strategy_that_serves_two(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A-07: what one asks its strategy for is not asked of it by the next."""
+        """A-07: a request of one run to its strategy does not carry over to the next."""
         synchronised = []
 
         class Noted(SingleDeviceStrategy):
@@ -87,7 +87,7 @@ class TestBuilding:
         assert synchronised == [True, False]
 
     def test_one_within_another(self, tmp_path: Path) -> None:
-        """A-07: a run inside a hook of another leaves that one's state alone."""
+        """A-07: a run inside a hook of another does not change that run's state."""
 
         class Nesting(Callback):
             def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -124,7 +124,7 @@ class TestBuilding:
 
 
 class Disturbing(Tiny):
-    """Fails where it is told to."""
+    """Fails in the given hook."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class TestProcessState:
         assert seen == [":16:8", "True"]
 
     def test_grad_mode_around_fit(self, tmp_path: Path) -> None:
-        """A run started under no_grad trains all the same, and hands the mode back."""
+        """A run started under no_grad trains, and restores the mode."""
         module, before = Regression(), Regression()
         with torch.no_grad():
             fit(tmp_path).fit(module, regression())
@@ -371,7 +371,7 @@ class TestFailing:
 
 
 class TestNonFinite:
-    """G-05: where it happened is said."""
+    """G-05: the error says where it happened."""
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     @pytest.mark.parametrize("manual", [False, True])
@@ -456,7 +456,7 @@ class TestSwitches:
         assert not torch.equal(weights[0], weights[2])
 
     def test_compile(self, tmp_path: Path) -> None:
-        """The compiled step computes the same, may log, and is taken off again afterwards."""
+        """The compiled step computes the same, may log, and is removed afterwards."""
 
         class Logging(Regression):
             def training_step(self, batch: Any, batch_idx: int) -> Any:

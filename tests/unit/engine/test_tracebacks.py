@@ -14,7 +14,7 @@ from drivetrain import CheckpointError, ConfigurationError, Fit
 
 
 def _frames(error: BaseException) -> list[tuple[str, str]]:
-    """The file and the function of each frame, outermost first."""
+    """Return the file and function of each frame, outermost first."""
     return [(Path(one.filename).name, one.name) for one in traceback.extract_tb(error.__traceback__)]
 
 

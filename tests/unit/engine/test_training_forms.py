@@ -1,4 +1,4 @@
-"""What training_step may return, manual optimization, closure optimizers, windows that lose micro-batches."""
+"""Return values of training_step, manual optimization, closure optimizers, windows with skipped micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's seed comes too late for a module that was built before it in a process that nobody had seeded. Row I-18."""
+"""The warning about a module that was built before its run's seed, with unseeded generators. Row I-18."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Late(Line):
 
 @pytest.fixture(autouse=True)
 def _unseeded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Be as a process is that has seeded nothing."""
+    """Make the process look as if no generator had been seeded."""
     with ProcessState(generators=True):
         random = torch.seed() >> 11 | 2**40
         torch.manual_seed(random)
         monkeypatch.setattr(seed, "_seed_at_import", random)
         monkeypatch.setattr(seed, "_last_seed", None)
-        monkeypatch.setattr(seeding, "_found_unseeded", False)
+        monkeypatch.setattr(seeding, "_reported_unseeded", False)
         yield
 
 
@@ -122,13 +122,13 @@ def test_nor_where_the_weights_come_from_a_checkpoint(tmp_path: Path) -> None:  
 
 
 def test_started_functions_know_how_their_caller_built_the_module(tmp_path: Path) -> None:  # I-18
-    # They cannot tell by their own generators: those of a fork server are as nobody has seeded them.
+    # Their own generators do not show it: those of a fork server are never seeded.
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, "accelerator": "cpu", "launcher": "fork", "seed": 7}
     options["callbacks"] = Checkpoint(save_top_k=0)  # so that there is a folder for logs
     trainer = fit(tmp_path, **options)
     trainer.fit(Line(), loader(4))
     assert sum(log.read_text().count("Fit(seed=7) seeds the run") for log in tmp_path.rglob("rank-*.log")) == 1
-    seeding._found_unseeded = False
+    seeding._reported_unseeded = False
     torch.manual_seed(1)
     trainer = fit(tmp_path / "again", **options)
     trainer.fit(Line(), loader(4))

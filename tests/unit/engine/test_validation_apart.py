@@ -1,4 +1,4 @@
-"""Validation leaves training alone: whatever draws within it moves no generator that training draws from. Row I-13."""
+"""Random numbers drawn in validation do not change those that training draws. Row I-13."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from drivetrain.data._loader_generators import own_generators
 
 
 def draw() -> float:
-    """Something from each of the process's generators."""
+    """Return a number from each of the process's generators."""
     return random.random() + float(np.random.rand()) + float(torch.rand(()))
 
 
 class Noisy(Dataset[Any]):
-    """Adds noise of its own generators and of the process's to what it holds."""
+    """Adds noise from its own generators and the process's to its samples."""
 
     def __init__(self, samples: int = 24) -> None:
         data: Any = regression(samples).dataset
@@ -43,7 +43,7 @@ class Noisy(Dataset[Any]):
 
 
 class Dropping(Regression):
-    """Draws in training, in validation and in every hook of validation."""
+    """Draws random numbers in training, validation and every validation hook."""
 
     def __init__(self, draws: bool = True) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Dropping(Regression):
 
 
 class Hooks(Callback):
-    """Draws in each hook around validation."""
+    """Draws random numbers in each hook around validation."""
 
     def __init__(self) -> None:
         self.called: set[str] = set()
@@ -95,7 +95,7 @@ def trained(path: Path, data: Any, validation: Any = None, **options: Any) -> to
 
 
 def by_hand(data: Dataset[Any]) -> torch.Tensor:
-    """A loop without validation."""
+    """The reference: a loop without validation."""
     module = Dropping()
     torch.manual_seed(11)
     random.seed(11)
@@ -154,7 +154,7 @@ def test_a_generator_that_both_loaders_have(tmp_path: Path) -> None:
 
 
 class Noise:
-    """A transform, or a ``collate_fn``, with a generator of its own."""
+    """A transform or ``collate_fn`` with its own generator."""
 
     def __init__(self) -> None:
         self.numpy = np.random.default_rng(5)
@@ -182,7 +182,7 @@ class Composed:
 
 
 class Transformed(Dataset[Any]):
-    """Hands its inputs through a transform."""
+    """Applies a transform to its inputs."""
 
     def __init__(self, transform: Any) -> None:
         data: Any = regression(12).dataset

@@ -155,7 +155,7 @@ WITHIN_WINDOWS = {"val_check_interval": 12, "check_val_every_n_epoch": None}
         (("epoch ends", 1), 6, {}),  # as the run ends
     ],
 )
-def test_it_leaves_at_once_and_goes_on_as_if_nothing_had_been(
+def test_a_signal_within_a_window_stops_at_once_and_resumes_exactly(
     tmp_path: Path, moment: Moment, step: int, options: dict[str, Any]
 ) -> None:  # J-09
     undisturbed = Changing()
@@ -304,7 +304,7 @@ from drivetrain import Fit, TrainModule
 from drivetrain._engine import signals
 
 where = sys.argv[1]
-signals._GIVE_UP = 1.0  # not to wait for it in a test
+signals._FIRST_SIGNAL_GRACE = 1.0  # not to wait for it in a test
 
 class Net(TrainModule):
     def __init__(self):
@@ -362,7 +362,7 @@ def test_where_nothing_is_left_to_save_it_ends_with_143_too(tmp_path: Path, wher
         (("validate", 0, 23, 2, 0), {"max_steps": 23}),  # at an epoch's end
     ],
 )
-def test_a_validation_after_the_last_step_is_still_to_come(
+def test_a_validation_after_the_last_step_still_runs(
     tmp_path: Path, moment: Moment, options: dict[str, Any]
 ) -> None:  # J-09
     options |= {"accumulate_grad_batches": 1, "max_epochs": -1}

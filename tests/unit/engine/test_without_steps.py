@@ -1,4 +1,4 @@
-"""A run that makes no step: it ends when it is asked to, and says what it does not do. Row I-05."""
+"""A run that makes no step: it stops when requested, and warns. Row I-05."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ByHand(Tiny):
 
 
 class At(Callback):
-    """Calls something after the ``batch``-th micro-batch."""
+    """Calls a function after the ``batch``-th micro-batch."""
 
     def __init__(self, batch: int, call: Callable[[Any], None]) -> None:
         self.batch, self.call = batch, call
@@ -116,7 +116,7 @@ def test_max_time_ends_it(tmp_path: Path, kind: type[Tiny], options: dict[str, A
 
 
 def test_a_signal_is_saved_for_and_gone_on_from(tmp_path: Path) -> None:
-    # I-05: with what training had come to, the place in the data included.
+    # I-05: with the progress of training, including the position in the data.
     from drivetrain.callbacks import Checkpoint
 
     options: dict[str, Any] = {"enable_checkpointing": True}

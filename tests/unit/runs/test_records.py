@@ -131,7 +131,7 @@ def test_a_write_that_fails_is_said_once_and_tried_again(
 
     saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
     trainer = trained(tmp_path, module=Net(at_step=at), callbacks=saver)
-    assert caplog.text.count("cannot be written, and is tried again") == 1
+    assert caplog.text.count("cannot be written; the next update tries again") == 1
     assert len(record(trainer.log_dir)["checkpoints"]) == 6
     assert sorted(one.name for one in Path(str(trainer.log_dir)).glob("run.json*")) == ["run.json"]
 
@@ -148,7 +148,7 @@ def test_two_that_write_to_one_folder_are_told_so(tmp_path: Path, caplog: pytest
             theirs.append(said)
 
     trainer.fit(Net(at_step=at), data())
-    assert caplog.text.count("is another run's by now") == 1
+    assert caplog.text.count("now belongs to another run") == 1
     assert record(trainer.log_dir) == theirs[0]
 
 
