@@ -90,7 +90,7 @@ def test_a_module_without_parameters() -> None:
 
 
 def _printed() -> list[str]:
-    strategy._SAID.clear()  # these ranks may have made that plan in another test
+    strategy._LOGGED_PLANS.clear()  # these ranks may have made that plan in another test
     with captured_warnings(logging.INFO) as texts:
         for _ in range(2):
             quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))

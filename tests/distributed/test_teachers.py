@@ -1,4 +1,4 @@
-"""A teacher within the module that is moved by hand: exact, or refused by name. Row L-01."""
+"""A teacher within the module that user code updates (EMA): exact, or refused by name. Row L-01."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_where_the_move_would_be_lost_it_is_refused_by_name(
 ) -> None:  # L-01: it stayed at its start, in silence
     for found in on_ranks(_run, 2, strategy, 2, where, precision, process_group=None):
         assert isinstance(found, str)
-        assert "Frozen weights were moved by hand" in found
+        assert "User code updated frozen weights" in found
         assert "'teacher.0.weight', 'teacher.0.bias'" in found
         assert said in found
 

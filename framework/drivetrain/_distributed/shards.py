@@ -53,7 +53,7 @@ class ParameterShard:
     local: torch.Tensor
     shape: tuple[int, ...]
     region: Region
-    speaks: bool = True
+    is_primary: bool = True
     gather: Callable[[], torch.Tensor] | None = None
 
     @property

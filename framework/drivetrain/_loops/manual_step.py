@@ -20,7 +20,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import TRAINS
+from drivetrain.strategies._trainable import REQUIRES_GRAD
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 
@@ -244,7 +244,7 @@ class ManualStep:
     def micro_batch(self, micro: MicroBatch, batch_idx: int) -> Any:
         watch = self._trainables
         if watch.watches:
-            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+            if watch.touched or tuple(map(REQUIRES_GRAD, watch.parameters)) != watch.flags:
                 watch.settle()
             watch.open = True
         # The strategy averages over all ranks; those without data count for nothing.
@@ -266,7 +266,7 @@ class ManualStep:
         if self._toggled is not None:
             self._refuse_open_toggle(self._toggled[0])
         if watch.watches:
-            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+            if watch.touched or tuple(map(REQUIRES_GRAD, watch.parameters)) != watch.flags:
                 watch.refuse_within(toggles=True)
             watch.open = False
         return {} if output is None else output
@@ -276,7 +276,7 @@ class ManualStep:
         for hook in self._before_backward:
             hook(loss)
         watch = self._trainables
-        if watch.open and (watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags):
+        if watch.open and (watch.touched or tuple(map(REQUIRES_GRAD, watch.parameters)) != watch.flags):
             watch.refuse_within(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale
         if self._contexts is None and not self._enters_sync:

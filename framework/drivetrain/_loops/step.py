@@ -26,7 +26,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import TRAINS
+from drivetrain.strategies._trainable import REQUIRES_GRAD
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -137,7 +137,7 @@ class AutomaticStep:
                 zero_grad(optimizer)  # before the forward, through which old gradients need not live
             if self._watches:
                 watch = self._trainables
-                if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+                if watch.touched or tuple(map(REQUIRES_GRAD, watch.parameters)) != watch.flags:
                     watch.settle()
                 watch.open = True
         if micro.weight == 0:
@@ -152,7 +152,7 @@ class AutomaticStep:
         output = self._training_step(micro.batch, batch_idx)
         if self._watches:
             watch = self._trainables
-            if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+            if watch.touched or tuple(map(REQUIRES_GRAD, watch.parameters)) != watch.flags:
                 watch.refuse_within()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -208,7 +208,7 @@ class AutomaticStep:
     def _close(self) -> None:
         """From here on what trains may change again: the next window sees it."""
         watch = self._trainables
-        if watch.touched or tuple(map(TRAINS, watch.parameters)) != watch.flags:
+        if watch.touched or tuple(map(REQUIRES_GRAD, watch.parameters)) != watch.flags:
             watch.refuse_within()
         watch.open = False
 

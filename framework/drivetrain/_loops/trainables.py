@@ -19,7 +19,12 @@ from drivetrain._loops.configured_optimizers import SchedulerConfig, check_group
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies._trainable import Change, Groups, changed_within_window, created_within_window
+from drivetrain.strategies._trainable import (
+    Groups,
+    TrainableChange,
+    changed_within_window,
+    parameters_created_within_window,
+)
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -42,7 +47,7 @@ _FIXED_SCHEDULERS = (
 class Trainables:
     """Watches what trains in a module, and in which groups of its optimizers.
 
-    Whether anything changed is asked as each window opens, by comparing ``tuple(map(TRAINS, parameters))`` with
+    Whether anything changed is asked as each window opens, by comparing ``tuple(map(REQUIRES_GRAD, parameters))`` with
     ``flags``: that is no Python call. Layers that are created, and groups that are added, say so themselves
     (``touched``).
 
@@ -130,7 +135,7 @@ class Trainables:
         self.touched = False
         strategy = self._strategy
         now = strategy.named_parameters()
-        change = Change.between(self._known, now, self._groups, self._groups_now())
+        change = TrainableChange.between(self._known, now, self._groups, self._groups_now())
         if not change:
             return
         if strategy.world_size > 1:
@@ -157,7 +162,7 @@ class Trainables:
             now = self._strategy.named_parameters()
             created = [name for name, one in now.items() if name not in self._known or self._known[name][0] is not one]
             if created:
-                raise created_within_window(created, strategy)
+                raise parameters_created_within_window(created, strategy)
         names = {id(one): name for name, (one, _) in self._known.items()}
         found = [
             names[id(one)]
