@@ -126,12 +126,12 @@ def test_a_teacher_that_is_moved_by_hand_is_exact(strategy: str, world: int, whe
 @pytest.mark.parametrize(
     ("strategy", "where", "precision", "said"),
     [
-        ("fsdp, kept whole", "step", "32-true", "move them in on_train_batch_end"),
-        ("fsdp, kept whole", "step", "bf16-mixed", "move them in on_train_batch_end"),
+        ("fsdp, kept whole", "step", "32-true", "update them in on_train_batch_end"),
+        ("fsdp, kept whole", "step", "bf16-mixed", "update them in on_train_batch_end"),
         ("zero 3", "hook", "32-true", "GatheredParameters"),
-        ("zero 3", "gathered", "bf16-mixed", "the module holds rounded copies"),
-        ("zero 1", "hook", "bf16-mixed", "the module holds rounded copies"),
-        ("zero 2", "step", "bf16-mixed", "the module holds rounded copies"),
+        ("zero 3", "gathered", "bf16-mixed", "the update went to half-precision copies"),
+        ("zero 1", "hook", "bf16-mixed", "the update went to half-precision copies"),
+        ("zero 2", "step", "bf16-mixed", "the update went to half-precision copies"),
     ],
 )
 def test_where_the_move_would_be_lost_it_is_refused_by_name(

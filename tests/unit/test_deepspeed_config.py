@@ -204,7 +204,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
 
 def test_outside_of_a_run_there_is_no_engine() -> None:
     #
-    with pytest.raises(ConfigurationError, match="is in no run"), DeepSpeedStrategy(stage=3).gathered():
+    with pytest.raises(ConfigurationError, match="is not running"), DeepSpeedStrategy(stage=3).gathered():
         pass
 
 

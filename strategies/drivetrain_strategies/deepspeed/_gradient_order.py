@@ -19,8 +19,9 @@ class GradientOrder:
     """Compares the order of gradients in each bucket with the first window, before the bucket is reduced.
 
     A rank's forward may depend on the values or the number of its samples: BatchNorm differs for a single one. The
-    gradients then become ready in another order, and DeepSpeed would add up those of different parameters. In the first window the ranks compare their orders, in a small CPU collective per bucket; afterwards each rank
-    compares with its own first window and does not communicate.
+    gradients then become ready in another order, and DeepSpeed would add up those of different parameters. In the first
+    window the ranks compare their orders, in a small CPU collective per bucket; afterwards each rank compares with its
+    own first window and does not communicate.
 
     Args:
         optimizer: DeepSpeed's optimizer of stage 2.

@@ -110,7 +110,8 @@ class UnusedParameters:
         everywhere = self._control.all_reduce_async(self._had_gradient).wait()
         self._warn(
             "%d parameter(s) got no gradient in the first step: %s. Under ZeRO, whose partitions are flat, a missing "
-            "gradient counts as zero: weight decay acts on them. Freeze them to prevent this. This warning is shown once.",
+            "gradient counts as zero: weight decay acts on them. Freeze them to prevent this. This warning is "
+            "shown once.",
             everywhere == 0,
         )
         if self._learning and bool((self._always | self._never | ~self._outside_leaves).all()):
