@@ -149,8 +149,8 @@ class DeepSpeedRun:
         with start_explained():
             partitioner = Partitioner(self._config, options.precision.half, options.device)
         self._unrounded = partitioner.unrounded
-        materialize(module, recording, partitioner.cut, options.device, options.control)
-        partitioner.cut_all(module)
+        materialize(module, recording, partitioner.partition, options.device, options.control)
+        partitioner.partition_all(module)
         for child in module.modules():
             for name, buffer in child._buffers.items():
                 if buffer is not None:
@@ -196,9 +196,9 @@ class DeepSpeedRun:
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
             engine.lr_scheduler = None  # the loop steps it once per step
-        control, asked = self._options.control, self._options.find_unused_parameters
-        self._unused = UnusedParameters(names, self._zero, control, asked)
-        if asked is None and self._zero.stage == 2 and control.world_size > 1:
+        control, find_unused = self._options.control, self._options.find_unused_parameters
+        self._unused = UnusedParameters(names, self._zero, control, find_unused)
+        if find_unused is None and self._zero.stage == 2 and control.world_size > 1:
             self._gradient_order = GradientOrder(self._zero.optimizer, names, control)
         self._restore_masters()
 
@@ -356,7 +356,7 @@ class DeepSpeedRun:
             return
         weights = self.state.weights()
         lost_update = self._frozen.lost_update()
-        if lost_update is not None:  # after the last step, when nobody refuses any more
+        if lost_update is not None:  # an update after the last step is not refused elsewhere
             logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
         whole = {name: whole_of(weights[name]) for name in parameters}

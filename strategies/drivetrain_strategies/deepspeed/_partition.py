@@ -38,7 +38,7 @@ class Partitioner:
         """This rank's unrounded parts, by ``id`` of the parameter."""
 
     @torch.no_grad()
-    def cut(self, parameter: nn.Parameter) -> None:
+    def partition(self, parameter: nn.Parameter) -> None:
         """Partition one parameter. Collective."""
         data = parameter.data.to(self._device)
         dist.broadcast(data, 0)
@@ -56,17 +56,17 @@ class Partitioner:
             local = data.reshape(-1)[span.start : span.stop].clone()
         self.unrounded[id(parameter)] = StoredParameter(local, shape, span)
 
-    def cut_all(self, module: nn.Module) -> None:
+    def partition_all(self, module: nn.Module) -> None:
         """Partition all parameters that are not on the meta device and not partitioned yet. Collective."""
         for parameter in module.parameters():
             if not parameter.is_meta and not hasattr(parameter, "ds_id"):
-                self.cut(parameter)
+                self.partition(parameter)
 
 
 def materialize(
     module: nn.Module,
     recording: Recording | None,
-    cut: Callable[[nn.Parameter], None],
+    partition: Callable[[nn.Parameter], None],
     device: torch.device,
     control: ControlPlane,
 ) -> None:
@@ -90,7 +90,7 @@ def materialize(
         assert isinstance(tensor, nn.Parameter)
         real = nn.Parameter(value.detach().to(device, tensor.dtype, copy=True), requires_grad=tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
-        cut(tensor)
+        partition(tensor)
 
     recurrent = [one for one in module.modules() if isinstance(one, nn.RNNBase)]
     for one in recurrent:
