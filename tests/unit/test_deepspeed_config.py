@@ -288,7 +288,7 @@ def test_an_old_one(tmp_path: Path) -> None:
         "from drivetrain_strategies import DeepSpeedStrategy\n"
         "DeepSpeedStrategy()"
     )
-    assert "deepspeed 0.16.4 is installed, and 0.19.8 or newer is needed" in done.stderr
+    assert "deepspeed 0.16.4 is installed, but 0.19.8 or newer is required" in done.stderr
 
 
 def test_one_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06

@@ -45,7 +45,9 @@ class TrainableChange:
         groups_now: Groups,
     ) -> TrainableChange:
         """Return the difference between two states of parameters, trainability and optimizer groups."""
-        kept = {name: before[name][1] for name, one in now.items() if name in before and before[name][0] is one}
+        kept = {
+            name: before[name][1] for name, parameter in now.items() if name in before and before[name][0] is parameter
+        }
         return cls(
             tuple(name for name, trained in kept.items() if now[name].requires_grad and not trained),
             tuple(name for name, trained in kept.items() if trained and not now[name].requires_grad),

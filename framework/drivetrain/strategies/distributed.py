@@ -92,8 +92,8 @@ class DistributedStrategy(Strategy):
         A gradient missing on some ranks counts as zero there; one missing on all ranks stays missing. A gradient that
         is sparse on some ranks and dense on others becomes dense.
         """
-        trained = [one for one in self.named_parameters().values() if one.requires_grad]
-        forms = [_gradient_form(one.grad) for one in trained]
+        trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
+        forms = [_gradient_form(parameter.grad) for parameter in trained]
         # Reduced on the CPU, so that the host does not wait for the device.
         counts = self.control.all_reduce_async(torch.tensor(forms, dtype=torch.int64).reshape(-1)).wait()
         gradients = []
@@ -107,8 +107,8 @@ class DistributedStrategy(Strategy):
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
             super().trainable_changed(module)  # only the override knows whether its exchange adapts
         elif self.world_size > 1:
-            known = {id(one) for one in self._broadcast_parameters}
-            fresh = [one for one in module.parameters() if id(one) not in known]
+            known = {id(parameter) for parameter in self._broadcast_parameters}
+            fresh = [parameter for parameter in module.parameters() if id(parameter) not in known]
             self._broadcast_parameters = tuple(module.parameters())
             if fresh:
                 broadcast_together(fresh)

@@ -47,7 +47,9 @@ def consume_unused_parameters_warning(ddp: DistributedDataParallel) -> None:
     _warning_consumed = True
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        reaches_all = sum(one.reshape(-1)[:1].sum() for one in ddp.module.parameters() if one.requires_grad)
+        reaches_all = sum(
+            parameter.reshape(-1)[:1].sum() for parameter in ddp.module.parameters() if parameter.requires_grad
+        )
         probe = torch.zeros((), requires_grad=True)
         # This only marks the reached parameters. No parameter's hook runs, so no reduction starts.
         probe.register_hook(lambda gradient: ddp.reducer.prepare_for_backward([reaches_all]))  # type: ignore[no-untyped-call]

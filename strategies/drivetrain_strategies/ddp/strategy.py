@@ -181,7 +181,7 @@ class DDPStrategy(DistributedStrategy):
 
     def _wrap(self, module: nn.Module, init_sync: bool) -> bool:
         """Wrap the module in DDP for the currently trainable parameters; False if there are none. Collective."""
-        self._trainable = [one for one in module.parameters() if one.requires_grad]
+        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._ddp is not None:
             reducer.release_process_group(self._ddp)  # this also removes its hooks from the parameters
         self._ddp = self._check_reduction = None
@@ -207,13 +207,15 @@ class DDPStrategy(DistributedStrategy):
         """Do nothing: DistributedDataParallel broadcast the weights when it was built."""
 
     def trainable_changed(self, module: nn.Module) -> None:
-        known = {id(one) for one in self._replicated}
-        fresh = {name: one for name, one in module.named_parameters() if id(one) not in known}
+        known = {id(parameter) for parameter in self._replicated}
+        fresh = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known}
         self._replicated = tuple(module.parameters())
         if fresh:
             refuse_other_device(fresh, self.device)
             self._broadcast([*fresh.values(), *module.buffers()])
-        if list(map(id, self._trainable)) == [id(one) for one in self._replicated if one.requires_grad]:
+        if list(map(id, self._trainable)) == [
+            id(parameter) for parameter in self._replicated if parameter.requires_grad
+        ]:
             return
         refuse_user_state(self.comm_hook)
         self._wrap(module, init_sync=False)

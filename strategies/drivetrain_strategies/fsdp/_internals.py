@@ -189,20 +189,20 @@ class Sharded:
 
     def _fill_missing_gradients(self, parameters: Sequence[Any]) -> None:
         """Note which parameters have a gradient before the exchange, and fill missing ones with zeros."""
-        for one in parameters:
-            if not hasattr(one, "_unsharded_param"):
+        for fsdp_param in parameters:
+            if not hasattr(fsdp_param, "_unsharded_param"):
                 continue
-            gathered = one.unsharded_param
+            gathered = fsdp_param.unsharded_param
             # For a module that runs twice in a forward this runs twice in a backward, the second time with a gradient.
-            if one.unsharded_accumulated_grad is not None or gathered.grad is not None:
-                self._had_gradient.add(id(one))
+            if fsdp_param.unsharded_accumulated_grad is not None or gathered.grad is not None:
+                self._had_gradient.add(id(fsdp_param))
             elif gathered.requires_grad:
-                self._filled_with_zeros[id(one)] = one
+                self._filled_with_zeros[id(fsdp_param)] = fsdp_param
                 gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
 
     def take_unused(self) -> list[_WatchedParam]:
         """Return the parameters without a gradient in the last synchronized backward, and clear the record."""
-        found = [one for key, one in self._filled_with_zeros.items() if key not in self._had_gradient]
+        found = [fsdp_param for key, fsdp_param in self._filled_with_zeros.items() if key not in self._had_gradient]
         self._filled_with_zeros.clear()
         self._had_gradient.clear()
         return found
@@ -258,40 +258,44 @@ class Sharded:
         if tuple(map(_REQUIRES_GRAD, self._shards)) == tuple(map(_REQUIRES_GRAD, self._gathered)):
             return []
         return [
-            one
-            for one in self.parameters
-            if hasattr(one, "_unsharded_param")
-            and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
+            fsdp_param
+            for fsdp_param in self.parameters
+            if hasattr(fsdp_param, "_unsharded_param")
+            and fsdp_param._unsharded_param.requires_grad != fsdp_param.sharded_param.requires_grad
         ]
 
     def updated_while_gathered(self) -> list[_WatchedParam]:
         """Return frozen parameters whose gathered tensor was modified, a change that resharding would drop."""
         if tuple(map(_VERSION, self._frozen_gathered)) == self._frozen_versions:
             return []
-        return [one for one in self._frozen if one._unsharded_param._version != self._version_at_gather[id(one)]]
+        return [
+            fsdp_param
+            for fsdp_param in self._frozen
+            if fsdp_param._unsharded_param._version != self._version_at_gather[id(fsdp_param)]
+        ]
 
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
         """Return the plain names of parameters, without the prefix of `StepModule`, the root."""
-        names = {id(one): name for name, one in self._module.named_parameters()}
-        return [names[id(one.sharded_param)].removeprefix("module.") for one in parameters]
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return [names[id(each.sharded_param)].removeprefix("module.") for each in parameters]
 
     def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
         """Return the shards by the ids of the gathered tensors that replace them in the modules."""
         gathered_attributes = ("_unsharded_param", "_sharded_post_forward_param")
         return {
-            id(gathered): one.sharded_param
-            for one in self.parameters
-            for gathered in map(one.__dict__.get, gathered_attributes)
+            id(gathered): fsdp_param.sharded_param
+            for fsdp_param in self.parameters
+            for gathered in map(fsdp_param.__dict__.get, gathered_attributes)
             if gathered is not None
         }
 
     def _index_gathered(self) -> None:
-        gathered_once = [one for one in self.parameters if hasattr(one, "_unsharded_param")]
-        self._shards = [one.sharded_param for one in gathered_once]
-        self._gathered = [one._unsharded_param for one in gathered_once]
-        self._frozen = [one for one in gathered_once if not one.sharded_param.requires_grad]
-        self._frozen_gathered = [one._unsharded_param for one in self._frozen]
-        self._frozen_versions = tuple(self._version_at_gather[id(one)] for one in self._frozen)
+        gathered_once = [fsdp_param for fsdp_param in self.parameters if hasattr(fsdp_param, "_unsharded_param")]
+        self._shards = [fsdp_param.sharded_param for fsdp_param in gathered_once]
+        self._gathered = [fsdp_param._unsharded_param for fsdp_param in gathered_once]
+        self._frozen = [fsdp_param for fsdp_param in gathered_once if not fsdp_param.sharded_param.requires_grad]
+        self._frozen_gathered = [fsdp_param._unsharded_param for fsdp_param in self._frozen]
+        self._frozen_versions = tuple(self._version_at_gather[id(fsdp_param)] for fsdp_param in self._frozen)
 
     def forget_gradients(self) -> None:
         """Drop gradients that were accumulated and not exchanged."""
@@ -411,8 +415,8 @@ def release_process_groups(mesh: DeviceMesh) -> None:
     A DTensor that outlives the run, in a traceback for example, keeps its mesh alive. Peers that are blocked in a group
     wait for this rank as long as it holds the group.
     """
-    for one in (mesh, mesh._get_root_mesh()):
-        one._pg_registry.clear()
+    for each in (mesh, mesh._get_root_mesh()):
+        each._pg_registry.clear()
 
 
 def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -26,8 +26,8 @@ def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
     Raises:
         ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
     """
-    held = {id(one) for one in gradients.whole} | {id(one.sharded_param) for one in sharded.parameters}
-    created = [name for name, one in module.named_parameters() if id(one) not in held]
+    held = {id(parameter) for parameter in gradients.whole} | {id(each.sharded_param) for each in sharded.parameters}
+    created = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under FSDP: {listed(created)}.",

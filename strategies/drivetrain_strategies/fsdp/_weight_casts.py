@@ -43,7 +43,7 @@ class WeightCasts:
     """
 
     def __init__(self, parameters: Sequence[Any], device_type: str, dtype: torch.dtype) -> None:
-        self._parameters = [one for one in parameters if _may_be_cast(one)]
+        self._parameters = [fsdp_param for fsdp_param in parameters if _may_be_cast(fsdp_param)]
         self._device_type = device_type
         self._dtype = dtype
         self._casts: dict[int, _Cast] = {}
@@ -61,8 +61,8 @@ class WeightCasts:
         self._forget_freed()
         # Hide the product from activation checkpointing, which counts saved tensors, and from dispatch modes.
         with torch.enable_grad(), saved_tensors_hooks(_identity, _identity), _hidden_from_dispatch_modes():
-            for one in self._parameters:
-                whole = one._unsharded_param
+            for fsdp_param in self._parameters:
+                whole = fsdp_param._unsharded_param
                 if whole.requires_grad and type(whole) is nn.Parameter:
                     try:
                         node: Any = torch.matmul(whole, self._empty_matrix_for(whole)).grad_fn
@@ -71,7 +71,7 @@ class WeightCasts:
                     while node is not None and not hasattr(node, "_saved_self"):
                         node = node.next_functions[0][0]
                     if node is not None and node._saved_self is not None:
-                        self._remember(one, whole, node._saved_self)
+                        self._remember(fsdp_param, whole, node._saved_self)
 
     def drop(self) -> None:
         """Free the casts that are still referenced, as the weights are no longer gathered."""
