@@ -32,8 +32,8 @@ def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Calla
         inputs = args or tuple(kwargs.values())
         if not keeps_statistics and inputs[0].dtype == held["weight"].dtype:
             return forward(*args, **kwargs)
-        halves = {name: one for name, one in held.items() if one is not None}
-        held.update({name: one.float() for name, one in halves.items()})
+        halves = {name: parameter for name, parameter in held.items() if parameter is not None}
+        held.update({name: parameter.float() for name, parameter in halves.items()})
         try:
             return forward(*args, **kwargs)
         finally:

@@ -78,15 +78,15 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, how: Sharding, originals: Se
     """
     by_id = {id(original.parameter): original for original in originals}
     options: dict[str, Any] = {"mesh": mesh.data, "mp_policy": how.precision, "offload_policy": how.offload}
-    whole = set(plan.whole.values())
-    apart = whole | set(plan.ties)
+    replicated = set(plan.replicated.values())
+    apart = replicated | set(plan.ties)
     if plan.ties:
         # Registered on the root, whose parameter group finds all modules that share them.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
         broadcast_from_rank_0(unit.parameters, how.device, mesh.data_group)
         if unit is plan.root:
-            fully_shard(root, ignored_params=whole, **options)
+            fully_shard(root, ignored_params=replicated, **options)
         else:
             fully_shard(unit.module, ignored_params=apart, reshard_after_forward=how.reshard_after_forward, **options)
         _release(unit, by_id)

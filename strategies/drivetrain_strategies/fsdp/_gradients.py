@@ -19,7 +19,7 @@ class Gradients:
 
     Args:
         sharded: the sharded module.
-        whole: replicated parameters.
+        replicated: parameters that every rank holds whole.
         group: the process group of ranks with distinct data.
         unused: finds parameters that no rank used.
         reshard_after_backward: drop gathered parameters after every backward of a window, not only after the last.
@@ -28,14 +28,14 @@ class Gradients:
     def __init__(
         self,
         sharded: Sharded,
-        whole: Sequence[nn.Parameter],
+        replicated: Sequence[nn.Parameter],
         group: Any,
         unused: UnusedParameters,
         reshard_after_backward: bool,
     ) -> None:
         self._sharded = sharded
-        self.whole = list(whole)
-        self._average = ReplicatedParameters(whole, group) if whole else None
+        self.replicated = list(replicated)
+        self._average = ReplicatedParameters(replicated, group) if replicated else None
         self._unused = unused
         self._reshard_after_backward = reshard_after_backward
         self._exchanges = True
@@ -59,7 +59,7 @@ class Gradients:
         """Make a backward add exactly zero to every gradient within this context."""
         handles = [
             parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            for parameter in self.whole
+            for parameter in self.replicated
             if parameter.requires_grad
         ]
         try:
@@ -77,12 +77,12 @@ class Gradients:
             for one in self._sharded.parameters
             if one.sharded_param.requires_grad and id(one.sharded_param) not in parameters
         ]
-        whole = [one for one in self.whole if one.requires_grad and id(one) not in parameters]
+        replicated = [one for one in self.replicated if one.requires_grad and id(one) not in parameters]
 
         def require(requires_grad: bool) -> None:
             for sharded in others:
                 self._sharded.set_requires_grad(sharded, requires_grad)
-            for parameter in whole:
+            for parameter in replicated:
                 parameter.requires_grad_(requires_grad)
 
         require(False)

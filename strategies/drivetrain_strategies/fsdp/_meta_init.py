@@ -46,18 +46,18 @@ class MetaModule:
         if not self._built or recording is None:
             return
         sharded.give_storage(device)
-        whole = {id(parameter): name for name, parameter in plan.whole.items()}
+        replicated = {id(parameter): name for name, parameter in plan.replicated.items()}
         targets: dict[str, Original] = {}
         for original in originals:
             if original.parameter.is_meta:
                 targets[original.name] = original
-                if id(original.parameter) in whole:
+                if id(original.parameter) in replicated:
                     real = nn.Parameter(
                         torch.empty_like(original.parameter, device=device),
                         requires_grad=original.parameter.requires_grad,
                     )
                     original.put(real)
-                    plan.whole[whole[id(original.parameter)]] = real
+                    plan.replicated[replicated[id(original.parameter)]] = real
         writers: dict[int, Callable[[torch.Tensor], None]] = {}
         for meta_tensor in self._built:
             if meta_tensor.assign is not None:

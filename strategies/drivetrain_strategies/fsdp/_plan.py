@@ -54,13 +54,13 @@ class Plan:
     Attributes:
         units: the units, innermost first, the root last.
         ties: parameters shared by several units, which the root owns.
-        whole: replicated parameters by name: ignored ones and scalars.
+        replicated: parameters that every rank holds whole, by name: ignored ones and scalars.
         reason: how the units were chosen, for the table.
     """
 
     units: list[Unit]
     ties: list[nn.Parameter]
-    whole: dict[str, nn.Parameter]
+    replicated: dict[str, nn.Parameter]
     reason: str
 
     @property
@@ -87,10 +87,12 @@ class Plan:
             rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(part)))
         root = self.root
         rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.part(shards))))
-        if self.whole:
-            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.whole.values())
-            numel = sum(parameter.numel() for parameter in self.whole.values())
-            rows.append((f"replicated: {_names(list(self.whole))}", "1", _count(numel), _size(nbytes), _size(nbytes)))
+        if self.replicated:
+            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.replicated.values())
+            numel = sum(parameter.numel() for parameter in self.replicated.values())
+            rows.append(
+                (f"replicated: {_names(list(self.replicated))}", "1", _count(numel), _size(nbytes), _size(nbytes))
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         for row in rows:
             cells = [
@@ -112,9 +114,9 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
     Raises:
         ConfigurationError: names a class or parameter that does not occur, or a unit that cannot be sharded.
     """
-    whole = _whole(module, ignored)
+    replicated = _replicated_parameters(module, ignored)
     chosen, reason = _chosen(module, wrap)
-    apart = {id(parameter) for parameter in whole.values()}
+    apart = {id(parameter) for parameter in replicated.values()}
     owners: dict[int, set[str]] = {}
     names: dict[int, tuple[str, nn.Parameter]] = {}
     for path, owner, parameter in _slots(module, chosen):
@@ -135,7 +137,7 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
     inner = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
     for unit in (*inner, root):
         _refuse_mixed_dtypes(unit, names)
-    return Plan([*inner, root], ties, whole, reason)
+    return Plan([*inner, root], ties, replicated, reason)
 
 
 # Choosing
@@ -228,10 +230,10 @@ def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str
     yield from walk(module, "", "")
 
 
-def _whole(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
+def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
     """Return the replicated parameters: ignored ones, and scalars, which have no dimension to shard."""
     parameters = dict(module.named_parameters())
-    whole = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
+    replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
     for one in ignored:
         if isinstance(one, str):
             found = {name: value for name, value in parameters.items() if fnmatchcase(name, one)}
@@ -251,8 +253,8 @@ def _whole(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[
                 "ignored is a list of parameter names, with '*' as a wildcard, and module classes.",
                 f"use one of {', '.join(list(known)[:10])}.",
             )
-        whole |= found
-    return whole
+        replicated |= found
+    return replicated
 
 
 def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]]) -> None:

@@ -26,7 +26,9 @@ def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
     Raises:
         ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
     """
-    held = {id(parameter) for parameter in gradients.whole} | {id(each.sharded_param) for each in sharded.parameters}
+    held = {id(parameter) for parameter in gradients.replicated} | {
+        id(each.sharded_param) for each in sharded.parameters
+    }
     created = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
     if created:
         raise ConfigurationError(

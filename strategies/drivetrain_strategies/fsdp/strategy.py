@@ -247,7 +247,7 @@ class FSDPStrategy(DistributedStrategy):
             compile_options,
             self.param_dtype is not None,
         )
-        broadcast_from_rank_0(plan.whole.values(), self.device)
+        broadcast_from_rank_0(plan.replicated.values(), self.device)
         self._root = StepModule(module)
         root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
         sharded = self._sharded = Sharded(root, self._weight_casts())
@@ -260,9 +260,9 @@ class FSDPStrategy(DistributedStrategy):
         counts = True if self._manual else self.find_unused_parameters
         named = {id(one): names[id(one.sharded_param)] for one in sharded.parameters}
         unused = UnusedParameters(counts, named, self.control)
-        whole = list(plan.whole.values())
-        self._gradients = Gradients(sharded, whole, mesh.data_group, unused, self.reshard_after_backward)
-        if whole or self.tensor_parallel > 1:  # gradients of different meshes, or of none, see different overflows
+        replicated = list(plan.replicated.values())
+        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
+        if replicated or self.tensor_parallel > 1:  # gradients of different meshes, or of none, see different overflows
             self.precision.found_inf_reducer = self._spread_overflow
         if len(plan.units) > 1:
             self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
