@@ -1,4 +1,4 @@
-"""The strategies that come with drivetrain: where a run computes. Every name is imported on first use."""
+"""The strategies that come with drivetrain. Every name is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that compute their activations again in backward, and blocks that are compiled; names stay as they are."""
+"""Replaces forwards on module instances, for activation checkpointing and compilation; names stay the same."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ POLICIES: dict[str, tuple[Any, ...] | None] = {
     "save_matmuls": (*_MATRIX_PRODUCTS, *_ATTENTION),
     "save_attention": _ATTENTION,
 }
-"""What is kept by name; everything else is computed again. None keeps nothing but the inputs."""
+"""The operators whose results each policy saves; others are recomputed. None saves only the block's inputs."""
 
 Policy = str | Callable[..., CheckpointPolicy]
 
 
 class ForwardSwap:
-    """Puts other forwards in the place of modules' own, on the objects, so that neither class nor name changes.
+    """Replaces ``forward`` on module instances, which changes neither classes nor parameter names.
 
-    Hooks of a module, gathering its parameters for one, run around what is put there.
+    A module's hooks, such as FSDP's gathering, run around the replacement.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class ForwardSwap:
         module.__dict__["forward"] = wrap(module.forward)
 
     def undo(self) -> None:
-        """Put all back."""
+        """Restore all forwards."""
         for module, before in reversed(self._before):
             module.__dict__.pop("forward", None)
             if before is not None:
@@ -65,25 +65,25 @@ class ForwardSwap:
 
 
 class Checkpointing:
-    """Makes a forward one whose activations are computed again in backward, without re-entering autograd.
+    """Wraps a forward in non-reentrant activation checkpointing.
 
     Args:
-        policy: a name of `POLICIES`, or a function as `create_selective_checkpoint_contexts` takes it.
+        policy: a name of `POLICIES`, or a policy function for `create_selective_checkpoint_contexts`.
 
     Raises:
-        ConfigurationError: an unknown name; lists the known ones.
+        ConfigurationError: the name is unknown; lists the known ones.
     """
 
     def __init__(self, policy: Policy) -> None:
         if isinstance(policy, str) and policy not in POLICIES:
             raise ConfigurationError(
                 f"activation_policy={policy!r}.{nearest(policy, POLICIES)}",
-                "it names what is kept for backward.",
+                "it names what is saved for backward.",
                 f"use one of {', '.join(POLICIES)}, or a function (context, operator, *args) -> CheckpointPolicy.",
             )
         self._policy = policy
-        self.casts_anew = policy != "full"
-        """Whether a weight is cast each time that it is used, and autocast keeps none of it."""
+        self.disables_cast_cache = policy != "full"
+        """Whether autocast's cache of weight casts is disabled within checkpointed blocks."""
 
     def __call__(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         kept = POLICIES[self._policy] if isinstance(self._policy, str) else self._policy
@@ -92,7 +92,7 @@ class Checkpointing:
         if kept is not None:
             chosen = list(kept) if isinstance(kept, tuple) else kept
             options["context_fn"] = partial(create_selective_checkpoint_contexts, chosen)
-            region = _casting_anew(forward)
+            region = _without_cast_cache(forward)
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -102,15 +102,15 @@ class Checkpointing:
         return checkpointed
 
 
-def _casting_anew(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` running the same operations each time, as a policy that tells them apart by number needs it.
+def _without_cast_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``forward`` to run without autocast's cast cache, as selective checkpointing requires.
 
-    Autocast keeps a weight that it has cast until the step ends. Of a weight that was used before (tied, or in a block
-    that runs twice) the cast would be missing in the forward and come as a surprise when it is computed again.
+    A policy matches the operators of forward and recomputation by position. With the cache, a weight that was used
+    before (tied, or in a block that runs twice) would be cast in the recomputation but not in the forward.
     """
 
-    def cast_anew(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # there casts are part of the graph
+    def run_uncached(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a compiled graph contains the casts
             return forward(*args, **kwargs)
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
@@ -119,14 +119,14 @@ def _casting_anew(forward: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             torch.set_autocast_cache_enabled(before)
 
-    return cast_anew
+    return run_uncached
 
 
-def modules_of(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:
-    """Every module of one of ``classes``, the outermost of nested ones.
+def outermost_modules(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterable[nn.Module]:
+    """Yield every module of one of ``classes``; of nested ones only the outermost.
 
     Raises:
-        ConfigurationError: a class does not occur; names those that do.
+        ConfigurationError: a class does not occur; lists those that do.
     """
     present = {type(child).__name__ for child in module.modules() if child is not module}
     for one in classes:
@@ -145,7 +145,7 @@ def modules_of(module: nn.Module, classes: Sequence[type[nn.Module]]) -> Iterabl
 
 
 def checkpointing_advice(strategy: type) -> MemoryAdvice:
-    """The advice to checkpoint activations, for a class of strategies that takes ``activation_checkpointing``."""
+    """Return the advice to checkpoint activations, for a strategy with the argument ``activation_checkpointing``."""
     return MemoryAdvice(
         "activations", f"activation checkpointing ({strategy.__name__}(activation_checkpointing=[Block]))"
     )

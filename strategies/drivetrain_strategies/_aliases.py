@@ -28,6 +28,6 @@ def ddp_find_unused_parameters_true() -> DDPStrategy:
 
 
 def _ddp(**options: Any) -> DDPStrategy:
-    from drivetrain_strategies.ddp.strategy import DDPStrategy  # one process has no use for it
+    from drivetrain_strategies.ddp.strategy import DDPStrategy  # a single process does not need this import
 
     return DDPStrategy(**options)

@@ -1,4 +1,4 @@
-"""Where a module lived before a strategy took it."""
+"""Restores a module's device after a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import nn
 
 
 class HomeDevice:
-    """Remembers a module's device, so that it can be taken back after a run.
+    """Remembers a module's device and moves the module back to it after a run.
 
-    A module whose parameters are spread over devices, or that has none, stays where it ends.
+    A module with tensors on several devices, or with none, is not moved.
     """
 
     def __init__(self, module: nn.Module) -> None:

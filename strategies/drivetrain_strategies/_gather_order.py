@@ -1,4 +1,4 @@
-"""Do all ranks gather the same units in the same order? Asked in the first forward, where the answer costs least."""
+"""Checks in the first forward that all ranks gather the same units in the same order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from drivetrain.strategies import ControlPlane
 
 
-class UnitOrder:
-    """Compares, over the store, which unit each rank is about to gather; gathering different ones would hang.
+class GatherOrder:
+    """Compares over the control plane which unit each rank is about to gather: gathering different ones would hang.
 
     Args:
-        units: by name.
-        control: the way to the other ranks.
+        units: the modules that are gathered as a whole, by name.
+        control: the control plane.
     """
 
     def __init__(self, units: Mapping[str, nn.Module], control: ControlPlane) -> None:
@@ -26,13 +26,14 @@ class UnitOrder:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Within it every unit's forward is compared.
+        """Compare the ranks before every unit's forward within this context.
 
         Raises:
-            DistributedError: on every rank: names who came to which unit.
+            DistributedError: on every rank; names the unit that each rank reached.
         """
         handles = [
-            unit.register_forward_pre_hook(self._asker(name), prepend=True) for name, unit in self._units.items()
+            unit.register_forward_pre_hook(self._comparison_hook(name), prepend=True)
+            for name, unit in self._units.items()
         ]
         try:
             yield
@@ -41,10 +42,10 @@ class UnitOrder:
             for handle in handles:
                 handle.remove()
 
-    def _asker(self, name: str) -> Any:
+    def _comparison_hook(self, name: str) -> Any:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def ask(module: nn.Module, args: Any) -> None:
+        def compare(module: nn.Module, args: Any) -> None:
             if self._control.world_size > 1:
                 self._control.agree(f"the forward of {name!r}")
 
-        return ask
+        return compare

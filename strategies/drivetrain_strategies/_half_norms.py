@@ -1,4 +1,4 @@
-"""Normalising layers whose parameters are in half precision, while their statistics are in float32."""
+"""Runs normalization layers with half-precision parameters on float32 copies of these, where kernels need it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 
-def norms_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers in ``module`` whose kernels take weights in half precision for a mistake.
+def half_precision_norms(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers in ``module`` whose kernels may refuse weights in half precision.
 
-    Those of BatchNorm and InstanceNorm do so wherever statistics are kept; those of LayerNorm and GroupNorm on a CPU,
-    where the input is in float32.
+    BatchNorm and InstanceNorm refuse them where statistics are kept; LayerNorm and GroupNorm on a CPU with float32
+    inputs.
     """
     for child in module.modules():
         if isinstance(child, (_NormBase, nn.LayerNorm, nn.GroupNorm)) and child.weight is not None:
@@ -21,9 +21,9 @@ def norms_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` running with the weights of ``layer`` cast to float32, as they are under plain autocast.
+    """Wrap ``forward`` to run with the weights of ``layer`` cast to float32, as under plain autocast.
 
-    Where no statistics are kept an input in half precision goes with weights in half precision, and nothing is cast.
+    Without statistics, nothing is cast if input and weights already have the same dtype.
     """
     keeps_statistics = isinstance(layer, _NormBase)
 
@@ -32,8 +32,8 @@ def with_float32_weights(layer: nn.Module, forward: Callable[..., Any]) -> Calla
         inputs = args or tuple(kwargs.values())
         if not keeps_statistics and inputs[0].dtype == held["weight"].dtype:
             return forward(*args, **kwargs)
-        halves = {name: one for name, one in held.items() if one is not None}
-        held.update({name: one.float() for name, one in halves.items()})
+        halves = {name: parameter for name, parameter in held.items() if parameter is not None}
+        held.update({name: parameter.float() for name, parameter in halves.items()})
         try:
             return forward(*args, **kwargs)
         finally:

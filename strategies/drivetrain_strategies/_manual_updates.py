@@ -1,4 +1,4 @@
-"""Frozen weights that user code moves where the move is lost: a teacher that follows its student, say."""
+"""Errors for frozen weights that user code updates where the update would be lost (an EMA teacher, for example)."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from drivetrain.errors import ConfigurationError, listed
 
 GATHERED = (
-    "the weights were gathered for a forward, and what was gathered is dropped: the shards are as they were.",
-    "move them in on_train_batch_end, where the module holds the shards.",
+    "the update went to gathered copies, which are dropped after the forward; the shards are unchanged.",
+    "update them in on_train_batch_end, where the module holds the shards.",
 )
 PARTITIONED = (
-    "the weights are partitioned, and what is written to is empty: the partitions are as they were.",
-    "move them within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use strategy='fsdp' or 'ddp'.",
+    "the weights are partitioned, so the update went to empty tensors; the partitions are unchanged.",
+    "update them within deepspeed.zero.GatheredParameters(weights, modifier_rank=0), or use strategy='fsdp' or 'ddp'.",
 )
 ROUNDED = (
-    "the module holds rounded copies, and the weights in float32, which are computed from and saved, are as they were.",
-    "use precision='32-true' here, or strategy='fsdp' or 'ddp'; EMAWeightAveraging keeps an average of what trains.",
+    "the update went to half-precision copies; the float32 weights, which are saved and copied from, are unchanged.",
+    "use precision='32-true', or strategy='fsdp' or 'ddp'; EMAWeightAveraging averages trainable weights.",
 )
 
 
-def moved_by_hand(names: Sequence[str], strategy: str, lost: tuple[str, str]) -> ConfigurationError:
-    """The refusal of frozen weights that were moved by hand in vain.
+def manual_update_error(names: Sequence[str], strategy: str, lost: tuple[str, str]) -> ConfigurationError:
+    """Return the error for frozen weights that were updated by user code although the update is lost.
 
     Args:
-        names: of the weights.
-        strategy: under which.
-        lost: why the move is lost, and what to do.
+        names: names of the weights.
+        strategy: name of the strategy.
+        lost: why the update is lost, and the fix.
     """
     why, fix = lost
-    return ConfigurationError(f"Frozen weights were moved by hand, under {strategy}: {listed(list(names))}.", why, fix)
+    return ConfigurationError(f"User code updated frozen weights under {strategy}: {listed(list(names))}.", why, fix)

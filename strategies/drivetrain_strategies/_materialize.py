@@ -1,11 +1,16 @@
-"""Builds a module without storage, and later gives each of its tensors the values that it would have had.
+"""Records how ``configure_model`` builds a module on the meta device, and replays it one tensor at a time.
 
-What is guaranteed: every operation that ``configure_model`` ran on tensors is run again, in the same order, on the CPU
-and from the same state of torch's generator, so that each value is, bit for bit, what building the module there gives,
-whatever initialises it: constructors, ``reset_parameters``, or a loop over all parameters at the end. A tensor has
-storage only from the operation that first writes what is still needed of it to the last one that touches it; then it is
-handed on, to be cut to a shard, and let go. What cannot be told without values (``.item()``, a branch on a value) fails
-on the meta device at once, and numbers drawn for real tensors in between are refused.
+The replay runs every recorded tensor operation on the CPU, in the same order and from the same generator state, so each
+value equals bit for bit that of an ordinary build, whatever initialises it: constructors, ``reset_parameters``, or a
+loop over all parameters at the end. A tensor has storage only from the first operation that writes it to the last one
+that touches it. Its final value is then passed to the caller, who cuts a shard from it, and the storage is freed.
+Code that needs values (``.item()``, a branch on a value) fails on the meta device, and random numbers drawn for tensors
+with storage are refused.
+
+`_OperationRecorder` records operations. `_FunctionRecorder` records what a dispatch mode does not see: tensors made of
+Python numbers, and the functions of ``torch.nn.init`` that return at once for a meta tensor (``trunc_normal_``,
+``orthogonal_``, ``dirac_``, ``sparse_``). It recognises the latter by the frame that reads ``tensor.is_meta``; without
+this, such weights would silently differ from an ordinary build, and so would all later random numbers.
 """
 
 from __future__ import annotations
@@ -28,62 +33,63 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import DefaultDtype
 
 _OVERWRITES = {"uniform_", "normal_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_"}
-"""In-place operations that do not look at what was there before."""
+"""In-place operations that overwrite all values without reading them."""
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 _INITIALISERS = {unwrap(one).__code__: one for one in vars(nn.init).values() if isinstance(one, FunctionType)}
-"""Torch's functions that initialise a tensor, their first argument, by the code that runs."""
+"""The functions of ``torch.nn.init``, whose first argument is the tensor, by the code object that runs."""
 
 _CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
-_Origin = None | int | torch.Tensor
-"""Where random numbers come from: where the generator stands, where it stood after a call of that number, or a seed."""
+_GeneratorOrigin = None | int | torch.Tensor
+"""The generator state of a random call: None continues, an int is the state after that call (-1: the first state), a
+tensor is the state itself."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """An operation, one of torch's initialisers, or with ``operation`` None a constant made of Python numbers."""
+    """A recorded operator, a ``torch.nn.init`` function, or a constant of Python numbers (``operation`` None)."""
 
     operation: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
     outputs: list[torch.Tensor]
     constant: torch.Tensor | None = None
-    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # of new tensors, as the call was made
-    origin: _Origin = None
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)  # the default dtype at the time of the call
+    origin: _GeneratorOrigin = None
 
 
 @dataclass(slots=True)
 class Recording:
-    """What happened to tensors without storage.
+    """The operations on meta tensors, in order.
 
     Attributes:
-        generator: torch's CPU generator's state as it began.
-        calls: in order.
-        final: where the generator stands in the end.
+        generator: state of torch's CPU generator when the recording began.
+        calls: the recorded calls, in order.
+        final: generator state after the last call.
     """
 
     generator: torch.Tensor
     calls: list[_Call] = field(default_factory=list)
-    final: _Origin = None
+    final: _GeneratorOrigin = None
 
     def storages(self) -> set[int]:
-        """What was made while recording."""
-        return {_key(output) for call in self.calls for output in call.outputs if output.is_meta}
+        """Return the keys of all storages created during the recording."""
+        return {_storage_key(output) for call in self.calls for output in call.outputs if output.is_meta}
 
 
 @contextmanager
-def without_storage() -> Iterator[Recording]:
-    """Within it what is built has no storage, and what initialises it is recorded.
+def record_on_meta() -> Iterator[Recording]:
+    """Build on the meta device within this context, and record how tensors are initialised.
 
     Raises:
-        ConfigurationError: something needed values.
+        ConfigurationError: the code needed values of a tensor.
     """
     recording = Recording(torch.get_rng_state())
     try:
-        with torch.device("meta"), _Recorder(recording) as recorder, _Constants(recorder):
+        with torch.device("meta"), _OperationRecorder(recording) as recorder, _FunctionRecorder(recorder):
             yield recording
         recording.final = recorder.origin()
     except (NotImplementedError, RuntimeError) as error:
@@ -91,54 +97,56 @@ def without_storage() -> Iterator[Recording]:
             raise
         raise ConfigurationError(
             f"configure_model failed on the meta device: {error}",
-            "what it builds has no storage yet, so that no rank ever holds the whole; nothing there can see values.",
-            "leave values alone in configure_model, or build with storage: the strategy's meta=False.",
+            "modules are built without storage, so that no rank ever holds the whole; code there cannot read values.",
+            "do not read tensor values in configure_model, or build with storage: the strategy's meta=False.",
         ) from error
     finally:
         torch.set_rng_state(recording.generator)
 
 
-class Building:
-    """How a run's module is built: keeps the recording, where there is one, for whoever gives the module storage."""
+class RecordedBuild:
+    """Holds the recording of a run's ``configure_model`` until the module is materialized."""
 
     def __init__(self) -> None:
         self._recording: Recording | None = None
 
     @contextmanager
-    def without_storage(self, context: AbstractContextManager[Any]) -> Iterator[None]:
-        """Within ``context`` and `without_storage`; what was recorded is kept if nothing raised."""
-        with context, without_storage() as recording:
+    def record_on_meta(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter ``context`` and `record_on_meta`; keep the recording if nothing raised."""
+        with context, record_on_meta() as recording:
             yield
         self._recording = recording
 
     def take(self) -> Recording | None:
-        """Hand over what was recorded, and hold it no longer: it keeps tensors alive."""
+        """Return the recording and drop the reference to it, since it keeps tensors alive."""
         recording, self._recording = self._recording, None
         return recording
 
 
-class _Recorder(TorchDispatchMode):
+class _OperationRecorder(TorchDispatchMode):
+    """Records every operator that has a meta tensor among its inputs or outputs."""
+
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
-        # Nothing is drawn for what has no storage. A number drawn after each call instead marks where the generator
-        # would stand: so it shows when it is seeded, or put back (`torch.random.fork_rng`), in between.
-        self._stands = recording.generator.numpy().tobytes()
-        self._known = {self._stands: -1}
+        # Random operators draw nothing for meta tensors. One number is drawn after each such call instead, which marks
+        # the generator's position: a state that differs was set in between, by a seed or `torch.random.fork_rng`.
+        self._expected_state = recording.generator.numpy().tobytes()
+        self._call_by_state = {self._expected_state: -1}
 
-    def origin(self) -> _Origin:
-        """Where the next random numbers come from."""
+    def origin(self) -> _GeneratorOrigin:
+        """Return the generator state from which the next random numbers come."""
         state = torch.get_rng_state()
         key = state.numpy().tobytes()
-        return None if key == self._stands else self._known.get(key, state)
+        return None if key == self._expected_state else self._call_by_state.get(key, state)
 
-    def draw(self, call: _Call) -> None:
-        """Record a call that takes random numbers."""
+    def record_random(self, call: _Call) -> None:
+        """Record a call that draws random numbers."""
         call.origin = self.origin()
         self.recording.calls.append(call)
         torch.rand(1, device="cpu")
-        self._stands = torch.get_rng_state().numpy().tobytes()
-        self._known[self._stands] = len(self.recording.calls) - 1
+        self._expected_state = torch.get_rng_state().numpy().tobytes()
+        self._call_by_state[self._expected_state] = len(self.recording.calls) - 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,29 +155,29 @@ class _Recorder(TorchDispatchMode):
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
         if any(tensor.is_meta for tensor in (*tensors, *outputs)):
-            call = _Call(func, *_as_they_are((args, kwargs, outputs)))
+            call = _Call(func, *_detached_meta((args, kwargs, outputs)))
             if random:
-                self.draw(call)
+                self.record_random(call)
             else:
                 self.recording.calls.append(call)
         elif random:
             raise ConfigurationError(
                 f"configure_model drew random numbers for a tensor that has storage ({func}).",
-                "what is built there has none and is initialised later: the generator would give other numbers.",
+                "modules built there are initialised later, so the generator would return other numbers now.",
                 "draw them in __init__, or build with storage: the strategy's meta=False.",
             )
         return result
 
 
-def _as_they_are(values: Any) -> Any:
-    """Aliases of tensors without storage: a precision that casts a parameter later puts another tensor into it."""
+def _detached_meta(values: Any) -> Any:
+    """Replace meta tensors by aliases, since a precision that casts a parameter replaces the tensor within it."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach() if tensor.is_meta else tensor, values)
 
 
-class _Constants(TorchFunctionMode):
-    """Tensors made of Python numbers, whose values never pass through an operation."""
+class _FunctionRecorder(TorchFunctionMode):
+    """Records tensors made of Python numbers, and initialisers that return at once for a meta tensor."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _OperationRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -179,17 +187,17 @@ class _Constants(TorchFunctionMode):
             self._record_initialiser(sys._getframe(1))
         if func not in _CONSTANTS or kwargs.get("device") not in (None, "meta", torch.device("meta")):
             return func(*args, **kwargs)
-        real = func(*args, **{**kwargs, "device": "cpu"})
+        materialized = func(*args, **{**kwargs, "device": "cpu"})
         if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_flatten(args)[0]):
             return func(*args, **kwargs)
-        meta = torch.empty_like(real, device="meta")
-        self._recorder.recording.calls.append(_Call(None, (), {}, [meta], real.detach()))
-        return meta.requires_grad_(real.requires_grad)
+        meta = torch.empty_like(materialized, device="meta")
+        self._recorder.recording.calls.append(_Call(None, (), {}, [meta], materialized.detach()))
+        return meta.requires_grad_(materialized.requires_grad)
 
     def _record_initialiser(self, frame: FrameType) -> None:
-        """Record those of torch's initialisers that look at values (``trunc_normal_``) as a whole.
+        """Record a ``torch.nn.init`` function as one call, if ``frame`` runs one.
 
-        They ask whether their tensor has storage, and do nothing where it has none.
+        These functions read ``tensor.is_meta`` and return at once for a meta tensor, so no operator is dispatched.
         """
         code, values = frame.f_code, frame.f_locals
         if code not in _INITIALISERS:
@@ -199,35 +207,35 @@ class _Constants(TorchFunctionMode):
         if not _is_meta(tensor):
             return
         with torch.utils._python_dispatch._disable_current_modes():
-            self._recorder.draw(_Call(_INITIALISERS[code], (tensor.detach(),), options, []))
+            self._recorder.record_random(_Call(_INITIALISERS[code], (tensor.detach(),), options, []))
 
 
 @torch.no_grad()
 def replay(
-    recording: Recording, wanted: list[torch.Tensor], hand_over: Callable[[torch.Tensor, torch.Tensor], None]
+    recording: Recording, wanted: list[torch.Tensor], on_final: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> None:
-    """Run what was recorded, on the CPU and from the present state of its generator.
+    """Run the recorded calls on the CPU, from the generator's current state.
 
     Args:
-        recording: of `without_storage`.
-        wanted: tensors without storage whose values are asked for.
-        hand_over: called as ``hand_over(tensor, value)`` once for each, as soon as its value is final.
+        recording: returned by `record_on_meta`.
+        wanted: meta tensors whose values are needed.
+        on_final: called as ``on_final(tensor, value)`` once for each of them, as soon as its value is final.
     """
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in wanted:
-        by_storage.setdefault(_key(tensor), []).append(tensor)
-    touches = [_touched(call) for call in recording.calls]
-    later: dict[int, list[int]] = {}
-    for number, touched in enumerate(touches):
+        by_storage.setdefault(_storage_key(tensor), []).append(tensor)
+    touched_storages = [_touched_storages(call) for call in recording.calls]
+    later_calls: dict[int, list[int]] = {}
+    for number, touched in enumerate(touched_storages):
         for key in touched:
-            later.setdefault(key, []).append(number)
-    overwritten = [_overwritten(call) for call in recording.calls]
+            later_calls.setdefault(key, []).append(number)
+    overwritten = [_overwritten_storage(call) for call in recording.calls]
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def real(meta: torch.Tensor) -> torch.Tensor:
+    def materialized(meta: torch.Tensor) -> torch.Tensor:
         if not meta.is_meta:
             return meta
-        key = _key(meta)
+        key = _storage_key(meta)
         if key not in storages:
             storages[key] = torch.UntypedStorage(meta.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
         empty = torch.empty(0, dtype=meta.dtype)
@@ -237,59 +245,61 @@ def replay(
     returned_to = {origin for origin in origins if isinstance(origin, int)}
     states = {-1: torch.get_rng_state()}
 
-    def go_to(origin: _Origin) -> None:
+    def restore_generator(origin: _GeneratorOrigin) -> None:
         if origin is not None:
             torch.set_rng_state(states[origin] if isinstance(origin, int) else origin)
 
-    for number, (call, touched) in enumerate(zip(recording.calls, touches, strict=True)):
-        go_to(call.origin)
+    for number, (call, touched) in enumerate(zip(recording.calls, touched_storages, strict=True)):
+        restore_generator(call.origin)
         if touched:
             with DefaultDtype(call.dtype):
-                _run(call, real, storages)
+                _run(call, materialized, storages)
         if number in returned_to:
             states[number] = torch.get_rng_state()
         for key in touched:
-            coming = later[key]
-            coming.pop(0)
-            if not coming:
+            remaining = later_calls[key]
+            remaining.pop(0)
+            if not remaining:
                 for tensor in by_storage.get(key, ()):
-                    hand_over(tensor, real(tensor))
+                    on_final(tensor, materialized(tensor))
                 storages.pop(key, None)
-            elif overwritten[coming[0]] == key:
+            elif overwritten[remaining[0]] == key:
                 storages.pop(key, None)
-    go_to(recording.final)
+    restore_generator(recording.final)
 
 
-def _run(call: _Call, real: Callable[[torch.Tensor], torch.Tensor], storages: dict[int, torch.UntypedStorage]) -> None:
+def _run(
+    call: _Call, materialized: Callable[[torch.Tensor], torch.Tensor], storages: dict[int, torch.UntypedStorage]
+) -> None:
     if call.operation is None:
         (meta,) = call.outputs
         assert call.constant is not None
-        real(meta).copy_(call.constant)
+        materialized(meta).copy_(call.constant)
         return
-    arguments, options = tree_map_only(torch.Tensor, real, (call.arguments, call.options))
+    arguments, options = tree_map_only(torch.Tensor, materialized, (call.arguments, call.options))
     if "device" in options:
         options["device"] = torch.device("cpu")
     if isinstance(call.operation, FunctionType):
         call.operation(*arguments, **options)
         return
-    inputs = {_key(leaf) for leaf in tree_flatten((call.arguments, call.options))[0] if _is_meta(leaf)}
+    inputs = {_storage_key(leaf) for leaf in tree_flatten((call.arguments, call.options))[0] if _is_meta(leaf)}
     results = [
         leaf for leaf in tree_flatten(call.operation(*arguments, **options))[0] if isinstance(leaf, torch.Tensor)
     ]
     for meta, result in zip(call.outputs, results, strict=True):
-        if meta.is_meta and _key(meta) not in inputs:
-            storages[_key(meta)] = result.untyped_storage()
+        if meta.is_meta and _storage_key(meta) not in inputs:
+            storages[_storage_key(meta)] = result.untyped_storage()
 
 
-def _touched(call: _Call) -> list[int]:
-    """The storages that a call reads or writes; none for a view, and none for storage that is only set aside."""
+def _touched_storages(call: _Call) -> list[int]:
+    """Return the storages that a call reads or writes; none for views and for allocations without values."""
     if call.operation is None:
-        return [_key(call.outputs[0])]
+        return [_storage_key(call.outputs[0])]
     if isinstance(call.operation, FunctionType):
-        return [_key(call.arguments[0])]
+        return [_storage_key(call.arguments[0])]
     name = call.operation._schema.name.removeprefix("aten::")
-    inputs = [_key(leaf) for leaf in tree_flatten((call.arguments, call.options))[0] if _is_meta(leaf)]
-    outputs = [_key(output) for output in call.outputs if output.is_meta]
+    inputs = [_storage_key(leaf) for leaf in tree_flatten((call.arguments, call.options))[0] if _is_meta(leaf)]
+    outputs = [_storage_key(output) for output in call.outputs if output.is_meta]
     if name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"):
         return []
     if call.outputs and not call.operation._schema.is_mutable and set(outputs) <= set(inputs):
@@ -297,73 +307,70 @@ def _touched(call: _Call) -> list[int]:
     return list(dict.fromkeys([*inputs, *outputs]))
 
 
-def _overwritten(call: _Call) -> int | None:
-    """The storage all of whose values a call replaces without a look at them."""
+def _overwritten_storage(call: _Call) -> int | None:
+    """Return the storage that a call overwrites in full without reading it, if any."""
     if call.operation is None:
-        return _key(call.outputs[0])
+        return _storage_key(call.outputs[0])
     initialises = isinstance(call.operation, FunctionType)
     name = "" if initialises else call.operation._schema.name.removeprefix("aten::")
     if not (initialises or name in _OVERWRITES) or not call.arguments or not _is_meta(call.arguments[0]):
         return None
     target = call.arguments[0]
     whole = target.numel() * target.element_size() == target.untyped_storage().nbytes()
-    others = {_key(leaf) for leaf in tree_flatten((call.arguments[1:], call.options))[0] if _is_meta(leaf)}
-    return _key(target) if whole and _key(target) not in others else None
+    others = {_storage_key(leaf) for leaf in tree_flatten((call.arguments[1:], call.options))[0] if _is_meta(leaf)}
+    return _storage_key(target) if whole and _storage_key(target) not in others else None
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _key(tensor: torch.Tensor) -> int:
+def _storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# A module's tensors
-
-
 @dataclass(slots=True)
-class Bare:
-    """A tensor of a module that has no storage yet.
+class MetaTensor:
+    """A parameter, buffer or attribute of a module that is a meta tensor.
 
     Attributes:
-        name: where it stands.
-        tensor: as it was built.
-        place: puts a value in its place.
+        name: its qualified name in the module.
+        tensor: the meta tensor.
+        assign: stores a value under that name; None for a parameter.
     """
 
     name: str
     tensor: torch.Tensor
-    place: Callable[[torch.Tensor], None] | None
+    assign: Callable[[torch.Tensor], None] | None
 
 
-def bare_tensors(module: nn.Module, recording: Recording | None) -> list[Bare]:
-    """What of ``module`` has no storage: parameters (without a ``place``), buffers, and tensors kept as attributes.
+def find_meta_tensors(module: nn.Module, recording: Recording | None) -> list[MetaTensor]:
+    """Return the meta tensors of ``module``: parameters, buffers, and tensors stored as attributes.
 
     Raises:
-        ConfigurationError: one was not built in ``configure_model``, so that nobody knows its values.
+        ConfigurationError: one was not built in ``configure_model``, so its values are unknown.
     """
-    found: list[Bare] = []
+    meta_tensors: list[MetaTensor] = []
     for prefix, child in module.named_modules():
-        for kind, store in (("parameter", child._parameters), ("buffer", child._buffers), ("", child.__dict__)):
+        for store_name, store in (("parameter", child._parameters), ("buffer", child._buffers), ("", child.__dict__)):
             for key, value in store.items():
                 if not _is_meta(value):
                     continue
-                place = None if kind == "parameter" else _placer(store, key)
-                found.append(Bare(f"{prefix}.{key}" if prefix else key, value, place))
-    known = set() if recording is None or not found else recording.storages()
-    unknown = [bare.name for bare in found if _key(bare.tensor) not in known]
+                assign = None if store_name == "parameter" else _assigner(store, key)
+                meta_tensors.append(MetaTensor(f"{prefix}.{key}" if prefix else key, value, assign))
+    known = set() if recording is None or not meta_tensors else recording.storages()
+    unknown = [meta_tensor.name for meta_tensor in meta_tensors if _storage_key(meta_tensor.tensor) not in known]
     if unknown:
         raise ConfigurationError(
-            f"{len(unknown)} tensor(s) have no storage and nobody to initialise them: {', '.join(unknown[:10])}.",
-            "what is built on the meta device outside configure_model leaves no trace of how.",
-            "build them in configure_model, where the strategy sees it.",
+            f"{len(unknown)} tensor(s) have no storage and no known initialisation: {', '.join(unknown[:10])}.",
+            "only what configure_model builds on the meta device is recorded.",
+            "build them in configure_model.",
         )
-    return found
+    return meta_tensors
 
 
-def _placer(store: dict[str, Any], key: str) -> Callable[[torch.Tensor], None]:
-    def place(value: torch.Tensor) -> None:
+def _assigner(store: dict[str, Any], key: str) -> Callable[[torch.Tensor], None]:
+    def assign(value: torch.Tensor) -> None:
         store[key] = value
 
-    return place
+    return assign

@@ -1,4 +1,4 @@
-"""Which modules hold no weights because shards of them were left on several ranks. Imports nothing that takes long."""
+"""Tracks modules whose weights a run left as shards on several ranks. Imports only cheap modules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,22 @@ from drivetrain.strategies import Span
 logger = logging.getLogger("drivetrain")
 
 GATHER_LIMIT = 8 * 2**30
-"""Bytes of parameters up to which a module is whole again after a run, where the user says nothing."""
+"""Default of ``gather_limit``: bytes of parameters up to which a module is gathered after a run."""
 
 
 @dataclass(slots=True)
-class Part:
-    """One rank's part of a parameter, and how to tell that nobody has written to what stands for the whole."""
+class LeftShard:
+    """One rank's shard of a parameter, with what detects that weights were loaded into the parameter since.
+
+    Attributes:
+        name: the parameter's name.
+        local: the shard.
+        placements: how the shards make up the whole.
+        shape: shape of the whole.
+        stride: stride of the whole.
+        version: the parameter's version counter when the shard was left.
+        address: the parameter's data pointer at that time.
+    """
 
     name: str
     local: torch.Tensor
@@ -33,101 +43,101 @@ class Part:
     address: int
 
 
-left: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Part]]] = weakref.WeakKeyDictionary()
-"""By module: the sizes of the mesh, and this rank's parts."""
+LEFT_SHARDS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[LeftShard]]] = weakref.WeakKeyDictionary()
+"""The sizes of the mesh and this rank's shards, by module."""
 
 
-def exceeds(module: nn.Module, limit: int) -> bool:
-    """Whether the module's parameters take more than ``limit`` bytes."""
-    # Of lazy layers nobody knows yet, before `configure_model` may have given them a shape.
+def exceeds_limit(module: nn.Module, limit: int) -> bool:
+    """Return whether the module's parameters take more than ``limit`` bytes."""
+    # Lazy parameters have no shape before `configure_model`.
     every: list[Any] = [*module.parameters()]
     known = [parameter for parameter in every if not is_lazy(parameter)]
     return bool(sum(parameter.numel() * parameter.element_size() for parameter in known) > limit)
 
 
-def are_gathered(nbytes: int, limit: int, strategy: str, tell: bool) -> bool:
-    """Whether parameters of ``nbytes`` become whole after a run; says so where they do not.
+def check_gather_limit(nbytes: int, limit: int, strategy: str, warn: bool) -> bool:
+    """Return whether parameters of ``nbytes`` are gathered after a run, and log if they are not.
 
     Args:
-        nbytes: of all that are spread.
+        nbytes: size of all sharded parameters.
         limit: the strategy's ``gather_limit``.
-        strategy: its class.
-        tell: say so in the log.
+        strategy: name of the strategy's class.
+        warn: log as a warning, not at debug level.
     """
     if nbytes <= limit:
         return True
     logger.log(
-        logging.WARNING if tell else logging.DEBUG,
+        logging.WARNING if warn else logging.DEBUG,
         "The parameters take %.1f GiB, more than gather_limit: the module stays sharded. Raise %s(gather_limit=...), "
-        "or save_checkpoint within the run, to have them whole.",
+        "or call save_checkpoint within the run, to get whole weights.",
         nbytes / 2**30,
         strategy,
     )
     return False
 
 
-def leave(module: nn.Module, sizes: tuple[int, ...], parts: list[Part], under: str, tell: bool) -> None:
-    """Keep this rank's parts for a later run, and say so. Talks to nobody.
+def keep_left_shards(module: nn.Module, sizes: tuple[int, ...], parts: list[LeftShard], under: str, warn: bool) -> None:
+    """Keep this rank's shards for a later run, and log it. Does not communicate.
 
     Args:
-        module: whose parameters hold nothing from now on.
-        sizes: of the mesh over which they are spread.
-        parts: this rank's.
-        under: the strategy that goes on from them, as users call it.
-        tell: say so in the log.
+        module: the module, whose parameters hold no values from now on.
+        sizes: sizes of the mesh over which the parameters are sharded.
+        parts: this rank's shards.
+        under: name of the strategy that can continue from them.
+        warn: log as a warning, not at debug level.
     """
-    left[module] = sizes, parts
+    LEFT_SHARDS[module] = sizes, parts
     logger.log(
-        logging.WARNING if tell else logging.DEBUG,
-        "The weights of %s are left as shards over %s ranks: another run under %s on as many goes on from them. "
-        "For anything else, load weights first.",
+        logging.WARNING if warn else logging.DEBUG,
+        "The weights of %s are left as shards over %s ranks. Another run under %s on as many ranks continues from "
+        "them; for anything else, load weights first.",
         type(module).__name__,
-        _in_words(sizes),
+        _format_sizes(sizes),
         under,
     )
 
 
-def parts_for(module: nn.Module, sizes: tuple[int, ...]) -> list[Part]:
-    """This rank's parts for a run over a mesh of ``sizes``; none where the module holds its weights.
+def left_shards_for(module: nn.Module, sizes: tuple[int, ...]) -> list[LeftShard]:
+    """Return this rank's shards for a run over a mesh of ``sizes``; none if the module holds its weights.
 
     Raises:
-        ConfigurationError: they are spread over another one.
+        ConfigurationError: the weights are sharded over another mesh.
     """
-    found, parts = still_left(module)
+    found, parts = find_left_shards(module)
     if parts and found != sizes:
         raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as shards over {_in_words(found)} ranks, and there are "
-            f"{_in_words(sizes)}.",
-            "an earlier run failed, or the parameters are above gather_limit: each rank holds its part only.",
+            f"The weights of {type(module).__name__} were left as shards over {_format_sizes(found)} ranks, and this "
+            f"run has {_format_sizes(sizes)}.",
+            "an earlier run failed, or the parameters are above gather_limit, so each rank holds only its shard.",
             "use as many ranks and the same sharding again, or load weights (load_state_dict) before.",
         )
     return parts
 
 
-def refuse_weights_left(module: nn.Module) -> None:
-    """Refuse a module whose weights are NaN, its shards being left on several ranks.
+def refuse_missing_weights(module: nn.Module) -> None:
+    """Refuse a module whose weights are NaN because an earlier run left them as shards on several ranks.
 
     Raises:
-        ConfigurationError: says how to get them.
+        ConfigurationError: says how to restore the weights.
     """
-    sizes, parts = still_left(module)
+    sizes, parts = find_left_shards(module)
     if parts:
         raise ConfigurationError(
-            f"The weights of {type(module).__name__} were left as shards over {_in_words(sizes)} ranks.",
+            f"The weights of {type(module).__name__} were left as shards over {_format_sizes(sizes)} ranks.",
             "an earlier run under FSDP or DeepSpeed failed, or the parameters are above its gather_limit.",
             "fit it under the same strategy on as many ranks, or load weights (load_state_dict) before.",
         )
 
 
-def left_by_deepspeed(module: nn.Module) -> bool:
-    """Whether an earlier run under DeepSpeed left this module as parts."""
-    _, parts = still_left(module)
+def was_left_by_deepspeed(module: nn.Module) -> bool:
+    """Return whether an earlier run under DeepSpeed left this module's weights as shards."""
+    _, parts = find_left_shards(module)
     return bool(parts) and isinstance(parts[0].placements[0], Span)
 
 
-def still_left(module: nn.Module) -> tuple[tuple[int, ...], list[Part]]:
-    """The mesh's sizes and this rank's parts; none where weights were loaded since."""
-    sizes, parts = left.get(module, ((), []))
+def find_left_shards(module: nn.Module) -> tuple[tuple[int, ...], list[LeftShard]]:
+    """Return the mesh's sizes and this rank's shards; none if weights were loaded since."""
+    sizes, parts = LEFT_SHARDS.get(module, ((), []))
     parameters = dict(module.named_parameters())
     untouched = all(
         (known := parameters.get(part.name)) is not None
@@ -135,11 +145,11 @@ def still_left(module: nn.Module) -> tuple[tuple[int, ...], list[Part]]:
         and known.data_ptr() == part.address
         for part in parts
     )
-    if parts and not untouched:  # weights were loaded since
-        del left[module]
+    if parts and not untouched:
+        del LEFT_SHARDS[module]
         return (), []
     return sizes, parts
 
 
-def _in_words(sizes: tuple[int, ...]) -> str:
+def _format_sizes(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes))

@@ -1,4 +1,4 @@
-"""What a module may not be when a strategy takes it."""
+"""Checks that refuse modules which a strategy cannot set up."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def refuse_device_map(module: nn.Module) -> None:
             )
     where: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):  # split by the user over the run's devices, where the rest will come
+        if isinstance(parameter, DTensor):  # already on the run's devices: tensor parallelism split it
             continue
         where.setdefault(parameter.device, name)
     where.pop(torch.device("meta"), None)
     if len(where) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in where.items())
         raise ConfigurationError(
-            f"The module lives on {len(where)} devices: {places}.",
-            "a strategy needs the whole module in one place before it spreads it.",
+            f"The module is on {len(where)} devices: {places}.",
+            "a strategy needs the whole module on one device before it places it.",
             "move it to one device (module.to('cpu')) and leave placement to the strategy.",
         )
 
 
 def refuse_sparse_embeddings(module: nn.Module, why: str) -> None:
-    """Refuse ``nn.Embedding(sparse=True)``, for a strategy whose gradients are dense.
+    """Refuse ``nn.Embedding(sparse=True)`` for a strategy whose gradients are dense.
 
     Raises:
-        ConfigurationError: names the embedding, and says ``why``.
+        ConfigurationError: names the embedding; ``why`` is the reason.
     """
     for name, child in _embeddings(module):
         if child.sparse:
@@ -55,7 +55,7 @@ def refuse_sparse_embeddings(module: nn.Module, why: str) -> None:
 
 
 def refuse_meta(module: nn.Module) -> None:
-    """Refuse parameters without storage, for a strategy that does not give them any.
+    """Refuse parameters on the meta device for a strategy that does not initialise them.
 
     Raises:
         ConfigurationError: names the parameters.
@@ -71,7 +71,7 @@ def refuse_meta(module: nn.Module) -> None:
 
 
 def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.device) -> None:
-    """Refuse layers that were created within a run elsewhere than on the run's device.
+    """Refuse layers that were created during a run on another device than the run's.
 
     Raises:
         ConfigurationError: names the first of them.
@@ -79,8 +79,8 @@ def refuse_other_device(created: Mapping[str, nn.Parameter], device: torch.devic
     for name, parameter in created.items():
         if parameter.device.type != device.type:
             raise ConfigurationError(
-                f"{name!r} was created within a run, on {parameter.device}.",
-                f"this rank computes on {device}, and the strategy placed the module before.",
+                f"{name!r} was created during a run, on {parameter.device}.",
+                f"this rank computes on {device}, and the strategy has already placed the module.",
                 "build the layer with device=self.device.",
             )
 

@@ -1,4 +1,4 @@
-"""The module whose forward is a step: what a strategy wraps, so that every path through the user's module is seen."""
+"""The module that a strategy wraps: its forward runs a step, so the wrapper sees every path through the module."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 
-class Rest:
-    """The dict that a step returned, carried through a wrapper untouched: no tensor of it is visible to the wrapper."""
+class OpaqueOutput:
+    """Carries what a step returned through a wrapper, which does not see the tensors in it."""
 
     __slots__ = ("output",)
 
@@ -19,30 +19,31 @@ class Rest:
 
 
 class StepModule(nn.Module):
-    """Its forward is whatever step it is handed, so that every path through the module synchronises.
+    """Runs the step that its forward receives, so that gradients synchronize for training, validation and other steps.
 
-    Of a dict it returns the loss alone, and the rest beside it. A wrapper plans from the outputs that it finds, and in
-    a dict of another class (a Hugging Face ``ModelOutput``) finds none: the ranks would part in silence. And what only
-    another output uses is not used, since nothing but the loss has a backward.
+    If the step returns a dict, forward returns the loss and an `OpaqueOutput` of the dict. A wrapper such as DDP finds
+    the used parameters from the outputs; it finds none in a dict of another class (a Hugging Face ``ModelOutput``), and
+    the replicas would silently diverge. Only the loss has a backward, so parameters used only by other outputs count as
+    unused.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self.trainable_names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         output = step(*args)
         if isinstance(output, dict) and isinstance(output.get("loss"), torch.Tensor):
-            return output["loss"], Rest(output)
+            return output["loss"], OpaqueOutput(output)
         return output
 
 
-def whole_output(output: Any) -> Any:
-    """Return what the step returned, from what came out of the wrapper around `StepModule`."""
-    if type(output) is tuple and len(output) == 2 and type(output[1]) is Rest:
-        loss, rest = output
-        if rest.output["loss"] is not loss:  # the wrapper put a node of its own behind it
-            rest.output["loss"] = loss
-        return rest.output
+def unwrap_step_output(output: Any) -> Any:
+    """Return the step's output from the output of the wrapper around `StepModule`."""
+    if type(output) is tuple and len(output) == 2 and type(output[1]) is OpaqueOutput:
+        loss, opaque = output
+        if opaque.output["loss"] is not loss:  # the wrapper added an autograd node of its own
+            opaque.output["loss"] = loss
+        return opaque.output
     return output

@@ -15,7 +15,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
 from drivetrain.strategies import StepRunner, Strategy
 from drivetrain_strategies._device_restore import HomeDevice
-from drivetrain_strategies._missing_weights import refuse_weights_left
+from drivetrain_strategies._missing_weights import refuse_missing_weights
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_meta
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class SingleDeviceStrategy(Strategy):
-    """Train in this process, on the CPU, one CUDA device or MPS.
+    """Trains in this process, on the CPU, one CUDA device or MPS.
 
     Args:
-        device: where to; None takes what ``accelerator`` and ``devices`` say.
+        device: the device to train on; None uses ``accelerator`` and ``devices`` of ``Fit``.
     """
 
     name: ClassVar[str] = "single_device"
@@ -34,7 +34,7 @@ class SingleDeviceStrategy(Strategy):
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         super().__init__()
-        self._asked = None if device is None else torch.device(device)
+        self._requested_device = None if device is None else torch.device(device)
         self._home: HomeDevice | None = None
 
     def bind(
@@ -46,11 +46,11 @@ class SingleDeviceStrategy(Strategy):
                 "every process would train a model of its own.",
                 "use strategy='ddp', or start one process.",
             )
-        super().bind(placement, self._asked or device, precision)
+        super().bind(placement, self._requested_device or device, precision)
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_weights_left(module)
+        refuse_missing_weights(module)
         refuse_meta(module)
 
     def setup_module(self, module: nn.Module) -> StepRunner:
@@ -61,9 +61,9 @@ class SingleDeviceStrategy(Strategy):
         return operator.call
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        from drivetrain_strategies._replicated import shard_them  # where memory lacks alone
+        from drivetrain_strategies._replicated import sharding_advice  # needed only after an out-of-memory error
 
-        return [shard_them(self.world_size), *super().memory_advice(module)]
+        return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         if self._home is not None:

@@ -99,7 +99,7 @@ def held(name: str, whole: torch.Tensor, layout: str, rank: int, world_size: int
         layout = {"cube": "columns", "matrix": "columns", "half": "flat", "bytes": "flat"}.get(name, "rows")
     if layout == "replicated twice":
         region = rows(whole.shape, rank % (world_size // 2), world_size // 2)
-        return ParameterShard(cut(whole, region), tuple(whole.shape), region, speaks=rank < world_size // 2)
+        return ParameterShard(cut(whole, region), tuple(whole.shape), region, is_primary=rank < world_size // 2)
     if layout == "columns" and whole.dim() < 2:
         layout = "rows"
     region = {"rows": rows, "columns": columns, "flat": flat}[layout](whole.shape, rank, world_size)
@@ -218,7 +218,7 @@ def _refused(path: str, harm: str) -> str:
         elif harm == "form":
             weights["row"] = truth()["row"]
         elif harm == "gap":
-            weights["cube"] = replace(weights["cube"], speaks=False)
+            weights["cube"] = replace(weights["cube"], is_primary=False)
         elif harm == "path":
             path += "-of-rank-1"
         elif harm == "value":

@@ -80,11 +80,11 @@ class Listens(Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         ddp = trainer.strategy.ddp_module
         torch.set_warn_always(True)  # these ranks may have heard it before
-        reducer._taken_as_told = False
+        reducer._warning_consumed = False
         try:
             loss = sum(one.sum() for one in module.parameters())
             self.said = (
-                _written(lambda: reducer.take_as_told(ddp)),
+                _written(lambda: reducer.consume_unused_parameters_warning(ddp)),
                 _written(lambda: reducer.expect_backward(ddp, loss)),
             )
         finally:

@@ -205,10 +205,12 @@ def _turning_fails(since: int) -> str:
 def test_gradients_that_arise_in_another_order_are_not_added_up() -> None:
     """D-11: stage 2 added the one's weight to the other's bias, without a word."""
     for text in chain(*on_ranks(each, 2, _turning_fails, (1,), (2,))):
-        assert "Gradients arose in two orders" in text
-        assert "'net.factor' came where 'net.bias' did" in text
+        assert "Gradients became ready in two orders" in text
+        assert "'net.factor' at the position of 'net.bias'" in text
         assert "find_unused_parameters=True" in text
-    with pytest.raises(RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients arose in two orders"):
+    with pytest.raises(
+        RankFailedError, match=r"(?s)Rank 1 failed .*ConfigurationError: Gradients became ready in two orders"
+    ):
         on_ranks(_train_turning, 2, 4, {"stage": 2})
 
 

@@ -306,7 +306,7 @@ def test_offloaded_shards_need_a_group_for_the_host(ours: bool) -> None:
     for one in on_ranks(2, _in_a_group_on_nccl, ours):
         refused = one.returned.pop("offloaded")
         assert one.returned == {"ddp": "trained", "fsdp": "trained"}
-        assert "FSDPStrategy(cpu_offload=True) in a process group on 'nccl'" in refused
+        assert "FSDPStrategy(cpu_offload=True) with a process group on 'nccl'" in refused
         assert ("backend='cpu:gloo,cuda:nccl'" if ours else "leave process_group_backend out") in refused
         assert not one.races, one.report
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from drivetrain.callbacks import LambdaCallback
 from drivetrain_strategies import FSDPStrategy
 from drivetrain_strategies.fsdp._internals import _groups_of
-from drivetrain_strategies.fsdp._replicated_parameters import WholeParameters
+from drivetrain_strategies.fsdp._replicated_parameters import ReplicatedParameters
 from worlds import on_ranks
 
 OPERATIONS = torch.ops.aten
@@ -497,7 +497,7 @@ def _averaged(unused: bool) -> tuple[int, int, list[float | None]]:
     Tensor.tolist = counted  # type: ignore[method-assign, assignment]
     try:
         with _Reads() as reads:
-            WholeParameters(parameters, dist.group.WORLD).average()
+            ReplicatedParameters(parameters, dist.group.WORLD).average()
     finally:
         Tensor.tolist = original  # type: ignore[method-assign]
     return reads.count, lists, [None if one.grad is None else float(one.grad) for one in parameters]

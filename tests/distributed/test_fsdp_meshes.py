@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain.environments import Placement
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies.fsdp._device_mesh import find_layout
+from drivetrain_strategies.fsdp._device_mesh import resolve_layout
 from worlds import on_ranks
 
 
@@ -26,7 +26,7 @@ from worlds import on_ranks
 def test_the_sizes_of_a_hybrid(local: int, nodes: int, sizes: dict[str, int], expected: tuple[int, int]) -> None:
     # D-04: shard within a node, replicate across
     placement = Placement(0, local * nodes, 0, local, 0, nodes)
-    layout = find_layout(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
+    layout = resolve_layout(placement, "hybrid", sizes.get("replicate_size"), sizes.get("shard_size"), 1)
     assert (layout.replicate, layout.shard) == expected
 
 

@@ -17,7 +17,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.precision import resolve_precision
 from drivetrain.testing import assert_close_states
 from drivetrain_strategies import FSDPStrategy
-from drivetrain_strategies._materialize import bare_tensors, replay, without_storage
+from drivetrain_strategies._materialize import find_meta_tensors, record_on_meta, replay
 from worlds import on_ranks
 
 
@@ -60,9 +60,9 @@ def test_every_value_is_what_building_gives() -> None:
     whole = Everything()
     after = torch.rand(3)
     torch.manual_seed(3)
-    with without_storage() as recording:
+    with record_on_meta() as recording:
         module = Everything()
-    bare = bare_tensors(module, recording)
+    bare = find_meta_tensors(module, recording)
     values: dict[int, torch.Tensor] = {}
     torch.set_rng_state(recording.generator)
     replay(recording, [one.tensor for one in bare], lambda tensor, value: values.update({id(tensor): value.clone()}))
@@ -83,9 +83,9 @@ def test_values_are_kept_where_a_precision_casts_what_was_built() -> None:
     torch.manual_seed(3)
     whole = nn.Linear(5, 7)
     torch.manual_seed(3)
-    with without_storage() as recording:
+    with record_on_meta() as recording:
         bare = nn.Linear(5, 7)
-    built = {one.name: one.tensor.detach() for one in bare_tensors(bare, recording)}
+    built = {one.name: one.tensor.detach() for one in find_meta_tensors(bare, recording)}
     bare.to(torch.float64)
     values: dict[int, torch.Tensor] = {}
     replay(recording, list(built.values()), lambda tensor, value: values.__setitem__(id(tensor), value.clone()))
@@ -101,7 +101,7 @@ def test_values_are_kept_where_a_precision_casts_what_was_built() -> None:
     ],
 )
 def test_what_needs_values_is_refused(build: Any, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text), without_storage():
+    with pytest.raises(ConfigurationError, match=text), record_on_meta():
         build()
 
 

@@ -213,8 +213,8 @@ def test_checkpoints_hold_float32_and_go_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "precision", "why"),
     [
-        (HALF, "32-true", "keeps parameters in the dtype in which it computes, torch.float32"),
-        (HALF, "bf16-true", "keeps parameters in the dtype in which it computes, torch.bfloat16"),
+        (HALF, "32-true", "keeps, gathers and uses parameters in one dtype, torch.float32"),
+        (HALF, "bf16-true", "keeps, gathers and uses parameters in one dtype, torch.bfloat16"),
         (HALF, "16-mixed", "which computes in torch.float16"),
         (torch.float16, "bf16-mixed", "which computes in torch.bfloat16"),
         (torch.float32, "bf16-mixed", "which computes in torch.bfloat16"),

@@ -40,7 +40,7 @@ def _parts(strategy: Any, state: Any) -> dict[str, Any]:
     for name, value in state.items():
         shard = strategy.shard_of(value)
         if isinstance(shard, ParameterShard):
-            parts[name] = shard.local.clone(), shard.shape, shard.region, shard.speaks, shard.full_tensor().clone()
+            parts[name] = shard.local.clone(), shard.shape, shard.region, shard.is_primary, shard.full_tensor().clone()
     return parts
 
 
@@ -87,10 +87,10 @@ def test_parts_that_speak_make_up_the_whole(ranks: int, options: dict[str, Any])
         for name, (_, shape, _, _, whole) in runs[0][0][what].items():
             made, count = torch.full(shape, float("nan")), torch.zeros(shape)
             for found, _ in runs:
-                local, _, region, speaks, _ = found[what][name]
+                local, _, region, is_primary, _ = found[what][name]
                 assert region == found["wanted"][name]
                 assert torch.equal(cut(whole, region), local)
-                if speaks:
+                if is_primary:
                     paste(made, local, region)
                     paste(count, cut(count, region) + 1, region)
             assert torch.equal(made, whole), name

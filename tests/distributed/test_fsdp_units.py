@@ -90,7 +90,7 @@ def test_a_module_without_parameters() -> None:
 
 
 def _printed() -> list[str]:
-    strategy._SAID.clear()  # these ranks may have made that plan in another test
+    strategy._LOGGED_PLANS.clear()  # these ranks may have made that plan in another test
     with captured_warnings(logging.INFO) as texts:
         for _ in range(2):
             quiet(strategy="fsdp").fit(DeepRegression(), loader(16, 4))
@@ -145,7 +145,10 @@ def test_what_is_refused_says_why_and_what_to_do() -> None:
     expected = [
         ("'net.head' was loaded with a device_map", "load it without device_map"),
         ("go on normalising over each rank's own samples", "use strategy='ddp', or normalise with GroupNorm"),
-        ("AdamW holds a shard of shape (8, 4) that is not the module's", "build it anew in each configure_optimizers"),
+        (
+            "AdamW holds a shard of shape (8, 4) that does not belong to the module",
+            "build a new optimizer in each configure_optimizers",
+        ),
         ("without a process group", "let Fit drive the strategy"),
     ]
     for texts in on_ranks(_refusals, 2):

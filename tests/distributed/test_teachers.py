@@ -1,4 +1,4 @@
-"""A teacher within the module that is moved by hand: exact, or refused by name. Row L-01."""
+"""A teacher within the module that user code updates (EMA): exact, or refused by name. Row L-01."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ def test_a_teacher_that_is_moved_by_hand_is_exact(strategy: str, world: int, whe
 @pytest.mark.parametrize(
     ("strategy", "where", "precision", "said"),
     [
-        ("fsdp, kept whole", "step", "32-true", "move them in on_train_batch_end"),
-        ("fsdp, kept whole", "step", "bf16-mixed", "move them in on_train_batch_end"),
+        ("fsdp, kept whole", "step", "32-true", "update them in on_train_batch_end"),
+        ("fsdp, kept whole", "step", "bf16-mixed", "update them in on_train_batch_end"),
         ("zero 3", "hook", "32-true", "GatheredParameters"),
-        ("zero 3", "gathered", "bf16-mixed", "the module holds rounded copies"),
-        ("zero 1", "hook", "bf16-mixed", "the module holds rounded copies"),
-        ("zero 2", "step", "bf16-mixed", "the module holds rounded copies"),
+        ("zero 3", "gathered", "bf16-mixed", "the update went to half-precision copies"),
+        ("zero 1", "hook", "bf16-mixed", "the update went to half-precision copies"),
+        ("zero 2", "step", "bf16-mixed", "the update went to half-precision copies"),
     ],
 )
 def test_where_the_move_would_be_lost_it_is_refused_by_name(
@@ -139,7 +139,7 @@ def test_where_the_move_would_be_lost_it_is_refused_by_name(
 ) -> None:  # L-01: it stayed at its start, in silence
     for found in on_ranks(_run, 2, strategy, 2, where, precision, process_group=None):
         assert isinstance(found, str)
-        assert "Frozen weights were moved by hand" in found
+        assert "User code updated frozen weights" in found
         assert "'teacher.0.weight', 'teacher.0.bias'" in found
         assert said in found
 

@@ -285,7 +285,7 @@ def _on_one_rank(kind: Any, options: dict[str, Any], turns: Turns) -> dict[str, 
 def test_a_change_on_one_rank_is_named_under_ddp(place: str) -> None:  # I-03
     for error in on_ranks(_on_one_rank, 2, DDPStrategy, {}, {(place, 3): "+body"}, process_group=None):
         assert error["type"] in ("AbsentRanksError", "RankFailedError", "DistributedError"), error
-        assert "a change of what trains ('net.body.weight', 'net.body.bias' now train(s)" in error["text"], error
+        assert "a change of what trains ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], error
         assert "rank(s) [0]" in error["text"], error
 
 
@@ -359,7 +359,7 @@ def test_a_named_hook_begins_anew_and_a_state_of_ones_own_is_refused() -> None: 
         assert all(torch.equal(value, second[key]) for key, value in first.items())
         assert_near(first, by_hand(Phased({("on_train_epoch_start", 3): "+body"})), str(hook))
     for _, error in on_ranks(_hooked, 2, "a state of one's own", process_group=None):
-        assert "under a comm_hook with a PowerSGDState" in error["text"], error
+        assert "with a comm_hook that has a PowerSGDState" in error["text"], error
 
 
 # What is said
@@ -397,7 +397,7 @@ def test_a_change_on_one_rank_is_named_under_fsdp() -> None:  # I-03: it hung
     for error in on_ranks(
         _on_one_rank, 2, FSDPStrategy, {}, {("on_train_epoch_start", 3): "+body"}, process_group=None
     ):
-        assert "a change of what trains ('net.body.weight', 'net.body.bias' now train(s)" in error["text"], error
+        assert "a change of what trains ('net.body.weight', 'net.body.bias' unfrozen" in error["text"], error
         assert "rank(s) [0]" in error["text"], error
 
 
@@ -428,7 +428,7 @@ def test_what_is_refused_under_fsdp_is_refused_in_hybrids_and_with_tensor_parall
         for created in every:
             assert "A layer was created within a run, under FSDP: 'net.head.weight', 'net.head.bias'" in created["text"]
         for differing in alone:
-            assert "a change of what trains ('net.body.weight', 'net.body.bias' now train(s)" in differing["text"]
+            assert "a change of what trains ('net.body.weight', 'net.body.bias' unfrozen" in differing["text"]
 
 
 # Toggling

@@ -72,7 +72,7 @@ PRECISIONS_BY_ZERO = {
     "bf16-true": "without float32 masters",
 }
 if not FP16 and parity_device.DEVICE == "cpu":
-    PRECISIONS_BY_ZERO["16-mixed"] = "for which this device has no kernels"
+    PRECISIONS_BY_ZERO["16-mixed"] = "which this device does not support"
 
 
 def everything_spread() -> Strategy:

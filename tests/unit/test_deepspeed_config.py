@@ -16,7 +16,7 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.strategies.registry import known_strategies, strategy_by_name
 from drivetrain.strategies.run_settings import RunSettings
 from drivetrain_strategies import DeepSpeedStrategy
-from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, Asked, read_config, resolve
+from drivetrain_strategies.deepspeed._config import TOP_LEVEL_KEYS, StrategyArguments, read_config, resolve
 from drivetrain_strategies.deepspeed._library import import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
 from drivetrain_strategies.deepspeed._required_internals import check_names
@@ -24,8 +24,10 @@ from drivetrain_strategies.deepspeed._required_internals import check_names
 RUN = RunSettings("fit", accumulate_grad_batches=4, gradient_clip_val=0.5, batch_size=8)
 
 
-def _resolved(config: Any, asked: Asked | None = None, run: RunSettings = RUN, precision: str = "32-true") -> Any:
-    return resolve(read_config(config), asked or Asked(), run, precision, ranks=2)
+def _resolved(
+    config: Any, arguments: StrategyArguments | None = None, run: RunSettings = RUN, precision: str = "32-true"
+) -> Any:
+    return resolve(read_config(config), arguments or StrategyArguments(), run, precision, ranks=2)
 
 
 def test_what_is_missing_comes_from_fit() -> None:
@@ -68,7 +70,7 @@ def test_what_agrees_is_replaced_by_ours() -> None:
         "bf16": {"enabled": False},
     }
     before = copy.deepcopy(config)
-    resolved = _resolved(config, Asked(stage=3, zero={"sub_group_size": 10, "overlap_comm": False}))
+    resolved = _resolved(config, StrategyArguments(stage=3, zero={"sub_group_size": 10, "overlap_comm": False}))
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 1)
     assert resolved["zero_optimization"] == {"stage": 3, "sub_group_size": 10, "overlap_comm": False}
     assert config == before  # E-03: never mutated
@@ -101,32 +103,62 @@ def test_clipping_in_the_config_holds_where_fit_sets_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "asked", "precision", "parts"),
+    ("config", "arguments", "precision", "parts"),
     [
-        ({"gradient_accumulation_steps": 2}, Asked(), "32-true", ("gradient_accumulation_steps=2", "batches=4")),
-        ({"train_micro_batch_size_per_gpu": 4}, Asked(), "32-true", ("gpu=4", "batch_size=8")),
-        ({"train_batch_size": 16}, Asked(), "32-true", ("train_batch_size=16", "x 2 ranks")),
-        ({"gradient_clipping": 1.0}, Asked(), "32-true", ("gradient_clipping=1.0", "gradient_clip_val=0.5")),
-        ({"bf16": {"enabled": True}}, Asked(), "32-true", ("bf16.enabled=True", "precision='32-true'")),
-        ({"fp16": {"enabled": True}}, Asked(), "bf16-mixed", ("fp16.enabled=True", "precision='bf16-mixed'")),
-        ({"bf16": {"enabled": False}}, Asked(), "bf16-mixed", ("bf16.enabled=False", "precision='bf16-mixed'")),
-        ({"torch_autocast": {"enabled": True}}, Asked(), "32-true", ("torch_autocast", "precision='32-true'")),
-        ({"zero_optimization": {"stage": 1}}, Asked(stage=2), "32-true", ("stage=1", "stage=2")),
+        (
+            {"gradient_accumulation_steps": 2},
+            StrategyArguments(),
+            "32-true",
+            ("gradient_accumulation_steps=2", "batches=4"),
+        ),
+        ({"train_micro_batch_size_per_gpu": 4}, StrategyArguments(), "32-true", ("gpu=4", "batch_size=8")),
+        ({"train_batch_size": 16}, StrategyArguments(), "32-true", ("train_batch_size=16", "x 2 ranks")),
+        (
+            {"gradient_clipping": 1.0},
+            StrategyArguments(),
+            "32-true",
+            ("gradient_clipping=1.0", "gradient_clip_val=0.5"),
+        ),
+        ({"bf16": {"enabled": True}}, StrategyArguments(), "32-true", ("bf16.enabled=True", "precision='32-true'")),
+        (
+            {"fp16": {"enabled": True}},
+            StrategyArguments(),
+            "bf16-mixed",
+            ("fp16.enabled=True", "precision='bf16-mixed'"),
+        ),
+        (
+            {"bf16": {"enabled": False}},
+            StrategyArguments(),
+            "bf16-mixed",
+            ("bf16.enabled=False", "precision='bf16-mixed'"),
+        ),
+        (
+            {"torch_autocast": {"enabled": True}},
+            StrategyArguments(),
+            "32-true",
+            ("torch_autocast", "precision='32-true'"),
+        ),
+        ({"zero_optimization": {"stage": 1}}, StrategyArguments(stage=2), "32-true", ("stage=1", "stage=2")),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-            Asked(zero={"offload_optimizer": {"device": "cpu"}}),
+            StrategyArguments(zero={"offload_optimizer": {"device": "cpu"}}),
             "32-true",
             ("zero_optimization.offload_optimizer.device='nvme'", "'cpu'"),
         ),
-        ({"zero_optimisation": {"stage": 1}}, Asked(), "32-true", ("zero_optimisation", "'zero_optimization'")),
+        (
+            {"zero_optimisation": {"stage": 1}},
+            StrategyArguments(),
+            "32-true",
+            ("zero_optimisation", "'zero_optimization'"),
+        ),
     ],
 )
 def test_a_contradiction_names_both_sides(
-    config: dict[str, Any], asked: Asked, precision: str, parts: tuple[str, str]
+    config: dict[str, Any], arguments: StrategyArguments, precision: str, parts: tuple[str, str]
 ) -> None:
     # E-03; E-09: unknown top-level keys, which DeepSpeed accepts in silence
     with pytest.raises(ConfigurationError) as error:
-        _resolved(config, asked, precision=precision)
+        _resolved(config, arguments, precision=precision)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
@@ -172,7 +204,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
 
 def test_outside_of_a_run_there_is_no_engine() -> None:
     #
-    with pytest.raises(ConfigurationError, match="is in no run"), DeepSpeedStrategy(stage=3).gathered():
+    with pytest.raises(ConfigurationError, match="is not running"), DeepSpeedStrategy(stage=3).gathered():
         pass
 
 
@@ -182,18 +214,18 @@ def test_the_keys_are_those_that_deepspeed_reads() -> None:
     from deepspeed.runtime import config as theirs
 
     class Asking(dict[str, Any]):
-        asked: set[str]
+        arguments: set[str]
 
         def get(self, key: str, default: Any = None) -> Any:
-            asked.add(key)
+            arguments.add(key)
             return super().get(key, default)
 
         def __getitem__(self, key: str) -> Any:
-            asked.add(key)
+            arguments.add(key)
             return super().__getitem__(key)
 
         def __contains__(self, key: object) -> bool:
-            asked.add(str(key))
+            arguments.add(str(key))
             return super().__contains__(key)
 
         def keys(self) -> Any:
@@ -202,11 +234,11 @@ def test_the_keys_are_those_that_deepspeed_reads() -> None:
         def __copy__(self) -> Asking:
             return self
 
-    asked: set[str] = set()
+    arguments: set[str] = set()
     theirs.DeepSpeedConfig(Asking(train_batch_size=1, train_micro_batch_size_per_gpu=1))
     removed = set(theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS)
-    assert asked - removed <= TOP_LEVEL_KEYS
-    assert TOP_LEVEL_KEYS - asked == {"data_parallel_size", "sequence_parallel_size"}  # which its initialize reads
+    assert arguments - removed <= TOP_LEVEL_KEYS
+    assert TOP_LEVEL_KEYS - arguments == {"data_parallel_size", "sequence_parallel_size"}  # which its initialize reads
 
 
 def test_every_stage_has_its_names() -> None:
@@ -219,8 +251,8 @@ def test_every_stage_has_its_names() -> None:
             strategy = strategy_by_name(full)
             assert isinstance(strategy, DeepSpeedStrategy)
             assert strategy.stage == stage
-            assert ("offload_optimizer" in strategy._asked.zero) == offloads
-            assert ("offload_param" in strategy._asked.zero) == (offloads and stage == 3)
+            assert ("offload_optimizer" in strategy._arguments.zero) == offloads
+            assert ("offload_param" in strategy._arguments.zero) == (offloads and stage == 3)
 
 
 # The library itself
@@ -256,7 +288,7 @@ def test_an_old_one(tmp_path: Path) -> None:
         "from drivetrain_strategies import DeepSpeedStrategy\n"
         "DeepSpeedStrategy()"
     )
-    assert "deepspeed 0.16.4 is installed, and 0.19.8 or newer is needed" in done.stderr
+    assert "deepspeed 0.16.4 is installed, but 0.19.8 or newer is required" in done.stderr
 
 
 def test_one_that_lacks_a_name(monkeypatch: pytest.MonkeyPatch) -> None:  # O-06

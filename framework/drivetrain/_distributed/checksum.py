@@ -61,7 +61,7 @@ def checksum_held(held: Tensor | ParameterShard, rank: int) -> Tensor:
     """
     if not isinstance(held, ParameterShard):
         return checksum(held) if rank == 0 else torch.zeros((), dtype=torch.int64)
-    if not held.speaks or held.local.numel() == 0:
+    if not held.is_primary or held.local.numel() == 0:
         return torch.zeros((), dtype=torch.int64)
     return checksum(held.local, partial(_in_the_whole, region=held.region, shape=tuple(held.shape)))
 

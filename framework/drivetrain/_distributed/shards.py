@@ -46,14 +46,14 @@ class ParameterShard:
         local: what this rank holds: of the shape of its box, or of shape (n,) for a span.
         shape: of the whole.
         region: where the part lies in the whole.
-        speaks: False where another rank holds the same part and speaks for it.
+        is_primary: False if another rank holds the same part and represents it, in checkpoints for example.
         gather: makes the tensor whole on every rank; collective. None where nobody can.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...]
     region: Region
-    speaks: bool = True
+    is_primary: bool = True
     gather: Callable[[], torch.Tensor] | None = None
 
     @property

@@ -76,7 +76,7 @@ def _local_numbers(run: RunCore, given: Mapping[str, torch.Tensor | None]) -> di
             continue
         part = strategy.shard_of(part)
         if isinstance(part, ParameterShard):
-            held[key] = Numbers(part.local) if part.speaks else None
+            held[key] = Numbers(part.local) if part.is_primary else None
         elif hasattr(part, "full_tensor"):
             raise ConfigurationError(
                 f"log_histogram was given {key!r}, a DTensor that {type(strategy).__name__} did not shard.",

@@ -65,7 +65,7 @@ class RunCallbacks:
             let_log(callback, self._module)
 
     def set_up_appended(self, stage: str, after_collect: Callable[[], None]) -> None:
-        """Collect callbacks that ``setup`` hooks appended to or note_removal from ``trainer.callbacks``, and set them up.
+        """Collect callbacks that ``setup`` hooks appended to or removed from ``trainer.callbacks``, and set them up.
 
         Args:
             stage: the argument of their ``setup``.

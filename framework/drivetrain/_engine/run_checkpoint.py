@@ -27,7 +27,7 @@ from drivetrain.checkpoint._pretrained import pretrained_models
 from drivetrain.checkpoint._tied_names import tied_names
 from drivetrain.errors import listed
 from drivetrain.module._hyper_parameters import argument_of
-from drivetrain.strategies._optimizer_state import named_optimizer_state, regrouped
+from drivetrain.strategies._optimizer_state import named_optimizer_state, regroup_parameters
 
 logger = logging.getLogger("drivetrain")
 
@@ -230,7 +230,7 @@ class RunCheckpoint:
         )
         named = self._strategy.named_parameters()
         for number, (optimizer, groups) in enumerate(zip(optimizers, saved, strict=True)):
-            dropped = regrouped(optimizer, groups, named)
+            dropped = regroup_parameters(optimizer, groups, named)
             if dropped and self._strategy.rank == 0:
                 logger.warning(
                     "Optimizer %d holds %d parameter(s) that none of its groups in %r holds: %s. They are left out, as "

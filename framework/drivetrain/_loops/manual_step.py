@@ -21,7 +21,7 @@ from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.module.train_module import TrainModule
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import TRAINS
+from drivetrain.strategies._trainable import REQUIRES_GRAD
 from drivetrain.strategies.strategy import Strategy
 
 
@@ -245,7 +245,7 @@ class ManualStep:
     def forward_backward(self, micro_batch: MicroBatch, batch_idx: int) -> Any:
         trainables = self._trainables
         if trainables.checks_each_window:
-            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
                 trainables.settle()
             trainables.window_open = True
         # The strategy averages over all ranks; a rank without data must not count in the mean.
@@ -269,7 +269,7 @@ class ManualStep:
         if self._toggled is not None:
             self._refuse_open_toggle(self._toggled[0])
         if trainables.checks_each_window:
-            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
                 trainables.refuse_within(toggles=True)
             trainables.window_open = False
         return {} if output is None else output
@@ -280,7 +280,7 @@ class ManualStep:
             hook(loss)
         trainables = self._trainables
         if trainables.window_open and (
-            trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags
+            trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags
         ):
             trainables.refuse_within(unfrozen_only=True)
         loss = loss if self._scale == 1.0 else loss * self._scale

@@ -25,7 +25,7 @@ from drivetrain._loops.zero_grad import zero_grad
 from drivetrain._metrics import MetricStore
 from drivetrain.errors import ConfigurationError
 from drivetrain.precision import Precision
-from drivetrain.strategies._trainable import TRAINS
+from drivetrain.strategies._trainable import REQUIRES_GRAD
 from drivetrain.strategies.strategy import StepRunner, Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -150,7 +150,7 @@ class AutomaticStep:
             zero_grad(optimizer)
         if self._tracks_trainables:
             trainables = self._trainables
-            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
                 trainables.settle()
             trainables.window_open = True
 
@@ -172,7 +172,7 @@ class AutomaticStep:
         output = self._training_step(micro_batch.batch, batch_idx)
         if self._tracks_trainables:
             trainables = self._trainables
-            if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+            if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
                 trainables.refuse_within()
         loss = output["loss"] if isinstance(output, dict) and "loss" in output else output
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -228,7 +228,7 @@ class AutomaticStep:
     def _close_trainables(self) -> None:
         """Check that no parameter changed within the window, and let parameters change until the next one opens."""
         trainables = self._trainables
-        if trainables.touched or tuple(map(TRAINS, trainables.parameters)) != trainables.flags:
+        if trainables.touched or tuple(map(REQUIRES_GRAD, trainables.parameters)) != trainables.flags:
             trainables.refuse_within()
         trainables.window_open = False
 

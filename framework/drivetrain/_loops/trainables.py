@@ -19,7 +19,12 @@ from drivetrain._loops.configured_optimizers import SchedulerConfig, check_group
 from drivetrain._loops.hooks import is_overridden
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.module.train_module import TrainModule
-from drivetrain.strategies._trainable import Change, Groups, changed_within_window, created_within_window
+from drivetrain.strategies._trainable import (
+    Groups,
+    TrainableChange,
+    changed_within_window,
+    parameters_created_within_window,
+)
 from drivetrain.strategies.strategy import Strategy
 
 logger = logging.getLogger("drivetrain")
@@ -42,7 +47,7 @@ _FIXED_SCHEDULERS = (
 class Trainables:
     """Tracks which parameters of a module train, and in which groups of its optimizers.
 
-    As each window opens, ``tuple(map(TRAINS, parameters))`` is compared with ``flags``, which needs no Python call.
+    As each window opens, ``tuple(map(REQUIRES_GRAD, parameters))`` is compared with ``flags``, which needs no Python call.
     New layers and parameter groups set ``touched``.
 
     Args:
@@ -129,7 +134,7 @@ class Trainables:
         self.touched = False
         strategy = self._strategy
         now = strategy.named_parameters()
-        change = Change.between(self._recorded, now, self._groups, self._current_groups())
+        change = TrainableChange.between(self._recorded, now, self._groups, self._current_groups())
         if not change:
             return
         if strategy.world_size > 1:
@@ -157,7 +162,7 @@ class Trainables:
             recorded = self._recorded
             created = [name for name, value in now.items() if name not in recorded or recorded[name][0] is not value]
             if created:
-                raise created_within_window(created, strategy)
+                raise parameters_created_within_window(created, strategy)
         names = {id(parameter): name for name, (parameter, _) in self._recorded.items()}
         changed = [
             names[id(parameter)]

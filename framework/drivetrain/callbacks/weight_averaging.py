@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from drivetrain.callback import Callback
 from drivetrain.callbacks._averages import Averages, regions_of_averages
 from drivetrain.errors import ConfigurationError
-from drivetrain.strategies._trainable import TRAINS
+from drivetrain.strategies._trainable import REQUIRES_GRAD
 
 if TYPE_CHECKING:
     from drivetrain._distributed.shards import Region
@@ -136,7 +136,7 @@ class WeightAveraging(Callback):
 
     def on_train_batch_start(self, trainer: RunContext, module: Any, batch: Any, batch_idx: int) -> None:
         """Notice what trains from this step on, before it changes."""
-        if self._registered or tuple(map(TRAINS, self._parameters)) != self._trained:
+        if self._registered or tuple(map(REQUIRES_GRAD, self._parameters)) != self._trained:
             self._registered = True
             self._follow(trainer)
 
@@ -207,7 +207,7 @@ class WeightAveraging(Callback):
         assert self._averages is not None
         self._averages.follow()
         self._parameters = list(trainer.strategy.named_parameters().values())
-        self._trained = tuple(map(TRAINS, self._parameters))
+        self._trained = tuple(map(REQUIRES_GRAD, self._parameters))
         self._registered = False
 
     def _update(self) -> None:

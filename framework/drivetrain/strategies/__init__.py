@@ -1,7 +1,7 @@
-"""What an author of a strategy needs. Every name is imported on first use.
+"""The interface for authors of strategies. Every name is imported on first use.
 
-A strategy begins as a subclass of `Strategy` (one process) or of `DistributedStrategy` (many); ``docs/extending.md``
-shows one of each. Those that come with drivetrain are written with the names that stand here.
+Subclass `Strategy` for one process and `DistributedStrategy` for several; ``docs/extending.md`` shows an example of
+each. The strategies that come with drivetrain use only this package's names.
 """
 
 from __future__ import annotations

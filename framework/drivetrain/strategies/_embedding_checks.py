@@ -1,4 +1,4 @@
-"""Embeddings that change in the forward, which replicas cannot."""
+"""Refuses embeddings that modify their weights in the forward, since replicas would diverge."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def refuse_embedding_max_norm(module: nn.Module, world_size: int) -> None:
         if child.max_norm is not None:
             raise ConfigurationError(
                 f"{name!r} is an {type(child).__name__} with max_norm={child.max_norm}, on {world_size} ranks.",
-                "its forward rewrites the rows that this rank looked up, so that replicas drift apart in silence.",
-                "drop max_norm and renormalise all rows in on_train_batch_end, alike on every rank.",
+                "its forward rewrites the rows that this rank looks up, so the replicas would silently diverge.",
+                "drop max_norm and renormalize all rows in on_train_batch_end, on every rank.",
             )
 
 

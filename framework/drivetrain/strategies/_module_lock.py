@@ -1,4 +1,4 @@
-"""A module that a run holds: nobody but its strategy moves or re-casts it, for new parameters would stop training."""
+"""Locks a module during a run: only its strategy may move or cast it, since new parameters would not be trained."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from contextlib import contextmanager
 
 from torch import nn
 
-# `TrainModule._apply` asks for it. A key of the instance's own dictionary: nn.Module.__setattr__ is not for this.
+# `TrainModule._apply` reads it. It is set in the instance's `__dict__`, which bypasses nn.Module.__setattr__.
 _HELD = "_held"
 
 
 def hold(module: nn.Module) -> None:
-    """Refuse from here on, until `release`, that somebody moves or re-casts ``module``."""
+    """Refuse to move or cast ``module`` until `release`."""
     module.__dict__[_HELD] = True
 
 
 def release(module: nn.Module) -> None:
-    """Let the module be moved again."""
+    """Allow the module to be moved and cast again."""
     module.__dict__.pop(_HELD, None)
 
 
 @contextmanager
 def may_move(module: nn.Module) -> Iterator[None]:
-    """Within it the strategy may move or re-cast a module that the run holds."""
+    """Allow the strategy to move or cast a locked module within this context."""
     held = module.__dict__.get(_HELD, False)
     release(module)
     try:

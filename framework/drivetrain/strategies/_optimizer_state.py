@@ -1,4 +1,4 @@
-"""Optimizer state keyed by parameter name, one form under every strategy."""
+"""Optimizer state by parameter name, in the same form under every strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.errors import CheckpointError
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """Map ``id(parameter)`` to its plain name; of tied names the first in ``named_parameters()`` order."""
+    """Return each parameter's plain name by ``id(parameter)``; of tied names the first of ``named_parameters()``."""
     return {id(parameter): name for name, parameter in module.named_parameters()}
 
 
@@ -20,7 +20,7 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     """Return ``{"state": {name: {key: value}}, "param_groups": [{..., "params": [names]}]}``.
 
     Raises:
-        CheckpointError: the optimizer holds a parameter, or keeps state for something, that is not the module's.
+        CheckpointError: the optimizer holds a parameter, or has state for something, that is not in the module.
     """
     names = parameter_names(module)
     groups = []
@@ -29,8 +29,8 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
         if unknown:
             raise CheckpointError(
                 f"Parameter group {number} of {type(optimizer).__name__} holds {len(unknown)} parameter(s) that are "
-                f"not the module's, of shapes {unknown[:5]}.",
-                "optimizer state is kept by parameter name.",
+                f"not in the module, of shapes {unknown[:5]}.",
+                "optimizer state is saved by parameter name.",
                 "register the parameters on the module, or leave them out of the optimizer.",
             )
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
@@ -38,16 +38,16 @@ def named_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     if foreign:
         found = [f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key) for key in foreign]
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state for {', '.join(found[:5])}, which is no parameter of the module.",
-            "optimizer state is kept by parameter name.",
-            "keep it in the optimizer's param_groups (numbers, text and lists of them), or in a parameter's own state.",
+            f"{type(optimizer).__name__} has state for {', '.join(found[:5])}, which is not a parameter of the module.",
+            "optimizer state is saved by parameter name.",
+            "store it in the optimizer's param_groups (numbers, text and lists of them) or in a parameter's own state.",
         )
     state = {names[id(parameter)]: dict(values) for parameter, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
 
 
 def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load state by name into ``optimizer``, whose own grouping and order of parameters stay as they are.
+    """Load state by name into ``optimizer``, which keeps its own groups and order of parameters.
 
     Raises:
         CheckpointError: a saved name is not in the optimizer, or the number of groups differs.
@@ -59,24 +59,26 @@ def load_named_optimizer_state(module: nn.Module, optimizer: Optimizer, saved: M
     groups, begin = [], 0
     for group, group_names in zip(saved["param_groups"], own_groups, strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
-        # A range, since torch looks up each value's parameter in it, which takes it through a list from the beginning.
+        # torch looks up each value's parameter in it: constant time in a range, linear in a list.
         groups.append({**settings, "params": range(begin, begin + len(group_names))})
         begin += len(group_names)
     state = {index[name]: dict(values) for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def regrouped(optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]) -> list[str]:
-    """Let ``optimizer`` have the groups of these names; return the names of what it held and then holds no longer.
+def regroup_parameters(
+    optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapping[str, nn.Parameter]
+) -> list[str]:
+    """Give ``optimizer`` the saved parameter groups; return the names of parameters that it no longer holds.
 
-    Nothing changes where it has them already, or where a name is not the module's, for which others have words. A
-    group that is new has the optimizer's defaults, until state is loaded. What is frozen stays in its group: some
-    strategies do not tell of it.
+    Nothing changes if it already has these groups, or if a name is not in the module, which is reported elsewhere. A
+    new group has the optimizer's defaults until state is loaded. Frozen parameters stay in their group, since some
+    strategies do not save them.
 
     Args:
-        optimizer: before its state is loaded.
-        groups: the names of each group's parameters.
-        named: the module's parameters.
+        optimizer: the optimizer, before its state is loaded.
+        groups: parameter names of each saved group.
+        named: the module's parameters by name.
     """
     names = {id(parameter): name for name, parameter in named.items()}
     own = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
@@ -103,12 +105,12 @@ def regrouped(optimizer: Optimizer, groups: Sequence[Sequence[str]], named: Mapp
 
 
 def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    """Refuse saved state that is not for ``optimizer``.
+    """Refuse saved state that does not fit ``optimizer``.
 
     Args:
-        optimizer: that is to be loaded; named in the error.
-        groups: the names of its parameters, by group.
-        saved: in the form that `named_optimizer_state` gives.
+        optimizer: the optimizer to load; named in the error.
+        groups: parameter names of each of its groups.
+        saved: state in the form that `named_optimizer_state` returns.
 
     Raises:
         CheckpointError: a saved name is not in the optimizer, or the number of groups differs.
@@ -117,7 +119,7 @@ def check_optimizer_fits(optimizer: Optimizer, groups: Sequence[Sequence[str]], 
     if missing or len(saved["param_groups"]) != len(groups):
         raise CheckpointError(
             f"The saved optimizer state does not fit {type(optimizer).__name__}: "
-            f"{len(saved['param_groups'])} saved groups against {len(groups)}, saved but not held: {missing[:10]}.",
-            "state is matched by parameter name and groups by their order.",
+            f"{len(saved['param_groups'])} saved groups against {len(groups)}, saved but not in it: {missing[:10]}.",
+            "state is matched by parameter name, and groups by their order.",
             "build the optimizer over the same parameters, or load the weights alone.",
         )

@@ -1,4 +1,4 @@
-"""Who owns the default process group: the user, if there is one already; else this run, which takes it away again."""
+"""Opens and closes the default process group of a run; a group that the user initialized is used and left open."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError, DistributedError
 
 _runs = itertools.count()
-"""Numbers this process's distributed runs, so that no two of them share keys in the store."""
+"""Numbers the distributed runs of this process, so that no two share keys in the store."""
 
 
 class ProcessGroup:
-    """The default process group for one run, and the control plane beside it.
+    """The default process group and the control plane of one run.
 
     Args:
-        backend: what collectives run on; None takes gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
-        timeout: after which a collective that a rank does not join fails.
-        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
+        backend: backend of collectives; None selects gloo on the CPU and NCCL (with gloo for CPU tensors) on CUDA.
+        timeout: time after which a collective that a rank does not join fails.
+        step_timeout: the same after the first step; None keeps ``timeout``.
     """
 
     def __init__(self, backend: str | None, timeout: timedelta, step_timeout: timedelta | None = None) -> None:
@@ -40,21 +40,21 @@ class ProcessGroup:
         self.control: GroupControl | None = None
 
     def open(self, placement: Placement, device: torch.device, store: Store | None) -> GroupControl:
-        """Join the default process group, making it over ``store`` where the user has none.
+        """Use the user's default process group, or initialize one over ``store``.
 
         Raises:
-            ConfigurationError: the user's group contradicts what was asked for, or there is no way to the others.
+            ConfigurationError: the user's group contradicts the settings, or there is neither a group nor a store.
         """
-        # Imported later, as DDP does, dynamo would keep the group's threads alive past its end, and the process may
-        # abort at exit.
+        # DDP imports dynamo later, which would keep the group's threads alive past its end: the process could abort at
+        # exit.
         importlib.import_module("torch._dynamo")
         if dist.is_initialized():
             self._check_users_group(placement, device)
             store = dist.distributed_c10d._get_default_store()
         elif store is None:
             raise ConfigurationError(
-                f"Rank {placement.rank} of {placement.world_size} has no way to reach the others.",
-                "neither a process group nor a store's address (MASTER_ADDR, MASTER_PORT) is there.",
+                f"Rank {placement.rank} of {placement.world_size} cannot reach the other ranks.",
+                "there is neither a process group nor a store's address (MASTER_ADDR, MASTER_PORT).",
                 "start the processes with torchrun, or let Fit start them (launcher='auto').",
             )
         run_store = PrefixStore(f"drivetrain/run{next(_runs)}", store)
@@ -75,13 +75,13 @@ class ProcessGroup:
             self._control_group, control_store, rank, world_size, self.timeout, then=self._after_first_step
         )
         own: Store = control_store.clone()  # type: ignore[attr-defined]
-        # Where a rank has failed, the others' kernels of NCCL wait for it on, and so does who waits for a kernel.
+        # NCCL kernels keep waiting for a failed rank, and so does every thread that waits for such a kernel.
         abort = abort_nccl if self._owned and uses_nccl() else None
         self._watchdog = Watchdog(own, rank, self.control.flight.leave, abort)
         return self.control
 
     def _after_first_step(self) -> None:
-        """Wait less for the others from now on: what takes long, compiling and loading, is behind them."""
+        """Switch to the shorter timeout: slow work such as compiling and loading is done after the first step."""
         if self._step_timeout is None or self._step_timeout >= self.timeout:
             return
         assert self.control is not None
@@ -90,7 +90,7 @@ class ProcessGroup:
             set_timeout(self._step_timeout)
 
     def close(self) -> None:
-        """Leave. Talks to nobody: other ranks may be gone."""
+        """Close the group, if this run opened it, and the control plane. Does not communicate: ranks may be gone."""
         if self._watchdog is not None:
             self._watchdog.end()
             self._watchdog = None
@@ -111,20 +111,20 @@ class ProcessGroup:
         world_size = dist.get_world_size()
         if world_size != placement.world_size:
             raise ConfigurationError(
-                f"The process group that is there has {world_size} ranks, and {placement.world_size} are asked for.",
-                "a group of the user's is used as it is.",
-                f"ask for devices x num_nodes = {world_size}, or destroy the group before fit.",
+                f"The existing process group has {world_size} ranks, but the run needs {placement.world_size}.",
+                "a process group that the user initialized is used as it is.",
+                f"set devices x num_nodes = {world_size}, or destroy the group before fit.",
             )
         backend = dist.get_backend()
         if self._backend is not None and self._backend not in (backend, str(backend)):
             raise ConfigurationError(
-                f"process_group_backend={self._backend!r}, and the process group that is there runs on {backend!r}.",
-                "a group of the user's is used as it is.",
+                f"process_group_backend={self._backend!r}, but the existing process group uses {backend!r}.",
+                "a process group that the user initialized is used as it is.",
                 "leave process_group_backend out, or destroy the group before fit.",
             )
         if device.type == "cuda" and backend == "gloo":
             raise DistributedError(
-                f"The process group that is there runs on 'gloo', and the device is {device}.",
+                f"The existing process group uses 'gloo', and the device is {device}.",
                 "gradients on CUDA need NCCL.",
-                "initialise it with backend='cpu:gloo,cuda:nccl', or let Fit make it.",
+                "initialize it with backend='cpu:gloo,cuda:nccl', or let Fit create it.",
             )

@@ -1,4 +1,4 @@
-"""What trains in a module, and how to say that it changed."""
+"""Describes changes of a module's trainable parameters, and the errors for changes that a strategy cannot handle."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
 
-TRAINS = attrgetter("requires_grad")
-"""``tuple(map(TRAINS, parameters))`` is what trains, read without a Python call."""
+REQUIRES_GRAD = attrgetter("requires_grad")
+"""``tuple(map(REQUIRES_GRAD, parameters))`` reads which parameters are trainable, without a Python call for each."""
 
 Groups = tuple[tuple[tuple[str, ...], ...], ...]
-"""For each optimizer, for each of its groups, the names of the parameters."""
+"""Parameter names of each group of each optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """How what trains differs from what trained before, by plain parameter names.
+class TrainableChange:
+    """A change of the trainable parameters, by plain names.
 
     Attributes:
-        unfrozen: train now.
-        frozen: train no longer.
-        created: are other objects than before, or new.
-        removed: are the module's no longer.
-        groups: the optimizers' groups, where they are others than before.
+        unfrozen: parameters that became trainable.
+        frozen: parameters that became frozen.
+        created: parameters that are new, or new objects under a known name.
+        removed: parameters that are no longer in the module.
+        groups: the optimizers' groups, if they changed.
     """
 
     unfrozen: tuple[str, ...] = ()
@@ -43,9 +43,11 @@ class Change:
         now: Mapping[str, nn.Parameter],
         groups_before: Groups,
         groups_now: Groups,
-    ) -> Change:
-        """Compare parameters and whether they trained with what they are now."""
-        kept = {name: before[name][1] for name, one in now.items() if name in before and before[name][0] is one}
+    ) -> TrainableChange:
+        """Return the difference between two states of parameters, trainability and optimizer groups."""
+        kept = {
+            name: before[name][1] for name, parameter in now.items() if name in before and before[name][0] is parameter
+        }
         return cls(
             tuple(name for name, trained in kept.items() if now[name].requires_grad and not trained),
             tuple(name for name, trained in kept.items() if trained and not now[name].requires_grad),
@@ -61,10 +63,10 @@ class Change:
         parts = [
             f"{listed(names)} {verb}"
             for names, verb in (
-                (self.unfrozen, "now train(s)"),
-                (self.frozen, "train(s) no longer"),
-                (self.created, "is or are new"),
-                (self.removed, "is or are gone"),
+                (self.unfrozen, "unfrozen"),
+                (self.frozen, "frozen"),
+                (self.created, "created"),
+                (self.removed, "removed"),
             )
             if names
         ]
@@ -75,28 +77,28 @@ class Change:
 
     @property
     def digest(self) -> str:
-        """Tells two changes apart that read alike, since not every name is shown."""
+        """A digest of all names: the text shows only some of them."""
         return hashlib.blake2b(repr(self).encode(), digest_size=6).hexdigest()
 
 
-def created_within_window(names: Iterable[str], strategy: str) -> ConfigurationError:
-    """The refusal of parameters that are new in an open window."""
+def parameters_created_within_window(names: Iterable[str], strategy: str) -> ConfigurationError:
+    """Return the error for parameters that were created in an open window."""
     return ConfigurationError(
         f"A layer was created within training_step or an open accumulation window: {listed(list(names))}.",
-        f"{strategy} exchanges the gradients of what trained when the window opened: the new ones' would stay this "
-        "rank's own.",
-        "build it in configure_model and freeze it until it is wanted; under DDP it may be created between windows, "
-        "as in on_train_epoch_start.",
+        f"{strategy} exchanges gradients of the parameters that were trainable when the window opened: those of the "
+        "new ones would not be exchanged.",
+        "build it in configure_model and freeze it until it is needed; under DDP it may be created between windows, "
+        "for example in on_train_epoch_start.",
     )
 
 
 def changed_within_window(names: Iterable[str], strategy: str, toggles: bool = False) -> ConfigurationError:
-    """The refusal of parameters whose ``requires_grad`` changed in an open window, or by a toggle left open."""
+    """Return the error for parameters whose ``requires_grad`` changed in an open window, or by an open toggle."""
     return ConfigurationError(
         f"requires_grad of {listed(list(names))} was changed within training_step or an open accumulation window.",
-        f"{strategy} exchanges the gradients of what trained when the window opened: those of the others would stay "
-        "this rank's own, and the replicas would part.",
+        f"{strategy} exchanges gradients of the parameters that were trainable when the window opened: others would "
+        "not be exchanged, and the replicas would diverge.",
         "freeze and unfreeze between windows: in on_train_epoch_start, on_train_batch_start of a window's first batch, "
         "on_before_optimizer_step or later."
-        + (" An optimizer that was toggled is let go of before training_step ends." if toggles else ""),
+        + (" Untoggle a toggled optimizer before training_step ends." if toggles else ""),
     )

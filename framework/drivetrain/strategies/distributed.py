@@ -1,4 +1,4 @@
-"""DistributedStrategy: what every strategy over a process group has in common."""
+"""DistributedStrategy: the base class of all strategies that use a process group."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ DEFAULT_STEP_TIMEOUT = timedelta(minutes=10)
 
 
 class DistributedStrategy(Strategy):
-    """A strategy of several ranks: `setup_module` is all that must be written.
+    """Base class of strategies with several ranks; a subclass must define `setup_module`.
 
-    Done here: processes, process group and control plane, collectives, failures, and data-parallel training. Every rank
-    starts from rank 0's weights, and `exchange_gradients` averages the gradients over the ranks after each window's
-    last backward. A strategy whose wrapper does that overrides `broadcast_module` and `exchange_gradients`.
+    It provides the process group, the control plane, collectives, failure handling and data-parallel training: every
+    rank starts with rank 0's weights, and `exchange_gradients` averages gradients over the ranks after the last
+    backward of each window. Override `broadcast_module` and `exchange_gradients` if a wrapper does this.
 
     Args:
-        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
-        timeout: after which a collective that a rank does not join fails.
-        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
+        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        timeout: time after which a collective that a rank does not join fails.
+        step_timeout: the same after the first step; None keeps ``timeout``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DistributedStrategy(Strategy):
         self._group = ProcessGroup(process_group_backend, timeout, step_timeout)
         self._store: Store | None = None
         self._accumulates = False
-        self._given_out: tuple[nn.Parameter, ...] = ()
+        self._broadcast_parameters: tuple[nn.Parameter, ...] = ()
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
@@ -65,8 +65,8 @@ class DistributedStrategy(Strategy):
         refuse_embedding_max_norm(module, self.world_size)
 
     def broadcast_module(self, module: nn.Module) -> None:
-        self._given_out = tuple(module.parameters())
-        tensors = [*self._given_out, *module.buffers()]
+        self._broadcast_parameters = tuple(module.parameters())
+        tensors = [*self._broadcast_parameters, *module.buffers()]
         if tensors:
             broadcast_together(tensors)
 
@@ -87,29 +87,29 @@ class DistributedStrategy(Strategy):
             self.exchange_gradients()
 
     def exchange_gradients(self) -> None:
-        """Average over the ranks the gradients that a window has added up. Collective.
+        """Average the gradients accumulated in a window over the ranks. Collective.
 
-        A parameter without a gradient on some ranks counts as zero there; without one on any, it is left alone. A
-        gradient that is sparse on some ranks and dense on others becomes dense.
+        A gradient missing on some ranks counts as zero there; one missing on all ranks stays missing. A gradient that
+        is sparse on some ranks and dense on others becomes dense.
         """
-        trained = [one for one in self.named_parameters().values() if one.requires_grad]
-        forms = [_form(one.grad) for one in trained]
-        # On the host: no device is waited for.
+        trained = [parameter for parameter in self.named_parameters().values() if parameter.requires_grad]
+        forms = [_gradient_form(parameter.grad) for parameter in trained]
+        # Reduced on the CPU, so that the host does not wait for the device.
         counts = self.control.all_reduce_async(torch.tensor(forms, dtype=torch.int64).reshape(-1)).wait()
         gradients = []
         for parameter, (dense, sparse) in zip(trained, counts.reshape(-1, 2).tolist(), strict=True):
             if dense or sparse:
-                parameter.grad = _as_on_all(parameter, sparse=not dense)
+                parameter.grad = _common_form(parameter, sparse=not dense)
                 gradients.append(parameter.grad)
         average_together(gradients)
 
     def trainable_changed(self, module: nn.Module) -> None:
         if type(self).exchange_gradients is not DistributedStrategy.exchange_gradients:
-            super().trainable_changed(module)  # whoever exchanges them otherwise knows whether that adapts
+            super().trainable_changed(module)  # only the override knows whether its exchange adapts
         elif self.world_size > 1:
-            known = {id(one) for one in self._given_out}
-            fresh = [one for one in module.parameters() if id(one) not in known]
-            self._given_out = tuple(module.parameters())
+            known = {id(parameter) for parameter in self._broadcast_parameters}
+            fresh = [parameter for parameter in module.parameters() if id(parameter) not in known]
+            self._broadcast_parameters = tuple(module.parameters())
             if fresh:
                 broadcast_together(fresh)
 
@@ -139,21 +139,21 @@ class DistributedStrategy(Strategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self._given_out = ()
+        self._broadcast_parameters = ()
         self._group.close()
         self.control = LocalControl()
 
 
-def _form(gradient: torch.Tensor | None) -> tuple[bool, bool]:
-    """Whether there is a dense gradient, and whether there is a sparse one."""
+def _gradient_form(gradient: torch.Tensor | None) -> tuple[bool, bool]:
+    """Return whether the gradient is dense, and whether it is sparse; neither if there is none."""
     return (False, False) if gradient is None else (not gradient.is_sparse, gradient.is_sparse)
 
 
-def _as_on_all(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
-    """Return the parameter's gradient in the form that it has on all ranks, zero where this one has none."""
+def _common_form(parameter: nn.Parameter, sparse: bool) -> torch.Tensor:
+    """Return the parameter's gradient in the form common to all ranks; zeros if this rank has none."""
     gradient = parameter.grad
     if gradient is None and sparse:
-        # As those of embeddings are: rows, of which there are none.
+        # The layout of an embedding's gradient, with no rows.
         nowhere = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return torch.sparse_coo_tensor(nowhere, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
     if gradient is None:

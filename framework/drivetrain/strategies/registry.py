@@ -1,4 +1,4 @@
-"""Strategies by name: those that come with drivetrain, and those that other packages register."""
+"""Looks up strategies by name: those that come with drivetrain and those that other packages register."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ StrategyName = Literal[
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
 ]
-"""The names that come with drivetrain, for editors to complete; those of other packages are as good."""
+"""The names that come with drivetrain, for completion in editors; names of other packages are valid too."""
 
 
 _NAMES = Names[Strategy](
     "strategy",
     "drivetrain.strategies",
     Strategy,  # type: ignore[type-abstract]
-    {},  # ours come in by the door that is everybody's
+    {},  # our own strategies are registered as entry points too
     why="it names where a run computes",
     instead="a Strategy object, such as DDPStrategy(...)",
 )
 
 
 def known_strategies() -> dict[str, Any]:
-    """Every registered name with its entry point, ours and third parties' alike."""
+    """Return every registered name with its entry point, including those of other packages."""
     return dict(_NAMES.registered())
 
 
@@ -47,6 +47,6 @@ def strategy_by_name(name: str) -> Strategy:
     """Build the strategy registered under ``name``.
 
     Raises:
-        ConfigurationError: nobody registered the name; lists the known ones and the nearest spelling.
+        ConfigurationError: the name is not registered; lists the known ones and the nearest spelling.
     """
     return _NAMES.make(name)

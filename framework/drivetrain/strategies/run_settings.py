@@ -1,4 +1,4 @@
-"""What a strategy with an engine of its own must know of the run."""
+"""The run's settings that a strategy with an engine of its own needs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """The part of `Fit`'s settings that an engine beneath a strategy would otherwise decide by itself.
+    """The settings of `Fit` that a strategy's engine (DeepSpeed's, for example) would otherwise choose itself.
 
     Attributes:
         stage: "fit", "validate", "test" or "predict".
-        accumulate_grad_batches: micro-batches of a window.
-        gradient_clip_val: None or 0 where nothing is clipped.
+        accumulate_grad_batches: micro-batches per window.
+        gradient_clip_val: clipping threshold; None or 0 disables clipping.
         gradient_clip_algorithm: "norm" or "value".
-        batch_size: samples of one rank's micro-batch; None where the loader does not say.
-        automatic_optimization: False where ``training_step`` runs backward and steps itself.
+        batch_size: samples in one rank's micro-batch; None if the loader has no such attribute.
+        automatic_optimization: False if ``training_step`` runs backward and steps itself.
     """
 
     stage: str = "fit"

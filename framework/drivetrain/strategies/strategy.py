@@ -1,11 +1,15 @@
-"""Strategy: the interface of what decides *where* a run computes."""
+"""Strategy: the interface that decides *where* a run computes.
+
+`Strategy` is composed of five groups of methods that an author may override: placement, lifecycle, optimization,
+collectives and checkpoint state. The only method that must be defined is `Strategy.setup_module`.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -24,130 +28,83 @@ if TYPE_CHECKING:
     from drivetrain._runtime.memory_advice import MemoryAdvice
 
 StepRunner = Callable[..., Any]
-"""``runner(step, *args)`` calls ``step(*args)`` the way the strategy needs it called (through DDP's forward, say)."""
+"""``runner(step, *args)`` calls ``step(*args)`` as the strategy requires, through DDP's forward for example."""
 
 
-class Strategy(ABC):
-    """Where a run computes: processes, wrapping, sharding, collectives.
+class StrategyPlacement:
+    """Rank, device and data share of this process.
 
-    A strategy knows the module, the optimizers and a `Precision`; never the engine or the callbacks. Fit drives it so:
-
-    `bind` (placement, device, precision) → `setup_environment` → `take_settings` → ``configure_model`` under
-    `module_init_context` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps → `teardown`.
-
-    Subclass it for one process, and `drivetrain.strategies.DistributedStrategy` for several; `setup_module` is all that
-    must be written. Register a factory in the entry-point group ``drivetrain.strategies`` to give it a name.
+    Override `data_rank`, `data_world_size`, `is_data_leader` and `data_group` together where several ranks hold parts
+    of one replica and therefore read the same data (tensor parallelism). The other properties are final.
     """
 
-    name: ClassVar[str] = "custom"
-
-    single_process: ClassVar[bool] = False
-    """True where the strategy cannot use more than one process."""
-
-    collective_forward: bool = False
-    """True where every forward talks to other ranks, evaluation's included: a rank without data must join in."""
-
-    shards_parameters: bool = False
-    """True where a rank holds parts of parameters; evaluation then runs in no_grad, never in inference_mode."""
-
-    accepts_none_loss: ClassVar[bool] = True
-    """False where ``training_step`` may not return None even in a single process."""
-
-    takes_closures: ClassVar[bool] = True
-    """False where `optimizer_step` refuses a closure."""
-
-    supports_sync_batchnorm: ClassVar[bool] = False
-    """True where the strategy heeds its `sync_batchnorm`; on several ranks of another, it is refused."""
-
-    def __init__(self) -> None:
-        self.sync_batchnorm = False
-        """Normalise over the samples of all ranks; ``Fit(sync_batchnorm=True)`` sets it."""
-        self.launcher: Any = None
-        """A `drivetrain.launchers.Launcher` of the strategy's own; None leaves the choice to Fit."""
-        self.placement = Placement()
-        self.device = torch.device("cpu")
-        self.precision = Precision()
-        self.control: ControlPlane = LocalControl()
-        self.settings = RunSettings()
-        self.module: torch.nn.Module | None = None
-        self.optimizers: list[Optimizer] = []
-        self.schedulers: list[Any] = []
-        """Learning-rate schedulers that the strategy built itself; each steps once an optimizer step."""
-
-    # What must be written
-
-    @abstractmethod
-    def setup_module(self, module: torch.nn.Module) -> StepRunner:
-        """Move, convert and wrap ``module``; return the callable that every step runs through.
-
-        The bare module is kept in ``self.module``, from which state is read by plain names.
-        """
-
-    # What may be written: the rest has defaults that are right for one process that holds the whole module
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            from drivetrain._config.lightning_names import of_strategies  # by whoever asks for what is not there
-
-            raise AttributeError(of_strategies(type(self).__name__, name))
-
-    # Where we are
+    placement: Placement
+    device: torch.device
+    precision: Precision
 
     def bind(
         self, placement: Placement, device: torch.device, precision: Precision, store: Store | None = None
     ) -> None:
-        """Take the place in the world, the device and the precision of the coming run. Talks to nobody.
+        """Store the placement, device and precision of the coming run. Does not communicate.
 
         Args:
-            placement: this process among all.
-            device: what it computes on.
-            precision: how exactly.
-            store: the way to the other processes, where they were started together and have no process group yet.
+            placement: rank and world size of this process.
+            device: the device that this process computes on.
+            precision: the run's precision.
+            store: the rendezvous store, where the processes were started together and have no process group yet.
         """
         self.placement = placement
         self.device = device
         self.precision = precision
 
+    # Provided: final
+
     @property
+    @final
     def root_device(self) -> torch.device:
         """`device`, by Lightning's name."""
         return self.device
 
     @property
+    @final
     def rank(self) -> int:
         return self.placement.rank
 
     @property
+    @final
     def world_size(self) -> int:
         return self.placement.world_size
 
     @property
+    @final
     def local_rank(self) -> int:
         return self.placement.local_rank
 
     @property
+    @final
     def node_rank(self) -> int:
         return self.placement.node_rank
 
+    # May be overridden
+
     @property
     def data_rank(self) -> int:
-        """Which share of the data this rank reads; differs from `rank` where ranks hold parts of one replica."""
+        """Index of the data share that this rank reads. Differs from `rank` where ranks hold parts of one replica."""
         return self.rank
 
     @property
     def data_world_size(self) -> int:
-        """Among how many ranks the data is dealt."""
+        """Number of shares that the data is split into."""
         return self.world_size
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this rank tells the others what it saw of its share, where several ranks read the same one."""
+        """Whether this rank reports for its data share, where several ranks read the same one."""
         return True
 
     @property
     def data_group(self) -> Any:
-        """The process group of ranks with shares of their own, among them this one; None where that is every rank."""
+        """The process group of ranks with distinct data shares that contains this rank; None stands for all ranks."""
         return None
 
     @property
@@ -155,126 +112,171 @@ class Strategy(ABC):
         """The `torch.distributed.device_mesh.DeviceMesh` of the run; None where the strategy has none."""
         return None
 
-    # Set-up
 
-    def take_settings(self, settings: RunSettings) -> None:
-        """Take what the run is going to do, before anything is set up."""
-        self.settings = settings
+class StrategyLifecycle:
+    """What happens before the first step and after the last one. All methods may be overridden."""
 
-    def check(self, module: torch.nn.Module) -> None:
-        """Refuse, before anything is wrapped, what this strategy cannot train.
-
-        Raises:
-            ConfigurationError: names the value, the reason and the way out.
-        """
+    device: torch.device
+    precision: Precision
+    settings: RunSettings
+    module: torch.nn.Module | None
+    optimizers: list[Optimizer]
 
     def setup_environment(self) -> None:
-        """Join the other processes, and make the device the one at hand. A run puts back which one that was."""
+        """Join the other processes and select the CUDA device. The engine restores the previous device afterwards."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
+    def take_settings(self, settings: RunSettings) -> None:
+        """Store the run's settings in ``self.settings``. Called before `check`."""
+        self.settings = settings
+
+    def check(self, module: torch.nn.Module) -> None:
+        """Refuse a module that this strategy cannot train. Called before `setup_module`.
+
+        Raises:
+            ConfigurationError: with the value, the reason and the fix.
+        """
+
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """The context under which ``configure_model`` builds layers."""
+        """Return the context under which ``configure_model`` builds layers."""
         return self.precision.module_init_context()
 
+    def leaves_shards(self, module: torch.nn.Module) -> bool:
+        """Return whether `restore_module` leaves the module's weights sharded over the ranks."""
+        return False
+
+    def restore_module(self) -> None:
+        """Turn the module back into a plain one, with whole tensors and rank 0's buffers. Collective."""
+
+    def memory_advice(self, module: torch.nn.Module) -> Sequence[MemoryAdvice]:
+        """Return settings, or other strategies, that would need less memory on this rank, the cheapest first.
+
+        Called after an out-of-memory error, whose note shows the advice. It must neither communicate nor allocate.
+
+        Args:
+            module: the module in training, as wrapped.
+        """
+        from drivetrain._runtime.memory_advice import MemoryAdvice  # needed only after an out-of-memory error
+
+        return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
+
+    def teardown(self) -> None:
+        """Release all that this strategy acquired. Runs after a failure too, so it must not wait for other ranks."""
+        self.module = None
+        self.optimizers = []
+
+
+class StrategyOptimization(StrategyPlacement):
+    """Optimizers, gradients, backward and step.
+
+    All methods may be overridden. The defaults delegate to the precision and suit one process that holds the whole
+    module.
+    """
+
+    module: torch.nn.Module | None
+    optimizers: list[Optimizer]
+
+    # Optimizers
+
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
-        """The context under which ``configure_optimizers`` builds optimizers."""
+        """Return the context under which ``configure_optimizers`` builds optimizers."""
         return nullcontext()
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers that were built before `setup_module` the parameters that took their parameters' places."""
+        """Point optimizers that were built before `setup_module` at the parameters that replaced theirs."""
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Take the optimizers and return the ones to step."""
+        """Store the optimizers and return those to step."""
         self.optimizers = list(optimizers)
         return self.optimizers
 
-    def broadcast_module(self, module: torch.nn.Module) -> None:
-        """Give every rank rank 0's weights. Collective; called once after `setup_optimizers`, on several ranks."""
-
-    # What trains
+    # Trainable parameters
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The module's parameters by plain name, as its optimizers know them."""
+        """Return the module's parameters by plain name, as its optimizers hold them."""
         return {} if self.module is None else dict(self.module.named_parameters())
 
     def trainable_changed(self, module: torch.nn.Module) -> None:
-        """Adapt to a change of what trains, or refuse it. Called between windows, on all ranks alike.
+        """Adapt to a changed set of trainable parameters, or refuse it. Called between windows, on all ranks.
 
-        Parameters were frozen or unfrozen, layers created, or groups added to an optimizer. A strategy of one process
-        that looks at ``requires_grad`` anew in every step has nothing to do.
+        It changes where parameters were frozen or unfrozen, layers created, or groups added to an optimizer. A
+        single-process strategy that reads ``requires_grad`` in every step has nothing to do.
 
         Raises:
-            ConfigurationError: the strategy cannot train ``module`` so; on several ranks, where this is not overridden.
+            ConfigurationError: the strategy cannot train ``module`` that way, or it has several ranks and does not
+                override this method.
         """
         if self.world_size > 1:
             raise ConfigurationError(
-                f"What trains changed within a run, under {type(self).__name__}.",
-                "it does not say how it adapts, and the ranks' gradients may be exchanged for the wrong parameters.",
+                f"The set of trainable parameters changed within a run, under {type(self).__name__}.",
+                "the strategy does not define how it adapts, so gradients might be exchanged for the wrong parameters.",
                 "override Strategy.trainable_changed, or train each phase in a fit of its own.",
             )
 
     def adding_group(self, optimizer: Optimizer) -> None:
-        """Refuse, where it must be, that ``optimizer.add_param_group`` is called within a run.
+        """Refuse ``optimizer.add_param_group`` within a run where the strategy does not support it.
 
         Raises:
-            ConfigurationError: it cannot be done under this strategy.
+            ConfigurationError: the strategy does not support it.
         """
 
-    # In the loop
+    # Within a step
 
     def to_device(self, batch: Any) -> Any:
-        """Move every tensor of a nested batch to this rank's device; the host does not wait for pinned memory."""
+        """Move every tensor of a nested batch to this rank's device, without blocking for pinned memory."""
         return move_to(batch, self.device, non_blocking=True)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        """The context for forward and backward of a micro-batch; gradients are exchanged where ``enabled``.
+        """Return the context for a micro-batch's forward and backward; gradients are exchanged where ``enabled``.
 
-        It is enabled for a window's last micro-batch, and for each ``manual_backward``. Where it is a `nullcontext`
-        then, the loop leaves it out.
+        It is enabled for the last micro-batch of a window and for each ``manual_backward``. If the enabled context is a
+        `nullcontext`, the loop does not enter it.
         """
         return nullcontext()
 
     def without_gradient(self) -> AbstractContextManager[None]:
-        """Within it a backward adds exactly zero to every parameter's gradient, even where the loss is NaN.
+        """Return a context in which a backward adds exactly zero to every gradient, even if the loss is NaN.
 
-        Multiplying the loss by zero would not do: the mean over no items is NaN, and NaN times zero is NaN.
+        Multiplying the loss by zero is not enough: the mean over no items is NaN, and NaN times zero is NaN.
         """
         assert self.module is not None
-        return _silenced(self.module)
+        return _zeroed_gradients(self.module)
 
     def forget_gradients(self) -> None:
-        """Drop what a window has added up so far, where that is not in the parameters' ``grad``."""
+        """Drop the gradients accumulated in this window that are stored outside the parameters' ``grad``."""
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
-        """Within it only ``optimizer``'s parameters require gradients; what ``toggled_optimizer`` does."""
+        """Return a context in which only ``optimizer``'s parameters require gradients (``toggled_optimizer``)."""
         assert self.module is not None
-        return _training_only(self.module, optimizer)
+        return _only_parameters_of(self.module, optimizer)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate a loss of shape ()."""
         self.precision.backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Give gradients their true magnitude where the precision scaled the loss."""
+        """Divide the gradients by the loss scale, if the precision uses one."""
         self.precision.unscale(optimizer)
 
     def clip_gradients(
         self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
     ) -> torch.Tensor:
-        """Clip over all given optimizers' parameters together; return the global norm before clipping, shape ()."""
+        """Clip over the parameters of all given optimizers together; return the global norm before, shape ()."""
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         return self.precision.clip_gradients(optimizers, max_norm, algorithm)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step one optimizer; False where an overflow made it skip."""
+        """Step one optimizer; return False where an fp16 overflow skipped the step."""
         return self.precision.step(optimizer, closure)
 
     def finish_step(self) -> None:
-        """Called once after all optimizers of a step: adapt the loss scale."""
+        """Update the loss scale. Called once after all optimizers of a step."""
         self.precision.update()
 
-    # Collectives for user code and the engine
+
+class StrategyCollectives:
+    """Collectives for user code and the engine. All may be overridden; the defaults are those of one process."""
 
     def reduce(self, tensor: torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return ``tensor`` reduced over all ranks; ``op`` is "mean", "sum", "max" or "min"."""
@@ -291,85 +293,137 @@ class Strategy(ABC):
     def barrier(self) -> None:
         """Wait until all ranks have arrived."""
 
-    def sync_buffers(self, module: torch.nn.Module) -> None:
-        """Give every rank rank 0's buffers."""
+    def broadcast_module(self, module: torch.nn.Module) -> None:
+        """Copy rank 0's weights to every rank. Called once after `setup_optimizers`, where there are several ranks."""
 
-    # State, keyed by plain parameter names
+    def sync_buffers(self, module: torch.nn.Module) -> None:
+        """Copy rank 0's buffers to every rank."""
+
+
+class StrategyState:
+    """Weights and optimizer state by the names of the bare module, whatever wraps it.
+
+    All methods may be overridden. The defaults suit a strategy that holds the whole module on every rank; one that
+    shards it overrides all of them but `save_beside`.
+    """
+
+    module: torch.nn.Module | None
+    optimizers: list[Optimizer]
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers by the names of the bare module."""
+        """Return parameters and persistent buffers by the names of the bare module."""
         return {} if self.module is None else dict(self.module.state_dict())
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what `model_state` gave, under this strategy or any other.
+        """Load what `model_state` returned, under this strategy or another.
 
         Args:
-            state: by name: whole tensors, sharded ones, or a `ParameterShard` of the region that `model_regions` names.
-            strict: refuse missing and unexpected names; else what ``state`` leaves out stays as it is.
+            state: values by name: whole tensors, DTensors, or a `ParameterShard` of the region that `model_regions`
+                names.
+            strict: refuse missing and unexpected names; otherwise tensors missing from ``state`` keep their values.
         """
         if self.module is not None:
             self.module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, index: int = 0) -> dict[str, Any]:
-        """One optimizer's ``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}``."""
+        """Return ``{"state": {parameter name: {key: value}}, "param_groups": [{..., "params": [names]}]}``."""
         assert self.module is not None
         return named_optimizer_state(self.module, self.optimizers[index])
 
     def load_optimizer_state(self, state: Mapping[str, Any], index: int = 0) -> None:
-        """Load what `optimizer_state` gave, matched by name; values as `load_model_state` takes them."""
+        """Load what `optimizer_state` returned, matched by name; takes the same values as `load_model_state`."""
         assert self.module is not None
         load_named_optimizer_state(self.module, self.optimizers[index], state)
 
     def shard_of(self, value: torch.Tensor | ParameterShard) -> torch.Tensor | ParameterShard:
-        """Return a value of `model_state` or `optimizer_state` as what this rank holds of it.
+        """Return what this rank holds of a value of `model_state` or `optimizer_state`. Does not communicate.
 
-        A tensor where every rank holds the whole, a `ParameterShard` where each holds a part. Talks to nobody.
+        The result is a tensor where every rank holds the whole, and a `ParameterShard` where each holds a part.
         """
         return value
 
     def model_regions(self) -> dict[str, Region]:
-        """Which part of each tensor of the module this rank wants to load; names left out are wanted whole."""
+        """Return the region of each of the module's tensors that this rank loads; omitted names are loaded whole."""
         return {}
 
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
-        """The same for one optimizer's values of their parameters' shapes, by parameter name."""
+        """Return the same for one optimizer's state of parameter shape, by parameter name."""
         return self.model_regions()
 
     def save_beside(self, path: str) -> None:
-        """Write what the strategy's own tools read beside the checkpoint at ``path``. Collective."""
+        """Write files for the strategy's own tools next to the checkpoint at ``path``. Collective."""
 
-    # Where memory lacks
 
-    def memory_advice(self, module: torch.nn.Module) -> Sequence[MemoryAdvice]:
-        """Which settings of this strategy, or which other strategy, would take less memory on this rank.
+class Strategy(StrategyLifecycle, StrategyOptimization, StrategyCollectives, StrategyState, StrategyPlacement, ABC):
+    """Decides where a run computes: processes, wrapping, sharding, collectives.
 
-        Asked where training ran out of memory, for the note on the error; the first advice costs least. Talks to
-        nobody, and asks for no more memory. By default what holds under any strategy.
+    A subclass must define `setup_module`. Each base class holds one group of the methods that it may override, with
+    defaults for a single process that holds the whole module: lifecycle, optimization, collectives, checkpoint state
+    and placement. `rank`, `world_size`, `local_rank`, `node_rank` and `root_device` are final. Subclass
+    `drivetrain.strategies.DistributedStrategy` for several processes.
 
-        Args:
-            module: what was trained, wrapped as it is.
+    A strategy uses the module, the optimizers and a `Precision`, but neither the engine nor the callbacks. ``Fit``
+    calls it in this order:
+
+    `bind` (placement, device, precision) → `setup_environment` → `take_settings` → ``configure_model`` under
+    `module_init_context` → `check` → `setup_module` → ``configure_optimizers`` → `setup_optimizers` → steps →
+    `restore_module` → `teardown`.
+
+    Register a factory in the entry-point group ``drivetrain.strategies`` to select the strategy by name.
+    """
+
+    name: ClassVar[str] = "custom"
+
+    single_process: ClassVar[bool] = False
+    """True if the strategy cannot use more than one process."""
+
+    collective_forward: bool = False
+    """True if every forward is collective, in evaluation too: a rank without data must then run it as well."""
+
+    shards_parameters: bool = False
+    """True if a rank holds only parts of parameters; evaluation then runs in no_grad, never in inference_mode."""
+
+    accepts_none_loss: ClassVar[bool] = True
+    """False if ``training_step`` may not return None even in a single process."""
+
+    takes_closures: ClassVar[bool] = True
+    """False if `optimizer_step` refuses a closure."""
+
+    supports_sync_batchnorm: ClassVar[bool] = False
+    """True if the strategy implements `sync_batchnorm`; others refuse it on several ranks."""
+
+    def __init__(self) -> None:
+        self.sync_batchnorm = False
+        """Compute batch statistics over all ranks; set by ``Fit(sync_batchnorm=True)``."""
+        self.launcher: Any = None
+        """The `drivetrain.launchers.Launcher` that this strategy needs; None leaves the choice to ``Fit``."""
+        self.placement = Placement()
+        self.device = torch.device("cpu")
+        self.precision = Precision()
+        self.control: ControlPlane = LocalControl()
+        self.settings = RunSettings()
+        self.module: torch.nn.Module | None = None
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[Any] = []
+        """Learning-rate schedulers that the strategy built itself; each steps once per optimizer step."""
+
+    @abstractmethod
+    def setup_module(self, module: torch.nn.Module) -> StepRunner:
+        """Move, convert and wrap ``module``; return the callable through which every step runs.
+
+        Keep the bare module in ``self.module``: its state is saved and loaded by plain names.
         """
-        from drivetrain._runtime.memory_advice import MemoryAdvice  # where memory lacks alone
 
-        return [MemoryAdvice("activations", "activation checkpointing (torch.utils.checkpoint around each block)")]
+    if not TYPE_CHECKING:
 
-    # The end
+        def __getattr__(self, name: str) -> Any:
+            from drivetrain._config.lightning_names import of_strategies  # needed only for an unknown attribute
 
-    def leaves_shards(self, module: torch.nn.Module) -> bool:
-        """Whether `restore_module` leaves the module's weights spread over the ranks."""
-        return False
-
-    def restore_module(self) -> None:
-        """Make the module plain again, with whole tensors and rank 0's buffers. Collective."""
-
-    def teardown(self) -> None:
-        """Let go of everything this strategy took. Never waits for other ranks, since it also runs after a failure."""
-        self.module = None
-        self.optimizers = []
+            raise AttributeError(of_strategies(type(self).__name__, name))
 
 
 @contextmanager
-def _silenced(module: torch.nn.Module) -> Iterator[None]:
+def _zeroed_gradients(module: torch.nn.Module) -> Iterator[None]:
     handles = [
         parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
         for parameter in module.parameters()
@@ -383,9 +437,9 @@ def _silenced(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _training_only(module: torch.nn.Module, optimizer: Any) -> Iterator[None]:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    others = [one for one in module.parameters() if one.requires_grad and id(one) not in held]
+def _only_parameters_of(module: torch.nn.Module, optimizer: Any) -> Iterator[None]:
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [each for each in module.parameters() if each.requires_grad and id(each) not in optimized]
     for parameter in others:
         parameter.requires_grad_(False)
     try:

@@ -1,4 +1,4 @@
-"""DDP communication hooks by name."""
+"""Registers DDP communication hooks by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
     """Register ``hook`` on ``ddp``: a name, a hook, or a pair of a state and a hook.
 
     Raises:
-        ConfigurationError: an unknown name, or one that the backend cannot run.
+        ConfigurationError: the name is unknown, or the backend cannot run the hook.
     """
     if hook is None:
         return
@@ -31,7 +31,7 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
         state, found = _by_name(hook)
         try:
             ddp.register_comm_hook(state, found)
-        except TypeError as error:  # torch's answer to bf16 without NCCL
+        except TypeError as error:  # torch refuses bf16 without NCCL
             raise ConfigurationError(
                 f"comm_hook={hook!r} on the backend {dist.get_backend()!r}.",
                 f"torch says: {str(error).splitlines()[0]}",
@@ -39,22 +39,23 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: CommHook | None) -> N
             ) from error
 
 
-def refuse_kept_state(hook: CommHook | None) -> None:
-    """Refuse that DDP is built anew over a hook whose state is the user's: it is of the buckets that were.
+def refuse_user_state(hook: CommHook | None) -> None:
+    """Refuse to rebuild DDP with a hook that has the user's state, which belongs to the previous buckets.
 
     Raises:
-        ConfigurationError: names the state.
+        ConfigurationError: names the state's class.
     """
     if isinstance(hook, tuple) and hook[0] is not None:
         raise ConfigurationError(
-            f"What trains changed within a run, under a comm_hook with a {type(hook[0]).__name__}.",
-            "such state is kept by bucket of gradients, and the buckets are others now.",
-            "name the hook (comm_hook='powersgd'), which then begins with fresh state; or use one without state.",
+            f"The set of trainable parameters changed within a run, with a comm_hook that has a "
+            f"{type(hook[0]).__name__}.",
+            "such state belongs to DDP's gradient buckets, and these have changed.",
+            "pass the hook's name (comm_hook='powersgd'), which starts with fresh state, or a hook without state.",
         )
 
 
 def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
-    # Imported here, since they are wanted rarely and cost start-up time.
+    # Imported here, since hooks are rarely used and their modules cost start-up time.
     if name == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -67,6 +68,6 @@ def _by_name(name: str) -> tuple[Any, Callable[..., Any]]:
         return None, default_hooks.bf16_compress_hook
     raise ConfigurationError(
         f"Unknown comm_hook {name!r}.{nearest(name, NAMES)}",
-        "communication hooks are found by name.",
+        "a str must be the name of a known communication hook.",
         f"use one of {', '.join(NAMES)}, a hook, or a pair of a state and a hook.",
     )

@@ -1,4 +1,4 @@
-"""The uses of DistributedDataParallel's private reducer, all in one place."""
+"""All uses of DistributedDataParallel's private reducer."""
 
 from __future__ import annotations
 
@@ -15,100 +15,104 @@ from drivetrain.errors import ConfigurationError
 _INDICES = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 
 
-def verifier(ddp: DistributedDataParallel) -> Callable[[], None]:
-    """What raises, after a backward that exchanged gradients, where the reducer still waits for some.
+def reduction_check(ddp: DistributedDataParallel) -> Callable[[], None]:
+    """Return a function that raises if the reducer still waits for gradients after a synchronized backward.
 
-    It is the reducer's own method, so that a step makes no Python call for it, and keeps the reducer alive.
+    It is the reducer's bound method, which adds no Python call to a step. It keeps the reducer alive.
     """
     check: Callable[[], None] = ddp.reducer._check_reducer_finalized
     return check
 
 
 def expect_backward(ddp: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Prepare for a backward that no DDP forward announced, as manual optimization runs several a forward.
+    """Prepare for a backward without a DDP forward: manual optimization may run several backwards per forward.
 
-    ``ddp`` was built with ``find_unused_parameters=True``: what ``loss`` does not reach is not waited for.
+    ``ddp`` was built with ``find_unused_parameters=True``, so it does not wait for parameters that ``loss`` does not
+    reach.
     """
     ddp.reducer._rebuild_buckets()
     ddp.reducer.prepare_for_backward([loss])
 
 
-def take_as_told(ddp: DistributedDataParallel) -> None:
-    """Let torch say here, where nobody hears it, what it says once in a process about ``find_unused_parameters=True``.
+def consume_unused_parameters_warning(ddp: DistributedDataParallel) -> None:
+    """Trigger and suppress torch's once-per-process warning about ``find_unused_parameters=True``.
 
-    It advises against it where a backward reaches every parameter: in manual optimization that is our choice, and not
-    the user's. What it says goes to standard error, from every rank, but within a backward it is a Python warning.
+    Torch advises against the option if a backward reaches every parameter. In manual optimization the option is our
+    choice, not the user's. The warning goes to stderr on every rank, except within a backward, where it is a Python
+    warning that can be filtered.
     """
-    global _taken_as_told
-    if _taken_as_told:
+    global _warning_consumed
+    if _warning_consumed:
         return
-    _taken_as_told = True
+    _warning_consumed = True
     with torch.enable_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-        reaches_all = sum(one.reshape(-1)[:1].sum() for one in ddp.module.parameters() if one.requires_grad)
+        reaches_all = sum(
+            parameter.reshape(-1)[:1].sum() for parameter in ddp.module.parameters() if parameter.requires_grad
+        )
         probe = torch.zeros((), requires_grad=True)
-        # It only marks what is reached: without a hook of a parameter's nothing is begun that would have to end.
+        # This only marks the reached parameters. No parameter's hook runs, so no reduction starts.
         probe.register_hook(lambda gradient: ddp.reducer.prepare_for_backward([reaches_all]))  # type: ignore[no-untyped-call]
         (probe * 1.0).backward()  # type: ignore[no-untyped-call]
 
 
-_taken_as_told = False
+_warning_consumed = False
 
 
-def plan_on_next_backward(ddp: DistributedDataParallel) -> None:
-    """Make the graph a static one, on whose next backward DDP plans the rest.
+def enable_static_graph(ddp: DistributedDataParallel) -> None:
+    """Switch DDP to a static graph, which it plans in the next backward.
 
-    DDP built with ``static_graph=True`` takes the first backward for that, even under ``no_sync``, and counts with it
-    those that follow until one synchronises. Until it is told, it accumulates as any other does.
+    DDP built with ``static_graph=True`` would plan in the first backward, even under ``no_sync``, together with those
+    that follow until one synchronizes. Switching later lets it accumulate like any other DDP until then.
     """
     ddp._set_static_graph()  # type: ignore[no-untyped-call]
 
 
-def gives_out_buffers(ddp: DistributedDataParallel) -> bool:
-    """Whether there are buffers, and rank 0's are to be everybody's before each forward."""
+def broadcasts_buffers(ddp: DistributedDataParallel) -> bool:
+    """Return whether DDP broadcasts rank 0's buffers before each forward."""
     return bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
 
-def give_out_buffers(ddp: DistributedDataParallel) -> None:
-    """Do what a DDP forward does before anything else, for a step that is none."""
+def broadcast_buffers(ddp: DistributedDataParallel) -> None:
+    """Broadcast rank 0's buffers as a DDP forward does, for a step that does not run one."""
     ddp._sync_buffers()  # type: ignore[no-untyped-call]
 
 
-def let_go(ddp: DistributedDataParallel) -> None:
-    """Drop what keeps the process group's sockets open, so that peers blocked in a collective fall out."""
+def release_process_group(ddp: DistributedDataParallel) -> None:
+    """Drop the references that keep the process group's sockets open, so that peers blocked in a collective fail."""
     attributes: dict[str, Any] = ddp.__dict__
     for name in ("reducer", "logger", "process_group"):
         attributes.pop(name, None)
 
 
-def explain(error: RuntimeError, ddp: DistributedDataParallel) -> None:
-    """Raise an error of the reducer's as one of ours, with the way out; return where it is something else.
+def raise_explained(error: RuntimeError, ddp: DistributedDataParallel) -> None:
+    """Translate an error of the reducer; return if ``error`` is not one of the known ones.
 
     Raises:
-        ConfigurationError: names the parameters, or what the graph did.
+        ConfigurationError: names the unused parameters, or how the graph changed.
     """
     text = str(error)
-    said = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
+    torch_message = f"torch says: {text.strip().splitlines()[0][:200]}" if text.strip() else ""
     if "Expected to have finished reduction in the prior iteration" in text:
         raise _unused(_names_in(text, ddp), bool(ddp.static_graph)) from error
     if "Your training graph has changed" in text:
         raise ConfigurationError(
             "The graph of training_step changed under static_graph=True.",
-            "a static graph uses the same parameters, in the same order and as often, in every step; DDP planned its "
-            f"communication on the first one. {said}",
+            "a static graph uses the same parameters, in the same order and equally often, in every step; DDP planned "
+            f"its communication in the first one. {torch_message}",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         ) from error
     if "mark a variable ready only once" in text:
         raise ConfigurationError(
             "A parameter's gradient became ready twice in one backward.",
-            "DDP counts each parameter once a backward; re-entrant activation checkpointing (use_reentrant=True), with "
-            f"find_unused_parameters=True or around a module used twice, breaks that count. {said}",
+            "DDP counts each parameter once per backward; re-entrant activation checkpointing (use_reentrant=True) "
+            f"with find_unused_parameters=True or around a module used twice, breaks that count. {torch_message}",
             "checkpoint with use_reentrant=False, or use static_graph=True without find_unused_parameters.",
         ) from error
 
 
 def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
-    """The refusal of parameters that got no gradient, by the names they have in the bare module."""
+    """Return the error for parameters without a gradient, by their names in the bare module."""
     what = (
         f"{len(names)} trainable parameter(s) got no gradient: {', '.join(repr(name) for name in names[:20])}"
         f"{', ...' if len(names) > 20 else ''}."
@@ -116,19 +120,19 @@ def _unused(names: list[str], static_graph: bool) -> ConfigurationError:
     if static_graph:
         return ConfigurationError(
             f"The graph of training_step changed under static_graph=True. {what}",
-            "they had one in this rank's first step, and so DDP waits for it in every step: the ranks would hang.",
+            "they had one in this rank's first step, so DDP waits for them in every step: the ranks would hang.",
             "use DDPStrategy(find_unused_parameters=True), or make every step use the same parameters.",
         )
     return ConfigurationError(
         what,
         "plain DDP waits for every trainable parameter's gradient in every step, so the ranks would hang.",
-        "use DDPStrategy(static_graph=True) where it is always the same ones, "
-        "DDPStrategy(find_unused_parameters=True) where it varies, or freeze them with requires_grad_(False).",
+        "use DDPStrategy(static_graph=True) if it is always the same ones, "
+        "DDPStrategy(find_unused_parameters=True) if they vary, or freeze them with requires_grad_(False).",
     )
 
 
 def _names_in(text: str, ddp: DistributedDataParallel) -> list[str]:
-    """Read the reducer's complaint, which tells parameters by their number among those that trained at the start."""
-    trained: list[str] = ddp.module.trained
+    """Return the parameter names in the reducer's message, which has indices into the initially trainable ones."""
+    trainable_names: list[str] = ddp.module.trainable_names
     found = _INDICES.search(text)
-    return [trained[int(index)] for index in found[1].split()] if found else ["one that torch does not name"]
+    return [trainable_names[int(index)] for index in found[1].split()] if found else ["one that torch does not name"]

@@ -1,4 +1,4 @@
-"""SyncBatchNorm for the length of a run."""
+"""Replaces BatchNorm by SyncBatchNorm during a run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import nn
 
 
 class SyncBatchNormSwap:
-    """Puts SyncBatchNorm in the place of every BatchNorm of ``module``; parameters and buffers stay the same."""
+    """Replaces every BatchNorm layer of ``module`` by SyncBatchNorm; parameters and buffers stay the same objects."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # One layer may stand in several places, of which torch replaces the first.
+        # A layer may be registered under several names; torch replaces only the first.
         before = dict(module.named_modules(remove_duplicate=False))
         nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         successors = {
@@ -20,17 +20,17 @@ class SyncBatchNormSwap:
         }
         self._replaced = {name: child for name, child in before.items() if id(child) in successors}
         for name, original in self._replaced.items():
-            self._put(name, successors[id(original)])
+            self._assign(name, successors[id(original)])
 
     def undo(self) -> None:
-        """Put the original layers back, with what the run taught their successors."""
+        """Put the original layers back, with the parameters and buffers of their replacements."""
         for name, original in self._replaced.items():
             successor = self._module.get_submodule(name)
             original._parameters.update(successor._parameters)
             original._buffers.update(successor._buffers)
             original.train(successor.training)
-            self._put(name, original)
+            self._assign(name, original)
 
-    def _put(self, name: str, layer: nn.Module) -> None:
+    def _assign(self, name: str, layer: nn.Module) -> None:
         parent, _, attribute = name.rpartition(".")
         setattr(self._module.get_submodule(parent), attribute, layer)

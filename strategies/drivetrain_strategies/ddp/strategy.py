@@ -1,4 +1,4 @@
-"""DDPStrategy: a replica on every rank, gradients averaged during backward."""
+"""DDPStrategy: a replica on every rank; gradients are averaged during backward."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from drivetrain.strategies import (
     refuse_embedding_max_norm,
 )
 from drivetrain_strategies._device_restore import HomeDevice
-from drivetrain_strategies._missing_weights import refuse_weights_left
+from drivetrain_strategies._missing_weights import refuse_missing_weights
 from drivetrain_strategies._module_checks import (
     refuse_device_map,
     refuse_meta,
     refuse_other_device,
 )
-from drivetrain_strategies._replicated import shard_them
-from drivetrain_strategies._step_module import StepModule, whole_output
+from drivetrain_strategies._replicated import sharding_advice
+from drivetrain_strategies._step_module import StepModule, unwrap_step_output
 from drivetrain_strategies.ddp import _reducer as reducer
-from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_kept_state, register_comm_hook
+from drivetrain_strategies.ddp._comm_hooks import CommHook, refuse_user_state, register_comm_hook
 from drivetrain_strategies.ddp._sync_batchnorm import SyncBatchNormSwap
 
 
@@ -40,20 +40,19 @@ class DDPStrategy(DistributedStrategy):
     """Data-parallel training on `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
-        static_graph: promise that every step uses the same parameters alike; None leaves torch's default.
-        find_unused_parameters: look, in every step, for parameters that it does not use.
-        bucket_cap_mb: size of a gradient bucket in MiB; None leaves torch's default.
-        broadcast_buffers: give all ranks rank 0's buffers before each ``training_step``; None leaves torch's default
-            (True).
-        gradient_as_bucket_view: let gradients live in the communication buckets.
+        static_graph: declare that every step uses the same parameters in the same way; None uses torch's default.
+        find_unused_parameters: search for unused parameters in every step.
+        bucket_cap_mb: size of a gradient bucket in MiB; None uses torch's default.
+        broadcast_buffers: broadcast rank 0's buffers before each ``training_step``; None uses torch's default (True).
+        gradient_as_bucket_view: make gradients views of the communication buckets.
         comm_hook: "fp16", "bf16" or "powersgd"; a hook; or a pair of a state and a hook.
-        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
-        timeout: after which a collective that a rank does not join fails.
-        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
-        sync_batchnorm: turn BatchNorm into SyncBatchNorm for the run. ``Fit(sync_batchnorm=True)`` sets it.
+        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        timeout: time after which a collective that a rank does not join fails.
+        step_timeout: the same after the first step; None keeps ``timeout``.
+        sync_batchnorm: replace BatchNorm by SyncBatchNorm during the run. ``Fit(sync_batchnorm=True)`` sets it.
 
     Raises:
-        ConfigurationError: ``static_graph`` together with ``find_unused_parameters``.
+        ConfigurationError: ``static_graph`` and ``find_unused_parameters`` are both set.
     """
 
     name: ClassVar[str] = "ddp"
@@ -77,8 +76,8 @@ class DDPStrategy(DistributedStrategy):
         if static_graph and find_unused_parameters:
             raise ConfigurationError(
                 "static_graph=True together with find_unused_parameters=True.",
-                "a static graph already knows from its first step which parameters are unused, and never looks again.",
-                "keep static_graph=True alone where the unused parameters are always the same ones.",
+                "with a static graph, DDP finds unused parameters in the first step and does not search again.",
+                "keep only static_graph=True if the unused parameters are always the same ones.",
             )
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
@@ -93,31 +92,31 @@ class DDPStrategy(DistributedStrategy):
         self._swap: SyncBatchNormSwap | None = None
         self._ddp: DistributedDataParallel | None = None
         self._manual = False
-        self._verify: Callable[[], None] | None = None
+        self._check_reduction: Callable[[], None] | None = None
         self._replicated: tuple[nn.Parameter, ...] = ()
-        self._trained: list[nn.Parameter] = []
+        self._trainable: list[nn.Parameter] = []
 
     @property
     def ddp_module(self) -> DistributedDataParallel | None:
-        """The wrapper that is in use, or None outside a run."""
+        """The wrapper in use; None outside a run, and if nothing is trainable."""
         return self._ddp
 
     def check(self, module: nn.Module) -> None:
         refuse_device_map(module)
-        refuse_weights_left(module)
+        refuse_missing_weights(module)
         refuse_meta(module)
         refuse_embedding_max_norm(module, self.world_size)
         manual = not getattr(module, "automatic_optimization", True)
         if manual and self.static_graph:
             raise ConfigurationError(
                 "static_graph=True together with manual optimization.",
-                "optimizers that take turns use other parameters in each backward, which is no static graph.",
+                "optimizers that take turns use different parameters in each backward, so the graph is not static.",
                 "use strategy='ddp'.",
             )
         kept, reduced = self.precision.param_dtype, self.precision.reduce_dtype
         if kept is not reduced and self.world_size > 1 and self.comm_hook is None:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} reduces gradients in {reduced}, and keeps parameters in {kept}.",
+                f"precision={self.precision.name!r} reduces gradients in {reduced} and keeps parameters in {kept}.",
                 "DDP reduces gradients in the dtype of their parameters.",
                 f"use strategy='fsdp', DDPStrategy(comm_hook=...), or {type(self.precision).__name__}.reduce_dtype = "
                 f"{kept}.",
@@ -139,12 +138,12 @@ class DDPStrategy(DistributedStrategy):
         self._manual = not getattr(module, "automatic_optimization", True)
         self._replicated = tuple(module.parameters())
         if not self._wrap(module, init_sync=True):
-            self._give_out([*module.parameters(), *module.buffers()])  # as DDP does where anything trains
+            self._broadcast([*module.parameters(), *module.buffers()])  # DDP does this only if something is trainable
         if self._manual:
-            return self._manual_runner()  # each backward is announced by itself, in `backward`
+            return self._manual_runner()  # `backward` prepares DDP for each backward
         if self.world_size == 1 and self.find_unused_parameters and self.comm_hook is None:
-            # There is nothing to exchange. DDP's forward would announce a backward, which a None loss has not, and take
-            # all parameters for unused ones whose gradients are to be there.
+            # There is nothing to exchange. After a None loss, which has no backward, DDP would report all parameters as
+            # unused.
             return operator.call
 
         static = self.static_graph
@@ -152,39 +151,42 @@ class DDPStrategy(DistributedStrategy):
         def run(step: Callable[..., Any], *args: Any) -> Any:
             ddp = self._ddp
             if ddp is None or not torch.is_grad_enabled():
-                return step(*args)  # nothing to reduce; buffers were given out before the evaluation
+                return step(*args)  # nothing to reduce; the engine broadcast the buffers before evaluation
             if static and not ddp.static_graph and ddp.require_backward_grad_sync:
-                reducer.plan_on_next_backward(ddp)
+                reducer.enable_static_graph(ddp)
             try:
                 output = ddp(step, *args)
             except RuntimeError as error:
-                reducer.explain(error, ddp)
+                reducer.raise_explained(error, ddp)
                 raise
-            return whole_output(output)
+            return unwrap_step_output(output)
 
         return run
 
     def _manual_runner(self) -> StepRunner:
-        """A step is not DDP's forward, which would give out rank 0's buffers."""
+        """Return the step runner of manual optimization: a step does not go through DDP's forward.
+
+        It therefore broadcasts rank 0's buffers itself.
+        """
         if self._options.get("broadcast_buffers") is False:
             return operator.call
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
-            ddp = self._ddp  # another one where what trains has changed
-            if ddp is not None and torch.is_grad_enabled() and reducer.gives_out_buffers(ddp):
-                reducer.give_out_buffers(ddp)
+            ddp = self._ddp  # replaced when the set of trainable parameters changes
+            if ddp is not None and torch.is_grad_enabled() and reducer.broadcasts_buffers(ddp):
+                reducer.broadcast_buffers(ddp)
             return step(*args)
 
         return run
 
     def _wrap(self, module: nn.Module, init_sync: bool) -> bool:
-        """Put DDP around the module, for what trains now; False where nothing does. Collective."""
-        self._trained = [one for one in module.parameters() if one.requires_grad]
+        """Wrap the module in DDP for the currently trainable parameters; False if there are none. Collective."""
+        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._ddp is not None:
-            reducer.let_go(self._ddp)  # its hooks come off the parameters with it
-        self._ddp = self._verify = None
-        if not self._trained:
-            return False  # nothing to reduce, and DDP refuses such a module
+            reducer.release_process_group(self._ddp)  # this also removes its hooks from the parameters
+        self._ddp = self._check_reduction = None
+        if not self._trainable:
+            return False  # DDP refuses a module without trainable parameters
         options = dict(self._options)
         if not init_sync:
             options["init_sync"] = False
@@ -195,28 +197,30 @@ class DDPStrategy(DistributedStrategy):
         )
         register_comm_hook(ddp, self.comm_hook)
         if self._manual and not self.find_unused_parameters:
-            reducer.take_as_told(ddp)
+            reducer.consume_unused_parameters_warning(ddp)
         self._ddp = ddp
         if not (self.find_unused_parameters or self._manual):
-            self._verify = reducer.verifier(ddp)
+            self._check_reduction = reducer.reduction_check(ddp)
         return True
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """DistributedDataParallel has begun with them."""
+        """Do nothing: DistributedDataParallel broadcast the weights when it was built."""
 
     def trainable_changed(self, module: nn.Module) -> None:
-        known = {id(one) for one in self._replicated}
-        fresh = {name: one for name, one in module.named_parameters() if id(one) not in known}
+        known = {id(parameter) for parameter in self._replicated}
+        fresh = {name: parameter for name, parameter in module.named_parameters() if id(parameter) not in known}
         self._replicated = tuple(module.parameters())
         if fresh:
             refuse_other_device(fresh, self.device)
-            self._give_out([*fresh.values(), *module.buffers()])
-        if list(map(id, self._trained)) == [id(one) for one in self._replicated if one.requires_grad]:
+            self._broadcast([*fresh.values(), *module.buffers()])
+        if list(map(id, self._trainable)) == [
+            id(parameter) for parameter in self._replicated if parameter.requires_grad
+        ]:
             return
-        refuse_kept_state(self.comm_hook)
+        refuse_user_state(self.comm_hook)
         self._wrap(module, init_sync=False)
 
-    def _give_out(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         if tensors:
             broadcast_together(tensors)
 
@@ -232,15 +236,15 @@ class DDPStrategy(DistributedStrategy):
             reducer.expect_backward(ddp, loss)
         try:
             self.precision.backward(loss)
-            # The next forward would tell too: after a step on this rank's own gradients, if there is one.
-            if self._verify is not None and ddp.require_backward_grad_sync:
-                self._verify()
+            # DDP would only raise in the next forward, after a step on this rank's own gradients.
+            if self._check_reduction is not None and ddp.require_backward_grad_sync:
+                self._check_reduction()
         except RuntimeError as error:
-            reducer.explain(error, ddp)
+            reducer.raise_explained(error, ddp)
             raise
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
-        return [shard_them(self.world_size), *super().memory_advice(module)]
+        return [sharding_advice(self.world_size), *super().memory_advice(module)]
 
     def teardown(self) -> None:
         if self._swap is not None:
@@ -248,9 +252,9 @@ class DDPStrategy(DistributedStrategy):
         if self._home is not None:
             self._home.restore()
         if self._ddp is not None:
-            reducer.let_go(self._ddp)
-        self._ddp = self._verify = None
+            reducer.release_process_group(self._ddp)
+        self._ddp = self._check_reduction = None
         self._home = None
         self._swap = None
-        self._replicated, self._trained = (), []
+        self._replicated, self._trainable = (), []
         super().teardown()

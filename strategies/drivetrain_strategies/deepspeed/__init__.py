@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO behind the same interface: `DeepSpeedStrategy`."""
+"""`DeepSpeedStrategy`: ZeRO by DeepSpeed's own engine."""
 
 from __future__ import annotations
 

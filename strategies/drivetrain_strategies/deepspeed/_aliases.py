@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's stages, registered as entry points in ``pyproject.toml``; deepspeed itself comes later."""
+"""The names of DeepSpeed's stages, registered as entry points in ``pyproject.toml``. Does not import deepspeed."""
 
 from __future__ import annotations
 

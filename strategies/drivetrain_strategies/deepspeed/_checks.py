@@ -1,4 +1,4 @@
-"""What DeepSpeed refuses, or would train wrongly in silence: said by name, before anything is wrapped."""
+"""Checks that refuse, before anything is wrapped, what DeepSpeed cannot train or would silently train wrongly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import RunSettings, refuse_embedding_max_norm
-from drivetrain_strategies._missing_weights import left_by_deepspeed, refuse_weights_left
+from drivetrain_strategies._missing_weights import refuse_missing_weights, was_left_by_deepspeed
 from drivetrain_strategies._module_checks import refuse_device_map, refuse_sparse_embeddings
 
 _TORCH = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop")
@@ -20,16 +20,16 @@ _ELEMENTWISE = {
     *(f"torch.optim.{name}" for name in _TORCH),
     *("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam", "deepspeed.FusedLion", "deepspeed.DeepSpeedCPULion"),
 }
-"""Optimizers whose update of an element depends on that element alone."""
+"""Optimizers whose update is elementwise."""
 
 _REASONS: dict[type, str] = {
-    torch.optim.LBFGS: "it evaluates the loss anew in its step, where DeepSpeed's engine gives it one",
+    torch.optim.LBFGS: "its step re-evaluates the loss, which DeepSpeed's engine does not support",
     torch.optim.Adafactor: (
-        "it looks at a parameter's rows and columns, which ZeRO flattens away: measured, weights move by half"
+        "it uses a parameter's rows and columns, and ZeRO flattens parameters: measured, updates are half as large"
     ),
-    torch.optim.Muon: "it looks at a parameter as a matrix, which ZeRO flattens away",
+    torch.optim.Muon: "it uses a parameter as a matrix, and ZeRO flattens parameters",
     torch.optim.SparseAdam: "ZeRO's gradients are dense",
-    torch.optim.Adagrad: "DeepSpeed steps another one in its place, which no scheduler reaches",
+    torch.optim.Adagrad: "DeepSpeed replaces it by its own, which schedulers do not reach",
 }
 
 
@@ -40,30 +40,30 @@ def check_module(module: nn.Module, run: RunSettings, world_size: int, mixed: bo
         ConfigurationError: names the submodule or the parameter.
     """
     refuse_device_map(module)
-    if not left_by_deepspeed(module):
-        refuse_weights_left(module)
+    if not was_left_by_deepspeed(module):
+        refuse_missing_weights(module)
     refuse_embedding_max_norm(module, world_size)
     refuse_sparse_embeddings(module, "ZeRO's gradients are dense.")
     dtypes: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
             raise ConfigurationError(
-                f"{name!r} is of {parameter.dtype}.", "ZeRO keeps float32 masters.", "use strategy='ddp'."
+                f"{name!r} has dtype {parameter.dtype}.", "ZeRO keeps float32 masters.", "use strategy='ddp'."
             )
         dtypes.setdefault(parameter.dtype, name)
     if not mixed and set(dtypes) - {torch.float32}:
-        found = ", ".join(f"{name!r} is of {dtype}" for dtype, name in dtypes.items())
+        found = ", ".join(f"{name!r} has {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
             f"precision='32-true' and parameters of other dtypes: {found}.",
-            "ZeRO would make them float32 in silence, or compute in half precision without saying so.",
+            "ZeRO would silently convert them to float32, or compute in half precision.",
             "use precision='bf16-mixed', or module.float().",
         )
     if run.gradient_clip_val and run.gradient_clip_algorithm != "norm":
-        raise clipping_by_value()
+        raise clip_by_value_error()
 
 
 def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
-    """Refuse leaf modules that are not there.
+    """Refuse classes in ``leaf_modules`` that do not occur in the module.
 
     Raises:
         ConfigurationError: names the class.
@@ -78,10 +78,10 @@ def check_leaves(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
             )
 
 
-def clipping_by_value() -> ConfigurationError:
+def clip_by_value_error() -> ConfigurationError:
     return ConfigurationError(
         "gradient_clip_algorithm='value' under DeepSpeed.",
-        "its engine clips by the norm alone, and the gradients are its own.",
+        "its engine owns the gradients and clips only by norm.",
         "use gradient_clip_algorithm='norm', or strategy='fsdp'.",
     )
 
@@ -89,23 +89,23 @@ def clipping_by_value() -> ConfigurationError:
 def check_optimizers(
     optimizers: Sequence[Optimizer], config: dict[str, Any], names: dict[int, str], run: RunSettings, stage: int
 ) -> None:
-    """Refuse optimizers that ZeRO cannot drive.
+    """Refuse optimizers that ZeRO cannot step.
 
     Args:
-        optimizers: what ``configure_optimizers`` returned.
-        config: the user's.
-        names: of the module's parameters, by id.
-        run: what `Fit` is going to do.
-        stage: of ZeRO.
+        optimizers: the optimizers that ``configure_optimizers`` returned.
+        config: the user's config.
+        names: names of the module's parameters by id.
+        run: the run's settings.
+        stage: ZeRO stage.
 
     Raises:
-        ConfigurationError: names them and the reason.
+        ConfigurationError: names the optimizers and the reason.
     """
     if run.stage == "fit" and not optimizers and stage == 3 and "optimizer" not in config:
         raise ConfigurationError(
             "configure_optimizers returned None, at stage 3.",
-            "its parameters are in parts, and a backward needs the optimizer's gradients to go to.",
-            "return an optimizer, name one in the config, or use stage 2; validate and predict need none.",
+            "its parameters are partitioned, and a backward needs DeepSpeed's optimizer to receive the gradients.",
+            "return an optimizer, set one in the config, or use stage 2; validate and predict need none.",
         )
     kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if len(optimizers) > 1:
@@ -120,7 +120,7 @@ def check_optimizers(
         raise ConfigurationError(
             f"config: optimizer={section.get('type')!r}, and configure_optimizers returned {kinds}.",
             "only one of them can step.",
-            "return None from configure_optimizers, or take the section out of the config.",
+            "return None from configure_optimizers, or remove the section from the config.",
         )
     for optimizer in optimizers:
         scheduler = config.get("scheduler")
@@ -136,23 +136,23 @@ def check_optimizers(
                 held = [names.get(id(parameter), "?") for parameter in group["params"]]
                 raise ConfigurationError(
                     f"Parameter group {number} of {type(optimizer).__name__} has nothing to train: {held[:10]}.",
-                    "ZeRO flattens a group's trainable parameters into one tensor, and here there are none.",
-                    "leave the group out.",
+                    "ZeRO flattens a group's trainable parameters into one tensor, and this group has none.",
+                    "remove the group.",
                 )
 
 
 _PHASES = (
     "freeze in __init__, configure_model or configure_optimizers and train each phase in a fit of its own, or use "
-    "strategy='fsdp' or 'ddp', under which what trains may change."
+    "strategy='fsdp' or 'ddp', which support such changes."
 )
 
 
 def check_trainable(module: nn.Module, held: Mapping[str, tuple[nn.Parameter, bool]]) -> None:
-    """Refuse that what trains changed within a run.
+    """Refuse a change of the trainable parameters within a run.
 
     Args:
-        module: as it is now.
-        held: each parameter when the engine was built, and whether it trained, by name.
+        module: the module.
+        held: by name, each parameter when the engine was built, and whether it was trainable.
 
     Raises:
         ConfigurationError: names the parameters.
@@ -161,26 +161,33 @@ def check_trainable(module: nn.Module, held: Mapping[str, tuple[nn.Parameter, bo
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under DeepSpeed: {listed(created)}.",
-            "its engine has flattened what trains into its own tensors: it would never see the layer.",
+            "its engine has flattened the trainable parameters into its own tensors and would not train the layer.",
             "build it in configure_model, or use strategy='ddp'.",
         )
     for verb, names in (
-        ("unfrozen", [name for name, (one, trained) in held.items() if one.requires_grad and not trained]),
-        ("frozen", [name for name, (one, trained) in held.items() if trained and not one.requires_grad]),
+        (
+            "unfrozen",
+            [name for name, (one, trained) in held.items() if one.requires_grad and not trained],
+        ),
+        (
+            "frozen",
+            [name for name, (one, trained) in held.items() if trained and not one.requires_grad],
+        ),
     ):
         if names:
             raise ConfigurationError(
                 f"{len(names)} parameter(s) were {verb} within a run, under DeepSpeed: {listed(names)}.",
-                "its engine flattened what trained at the start: it never trains the others and decays what is frozen.",
+                "its engine flattened the parameters that were trainable at the start: it never trains others, and "
+                "weight decay still acts on frozen ones.",
                 _PHASES,
             )
 
 
-def adding_a_group(optimizer: Optimizer) -> ConfigurationError:
-    """The refusal of ``add_param_group`` within a run."""
+def add_param_group_error(optimizer: Optimizer) -> ConfigurationError:
+    """Return the error for ``add_param_group`` within a run."""
     return ConfigurationError(
         f"add_param_group on {type(optimizer).__name__} within a run, under DeepSpeed.",
-        "its engine has flattened the groups that were there: it would step on no other.",
+        "its engine has flattened the existing groups and would not step another one.",
         f"return all groups from configure_optimizers; {_PHASES}",
     )
 
@@ -202,6 +209,6 @@ def _check_kind(optimizer: Optimizer, allowed: bool) -> None:
     if not allowed:
         raise ConfigurationError(
             f"{kind.__module__}.{kind.__name__} under DeepSpeed.",
-            "ZeRO flattens parameters: only an optimizer that treats each element by itself steps as it should.",
-            "if it does, say so: config={'zero_allow_untested_optimizer': True}.",
+            "ZeRO flattens parameters, so only elementwise optimizers step correctly.",
+            "if it is elementwise, set config={'zero_allow_untested_optimizer': True}.",
         )

@@ -1,4 +1,4 @@
-"""What DeepSpeed leaves behind in the process and on the module, and how it goes away again (E-12)."""
+"""Removes what DeepSpeed leaves behind in the process and on the module (E-12)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _GROUPS = (
     "_MODEL_PARALLEL_GROUP",
     "_DATA_PARALLEL_GROUP",
 )
-"""Process groups that it makes beside the default one, in `deepspeed.utils.groups`."""
+"""The process groups that DeepSpeed creates in `deepspeed.utils.groups`."""
 
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
-"""What its backend keeps of torch's functions, and their newer names."""
+"""Attributes of DeepSpeed's backend that hold torch functions, with the newer names of these functions."""
 
 _HOOKS = (
     "_forward_hooks",
@@ -34,16 +34,16 @@ _HOOKS = (
 )
 
 _LATER = {"applied_pre_backward_ref_cnt", "_hp_grad", "grad_accum"}
-"""Attributes that come only with the first steps; so does whatever begins with ``ds_``."""
+"""Attributes that DeepSpeed adds only in the first steps, besides those that begin with ``ds_``."""
 
 
-class World:
-    """DeepSpeed's view of the processes, over the default process group that is there.
+class DeepSpeedWorld:
+    """Initializes DeepSpeed's communication on the default process group, and restores the process on `close`.
 
     Args:
         deepspeed: the package.
-        device: where this rank computes.
-        local_rank: which rank of its node this is.
+        device: device of this rank.
+        local_rank: local rank of this process.
     """
 
     def __init__(self, deepspeed: Any, device: torch.device, local_rank: int) -> None:
@@ -56,10 +56,10 @@ class World:
         self._chosen = self._accelerator.ds_accelerator
         self._before = {name: getattr(groups, name) for name in _GROUPS}
         self._linear = nn.functional.linear
-        # Its collectives over shared memory have to be compiled; gloo's do as well (E-10).
+        # Its shared-memory collectives would have to be compiled; gloo's serve as well (E-10).
         self._compatible = deepspeed.ops.__compatible_ops__.get("deepspeed_shm_comm")
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # It reads this at every turn, takes it from nowhere else, and takes the device of that index.
+        # DeepSpeed takes the local rank only from this variable, and uses it as the device index.
         self._local_rank = os.environ.get("LOCAL_RANK")
         index: int | None = device.index
         if index is not None:
@@ -68,7 +68,7 @@ class World:
             os.environ.setdefault("LOCAL_RANK", str(local_rank))
         self._choose_accelerator(device)
         deepspeed.init_distributed()
-        if self._backend is None:  # by the names that torch does not warn of
+        if self._backend is None:  # the older names emit a deprecation warning
             for attribute, name in _RENAMED.items():
                 setattr(comm.cdb, attribute, getattr(dist, name, getattr(comm.cdb, attribute)))
 
@@ -76,21 +76,21 @@ class World:
         chosen = self._accelerator.get_accelerator().device_name()
         if chosen == device.type:
             return
-        # It chooses once in a process, and a process that was forked since may see other devices.
+        # DeepSpeed chooses its accelerator once; a process forked later may see other devices.
         if device.type == "cpu":
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Accelerator
         elif device.type == "cuda" and "DS_ACCELERATOR" not in os.environ:
             from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator as Accelerator
         else:
             raise ConfigurationError(
-                f"DeepSpeed computes on {chosen!r}, the run on {device}.",
-                "it chose its accelerator by itself, or by DS_ACCELERATOR.",
-                f"set DS_ACCELERATOR={device.type}, or ask for another accelerator.",
+                f"DeepSpeed uses the accelerator {chosen!r}, but the run uses {device}.",
+                "DeepSpeed detects its accelerator, or reads it from DS_ACCELERATOR.",
+                f"set DS_ACCELERATOR={device.type}, or Fit(accelerator=...) to match.",
             )
         self._accelerator.ds_accelerator = Accelerator()
 
     def close(self) -> None:
-        """Let go of its process groups, its accelerator and its patches. Talks to nobody."""
+        """Release DeepSpeed's process groups and undo its patches. Does not communicate."""
         for name, before in self._before.items():
             group = getattr(self._groups, name)
             if group is not None and group is not before:
@@ -108,24 +108,24 @@ class World:
             os.environ["LOCAL_RANK"] = self._local_rank
 
 
-class ModuleTraces:
-    """Remembers a module as it was, to take off it what DeepSpeed puts there.
+class ModuleSnapshot:
+    """Remembers a module's attributes and hooks, to remove those that DeepSpeed adds.
 
     Args:
-        module: before DeepSpeed sees it.
+        module: the module before DeepSpeed's engine is built.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._children = [(child, set(child.__dict__), _hooks_of(child)) for child in module.modules()]
         self._parameters = [(parameter, set(parameter.__dict__)) for parameter in module.parameters()]
         self._stores = [(child, child._parameters) for child in module.modules()]
-        self._noted = False
+        self._recorded = False
         self._added: list[tuple[Any, list[str]]] = []
         self._added_hooks: list[tuple[nn.Module, str, Any]] = []
 
-    def note(self) -> None:
-        """Remember what came since: that, and not what the user sets later, is DeepSpeed's."""
-        self._noted = True
+    def record_additions(self) -> None:
+        """Record the additions so far as DeepSpeed's; later ones are the user's."""
+        self._recorded = True
         for child, before, hooks in self._children:
             self._added.append((child, [name for name in child.__dict__ if name not in before]))
             for name, keys in hooks.items():
@@ -134,12 +134,12 @@ class ModuleTraces:
             self._added.append((parameter, [name for name in parameter.__dict__ if name not in before]))
 
     def undo(self) -> None:
-        """Make the module's attributes, hooks and dicts what they were."""
-        if not self._noted:
-            self.note()
+        """Restore the module's attributes, hooks and parameter dicts."""
+        if not self._recorded:
+            self.record_additions()
         for child, store in self._stores:
             if child._parameters is not store:
-                # Raw: reading through theirs gathers.
+                # dict.items bypasses DeepSpeed's dict class, whose reads gather parameters.
                 current = dict(dict.items(child._parameters))
                 store.clear()
                 store.update(current)
@@ -154,7 +154,7 @@ class ModuleTraces:
 
 
 def forget_root(root: nn.Module) -> None:
-    """Take a module off the stack of those whose forward is under way, on which stage 3 leaves it."""
+    """Remove a module from the stack of running forwards, on which stage 3 leaves it."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK

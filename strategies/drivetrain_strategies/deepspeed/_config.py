@@ -1,4 +1,4 @@
-"""The configuration that DeepSpeed gets: the user's, completed from `Fit`, every contradiction refused."""
+"""Resolves DeepSpeed's configuration from the user's config, the strategy's arguments and `Fit`."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ TOP_LEVEL_KEYS = {
     *{"weight_quantization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"},
     *{"zero_optimization"},
 }
-"""What DeepSpeed reads. Any other key it would accept in silence."""
+"""The keys that DeepSpeed reads. It would silently accept any other."""
 
 HALVES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
-"""DeepSpeed's section for a precision."""
+"""DeepSpeed's section for each precision."""
 
 LOSS_SCALE = {"hysteresis": 1, "loss_scale_window": 2000}
-"""The loss scale is halved at each overflow and doubled after 2,000 steps without one, as by torch's ``GradScaler``.
+"""Settings that halve the loss scale at each overflow and double it after 2,000 steps without one, as ``GradScaler``.
 
-By DeepSpeed's defaults the first overflow leaves it as it is, and it is doubled after 1,000 steps.
+With DeepSpeed's defaults the first overflow does not change it, and it doubles after 1,000 steps.
 """
 
 SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "bfloat16", "fp16", "torch_autocast", "data_types")
-"""Those that are looked into here."""
+"""The sections that are read here and must be dicts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the strategy's own arguments say, by DeepSpeed's names.
+class StrategyArguments:
+    """The strategy's arguments under DeepSpeed's names.
 
     Attributes:
-        stage: None takes the config's, or 2.
+        stage: ZeRO stage; None uses the config's, or 2.
         zero: settings of the section ``zero_optimization``.
-        top: settings beside it.
+        top: top-level settings.
     """
 
     stage: int | None = None
@@ -60,10 +60,10 @@ class Asked:
 
 
 def read_config(given: Config) -> dict[str, Any]:
-    """Return a copy of a config that is given as a dict or as a path to a JSON file.
+    """Return a copy of a config from a dict or the path of a JSON file.
 
     Raises:
-        ConfigurationError: there is no such file, it is no JSON object, or a key of it is unknown.
+        ConfigurationError: the file does not exist, is not a JSON object, or has an unknown key.
     """
     if given is None:
         return {}
@@ -82,37 +82,37 @@ def read_config(given: Config) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             raise ConfigurationError(
                 f"config={os.fspath(given)!r} cannot be read: {error}",
-                "it is the path of a JSON file in DeepSpeed's form.",
+                "it must be the path of a JSON file in DeepSpeed's format.",
                 "check the path, or pass a dict.",
             ) from error
         if not isinstance(config, dict):
             raise ConfigurationError(
                 f"config={os.fspath(given)!r} holds a {type(config).__name__}.",
-                "DeepSpeed's configuration is one object, of settings by their names.",
-                "write {...} around what is in the file.",
+                "DeepSpeed's configuration is a JSON object.",
+                "put {...} around the file's content.",
             )
     for key, value in config.items():
         if key in SECTIONS and not isinstance(value, Mapping):
             raise _no_section(key, value)
         if key not in TOP_LEVEL_KEYS:
             raise ConfigurationError(
-                f"config: DeepSpeed knows no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
-                "it would accept it in silence, and do nothing.",
-                "correct it, or take it out.",
+                f"config: DeepSpeed has no key {key!r}.{nearest(str(key), TOP_LEVEL_KEYS)}",
+                "DeepSpeed would silently ignore it.",
+                "correct it, or remove it.",
             )
     return config
 
 
-def stage_of(config: Mapping[str, Any], asked: Asked) -> int:
+def stage_of(config: Mapping[str, Any], arguments: StrategyArguments) -> int:
     """Return the ZeRO stage.
 
     Raises:
-        ConfigurationError: argument and config name two stages, or one that does not exist.
+        ConfigurationError: argument and config contradict each other, or the stage does not exist.
     """
     given = config.get("zero_optimization", {}).get("stage", "auto")
-    if given != "auto" and asked.stage is not None and given != asked.stage:
-        raise _contradiction("zero_optimization.stage", given, f"DeepSpeedStrategy(stage={asked.stage})")
-    stage = asked.stage if asked.stage is not None else 2 if given == "auto" else given
+    if given != "auto" and arguments.stage is not None and given != arguments.stage:
+        raise _contradiction("zero_optimization.stage", given, f"DeepSpeedStrategy(stage={arguments.stage})")
+    stage = arguments.stage if arguments.stage is not None else 2 if given == "auto" else given
     if stage not in (1, 2, 3):
         raise ConfigurationError(
             f"stage={stage!r}.", "ZeRO has the stages 1, 2 and 3; without any it is plain DDP.", "use one, or 'ddp'."
@@ -121,16 +121,18 @@ def stage_of(config: Mapping[str, Any], asked: Asked) -> int:
 
 
 def offload(where: str | None, argument: str, nvme_path: str | None) -> dict[str, Any] | None:
-    """Return DeepSpeed's section for an offload.
+    """Return DeepSpeed's section for an offload; None without one.
 
     Raises:
-        ConfigurationError: there is no such place, or nobody says which drive.
+        ConfigurationError: the target is unknown, or ``nvme_path`` is missing.
     """
     if where is None:
         return None
     if where not in ("cpu", "nvme"):
         raise ConfigurationError(
-            f"{argument}={where!r}.{nearest(str(where), ('cpu', 'nvme'))}", "it says where to.", "use 'cpu' or 'nvme'."
+            f"{argument}={where!r}.{nearest(str(where), ('cpu', 'nvme'))}",
+            "it is the offload target.",
+            "use 'cpu' or 'nvme'.",
         )
     if where == "nvme" and nvme_path is None:
         raise ConfigurationError(
@@ -139,13 +141,13 @@ def offload(where: str | None, argument: str, nvme_path: str | None) -> dict[str
     return {"device": where} if where == "cpu" else {"device": where, "nvme_path": nvme_path}
 
 
-def check_arguments(stage: int, config: Mapping[str, Any], asked: Asked) -> None:
-    """Refuse settings of `zero_optimization` that do not go together.
+def check_arguments(stage: int, config: Mapping[str, Any], arguments: StrategyArguments) -> None:
+    """Refuse settings of `zero_optimization` that contradict each other or the stage.
 
     Raises:
-        ConfigurationError: names them.
+        ConfigurationError: names the setting.
     """
-    zero = {**config.get("zero_optimization", {}), **asked.zero}
+    zero = {**config.get("zero_optimization", {}), **arguments.zero}
     for key in ("offload_param", "offload_optimizer"):
         if not isinstance(zero.get(key) or {}, Mapping):
             raise _no_section(f"zero_optimization.{key}", zero[key])
@@ -153,40 +155,45 @@ def check_arguments(stage: int, config: Mapping[str, Any], asked: Asked) -> None
     if stage < 3 and param.get("device", "none") != "none":
         raise ConfigurationError(
             f"offload_parameters={param['device']!r} at stage {stage}.",
-            "parameters are whole on every rank there, and stay.",
+            "only stage 3 partitions parameters.",
             "use stage=3, or offload_optimizer alone.",
         )
     optimizer = zero.get("offload_optimizer") or {}
     if stage < 3 and optimizer.get("device") == "nvme":
         raise ConfigurationError(
-            f"offload_optimizer='nvme' at stage {stage}.", "DeepSpeed has it at stage 3.", "use stage=3, or 'cpu'."
+            f"offload_optimizer='nvme' at stage {stage}.",
+            "DeepSpeed supports it at stage 3 only.",
+            "use stage=3, or 'cpu'.",
         )
-    dtype = asked.top.get("communication_data_type", "fp32")
+    dtype = arguments.top.get("communication_data_type", "fp32")
     if dtype not in ("fp32", "bf16", "fp16"):
         raise ConfigurationError(
             f"communication_data_type={dtype!r}.",
-            "gradients travel in one of three dtypes.",
+            "it is the dtype in which gradients are exchanged.",
             "use 'fp32', 'bf16' or 'fp16'.",
         )
     if zero.get("round_robin_gradients"):
         raise ConfigurationError(
             "config: zero_optimization.round_robin_gradients=True.",
-            "DeepSpeed then deals parameters in another order than it says, and state by name would be scrambled.",
-            "leave it out.",
+            "DeepSpeed then assigns parameters to ranks in an order that it does not report, so state by name would be "
+            "wrong.",
+            "remove it.",
         )
 
 
-def resolve(config: Mapping[str, Any], asked: Asked, run: RunSettings, precision: str, ranks: int) -> dict[str, Any]:
-    """Return what DeepSpeed gets.
+def resolve(
+    config: Mapping[str, Any], arguments: StrategyArguments, run: RunSettings, precision: str, ranks: int
+) -> dict[str, Any]:
+    """Return the configuration for DeepSpeed.
 
-    Division, accumulation and batch sizes are the engine's of `Fit`: DeepSpeed's own accumulation is fixed at one.
+    `Fit` manages averaging, accumulation and batch sizes; DeepSpeed's own accumulation is fixed at one.
 
     Args:
-        config: the user's, as `read_config` returned it; left alone.
-        asked: the strategy's arguments.
-        run: what `Fit` is going to do.
-        precision: by its canonical name.
-        ranks: how many there are.
+        config: the user's config, as `read_config` returned it; not modified.
+        arguments: the strategy's arguments.
+        run: the run's settings.
+        precision: canonical name of the precision.
+        ranks: number of ranks.
 
     Raises:
         ConfigurationError: the config contradicts `Fit` or an argument; names both.
@@ -202,20 +209,20 @@ def resolve(config: Mapping[str, Any], asked: Asked, run: RunSettings, precision
         "gradient_clipping": _clipping(resolved, run),
     }
     resolved.setdefault("steps_per_print", None)
-    # Which optimizers may pass is decided here, by name; torch's own may run beside offloaded state.
+    # `check_optimizers` decides which optimizers are allowed; torch's optimizers may step offloaded state.
     resolved["zero_allow_untested_optimizer"] = True
     resolved.setdefault("zero_force_ds_cpu_optimizer", False)
-    _merge(resolved, asked.top, "")
+    _merge(resolved, arguments.top, "")
     zero = {key: value for key, value in resolved.get("zero_optimization", {}).items() if value != "auto"}
-    zero["stage"] = stage_of(config, asked)
-    _merge(zero, asked.zero, "zero_optimization.")
+    zero["stage"] = stage_of(config, arguments)
+    _merge(zero, arguments.zero, "zero_optimization.")
     resolved["zero_optimization"] = zero
     _set_precision(resolved, precision)
     for path in _autos(resolved):
         raise ConfigurationError(
             f"config: {path} is 'auto'.",
             "nothing in Fit says what it should be.",
-            "give a value, or take it out for DeepSpeed's default.",
+            "set a value, or remove it to use DeepSpeed's default.",
         )
     return resolved
 
@@ -239,17 +246,17 @@ def _compare_batches(config: dict[str, Any], run: RunSettings, ranks: int) -> No
 
 
 def _clipping(config: Mapping[str, Any], run: RunSettings) -> float:
-    given, asked = config.get("gradient_clipping", "auto"), run.gradient_clip_val
-    if given not in ("auto", None) and asked is not None and float(given) != float(asked):
-        raise _contradiction("gradient_clipping", given, f"Fit(gradient_clip_val={asked})")
-    if asked is not None:
-        return float(asked)
-    # Written in any case: DeepSpeed's default is 1.0.
+    given, clip_val = config.get("gradient_clipping", "auto"), run.gradient_clip_val
+    if given not in ("auto", None) and clip_val is not None and float(given) != float(clip_val):
+        raise _contradiction("gradient_clipping", given, f"Fit(gradient_clip_val={clip_val})")
+    if clip_val is not None:
+        return float(clip_val)
+    # Always set, since DeepSpeed's default is 1.0.
     return 0.0 if given in ("auto", None) else float(given)
 
 
-def _merge(config: dict[str, Any], asked: Mapping[str, Any], prefix: str) -> None:
-    for key, value in asked.items():
+def _merge(config: dict[str, Any], arguments: Mapping[str, Any], prefix: str) -> None:
+    for key, value in arguments.items():
         given = config.get(key, "auto")
         if given != "auto" and given != value:
             if isinstance(given, dict) and isinstance(value, dict):
@@ -277,7 +284,7 @@ def _set_precision(config: dict[str, Any], precision: str) -> None:
         elif section in config:
             config[section] = {**config[section], "enabled": False}
     if half is not None:
-        # Rounded once where a gradient arises, and never again: neither when it is added up nor on its way.
+        # A gradient is rounded once, when it is computed, and neither when accumulated nor when exchanged.
         config["data_types"] = {"grad_accum_dtype": "fp32", **config.get("data_types", {})}
         config.setdefault("communication_data_type", "fp32")
 
@@ -294,11 +301,9 @@ def _contradiction(key: str, given: Any, other: str) -> ConfigurationError:
     return ConfigurationError(
         f"config: {key}={given!r} contradicts {other}.",
         "only one of them can hold.",
-        "make them agree, or take the key out of the config: what is missing there comes from Fit.",
+        "make them agree, or remove the key from the config: missing keys are set from Fit.",
     )
 
 
 def _no_section(key: str, value: Any) -> ConfigurationError:
-    return ConfigurationError(
-        f"config: {key}={value!r}.", "it is a section, with settings of its own.", "write it as a dict, {...}."
-    )
+    return ConfigurationError(f"config: {key}={value!r}.", "it is a section of settings.", "write it as a dict, {...}.")

@@ -1,4 +1,4 @@
-"""One run under DeepSpeed's engine: from its start to a module that is plain again."""
+"""One run under DeepSpeed's engine, from its start until the module is plain again."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from torch import nn
 from torch.optim import Optimizer
 
 from drivetrain.strategies import ControlPlane, ParameterShard, broadcast_together, may_move
-from drivetrain_strategies._gather_order import UnitOrder
+from drivetrain_strategies._gather_order import GatherOrder
 from drivetrain_strategies._materialize import Recording
-from drivetrain_strategies._missing_weights import are_gathered
-from drivetrain_strategies.deepspeed._cleanup import ModuleTraces, forget_root
-from drivetrain_strategies.deepspeed._error_messages import explained, start_explained
+from drivetrain_strategies._missing_weights import check_gather_limit
+from drivetrain_strategies.deepspeed._cleanup import ModuleSnapshot, forget_root
+from drivetrain_strategies.deepspeed._error_messages import ordering_errors_explained, start_explained
 from drivetrain_strategies.deepspeed._frozen_weights import FrozenWeights
 from drivetrain_strategies.deepspeed._gradient_order import GradientOrder
-from drivetrain_strategies.deepspeed._internals import Zero, weights_shared_already, write_part
-from drivetrain_strategies.deepspeed._leave_sharded import leave_parts, take_up_parts
-from drivetrain_strategies.deepspeed._library import prints_hidden
-from drivetrain_strategies.deepspeed._optimizers import TakenOptimizer
+from drivetrain_strategies.deepspeed._internals import Zero, without_broadcast, write_part
+from drivetrain_strategies.deepspeed._leave_sharded import gather_left_parts, leave_parts
+from drivetrain_strategies.deepspeed._library import redirected_prints
+from drivetrain_strategies.deepspeed._optimizers import AdoptedOptimizer
 from drivetrain_strategies.deepspeed._partition import Partitioner, materialize
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision
-from drivetrain_strategies.deepspeed._root_module import Root, unboxed
-from drivetrain_strategies.deepspeed._state import Place, State, whole_of
+from drivetrain_strategies.deepspeed._root_module import Root, unwrap_output
+from drivetrain_strategies.deepspeed._state import State, StoredParameter, whole_of
 from drivetrain_strategies.deepspeed._unused_parameters import UnusedParameters
 
 logger = logging.getLogger("drivetrain")
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Where and how a run computes.
+class RunOptions:
+    """Options of a run under DeepSpeed.
 
     Attributes:
-        stage: of ZeRO.
-        device: of this rank.
-        precision: whose masters are DeepSpeed's.
-        control: the way to the other ranks.
-        gather_limit: bytes of parameters up to which the module is whole again.
-        leaf_modules: classes that stage 3 takes as one.
+        stage: ZeRO stage.
+        device: device of this rank.
+        precision: the run's precision.
+        control: the control plane.
+        gather_limit: bytes of parameters up to which the module is gathered after the run.
+        leaf_modules: classes of modules that stage 3 gathers as a whole.
         find_unused_parameters: see `UnusedParameters`.
     """
 
@@ -61,33 +61,33 @@ class Setting:
 
 
 class DeepSpeedRun:
-    """A module under DeepSpeed.
+    """A module that DeepSpeed's engine trains or evaluates.
 
     Args:
         deepspeed: the package.
-        module: the user's.
-        config: what DeepSpeed gets; the size of its bucket is written to it.
-        setting: where and how.
+        module: the user's module.
+        config: the resolved configuration; ``reduce_bucket_size`` is added to it.
+        options: the run's options.
     """
 
-    def __init__(self, deepspeed: Any, module: nn.Module, config: dict[str, Any], setting: Setting) -> None:
+    def __init__(self, deepspeed: Any, module: nn.Module, config: dict[str, Any], options: RunOptions) -> None:
         self._deepspeed = deepspeed
         self._module = module
         self._config = config
-        self._setting = setting
-        self._traces: ModuleTraces | None = None
+        self._options = options
+        self._snapshot: ModuleSnapshot | None = None
         self._root: Root | None = None
         self._engine: Any = None
         self._zero: Zero | None = None
-        self._exact: dict[int, Place] = {}
+        self._unrounded: dict[int, StoredParameter] = {}
         self._state: State | None = None
-        self._taken: TakenOptimizer | None = None
+        self._adopted: AdoptedOptimizer | None = None
         self._unused: UnusedParameters | None = None
-        self._order: UnitOrder | None = None
-        self._arrivals: GradientOrder | None = None
-        self._idle: list[nn.Parameter] = []
-        self._inside = self._collecting = self._told_skipped = self._restored = False
-        self._frozen = FrozenWeights(nn.Module(), setting.stage, rounded=False)
+        self._gather_order: GatherOrder | None = None
+        self._gradient_order: GradientOrder | None = None
+        self._untrained: list[nn.Parameter] = []
+        self._within_forward = self._collecting = self._warned_skipped = self._restored = False
+        self._frozen = FrozenWeights(nn.Module(), options.stage, rounded=False)
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[Any] = []
 
@@ -104,123 +104,120 @@ class DeepSpeedRun:
     # Set-up
 
     def start(self, optimizers: Sequence[Optimizer], recording: Recording | None) -> None:
-        """Give all ranks rank 0's weights, spread them, and start the engine where there is something to run.
-
-        Collective.
-        """
-        module, setting = self._module, self._setting
+        """Broadcast rank 0's weights, shard them, and start the engine if the run needs one. Collective."""
+        module, options = self._module, self._options
         with may_move(module):
-            take_up_parts(module, setting.control.world_size)
-            self._taken = TakenOptimizer(module, optimizers[0]) if optimizers else None
-            self._traces = ModuleTraces(module)
-            starts = bool(optimizers) or "optimizer" in self._config or setting.stage == 3
-            with prints_hidden():
-                if setting.stage == 3:
+            gather_left_parts(module, options.control.world_size)
+            self._adopted = AdoptedOptimizer(module, optimizers[0]) if optimizers else None
+            self._snapshot = ModuleSnapshot(module)
+            starts = bool(optimizers) or "optimizer" in self._config or options.stage == 3
+            with redirected_prints():
+                if options.stage == 3:
                     self._partition(recording)
                 else:
                     self._share(starts)
                 if starts:
                     self._initialize(optimizers)
         broadcast_together(list(module.buffers()))
-        self._state = State(module, self._exact, self._zero, self._publish)
-        self._frozen = FrozenWeights(module, setting.stage, rounded=setting.precision.half is not None)
-        if self._taken is not None:
-            self._taken.bring(self._state)
+        self._state = State(module, self._unrounded, self._zero, self._publish)
+        self._frozen = FrozenWeights(module, options.stage, rounded=options.precision.half is not None)
+        if self._adopted is not None:
+            self._adopted.load_into_masters(self._state)
 
     def _share(self, starts: bool) -> None:
-        """Stages 1 and 2: every rank holds the whole; masters want the weights as they were before any rounding.
+        """Broadcast the weights at stages 1 and 2, and keep unrounded copies for the master weights.
 
-        Those wait in the host's memory: on the device there is one in float32 at a time, and of frozen ones none stays.
+        The copies are kept in host memory, so that the device holds only one float32 weight at a time.
 
         Args:
-            starts: whether an engine comes, which computes with weights in half precision.
+            starts: whether an engine will be started, which computes with weights in half precision.
         """
-        module, setting = self._module, self._setting
-        half = setting.precision.half
+        module, options = self._module, self._options
+        half = options.precision.half
         for parameter in module.parameters():
-            whole = parameter.data = parameter.data.to(setting.device)
+            whole = parameter.data = parameter.data.to(options.device)
             dist.broadcast(whole, 0)
             if half is not None and parameter.dtype != half:
                 if starts:
                     parameter.data = whole.to(half)
                     whole = whole.cpu()
-                self._exact[id(parameter)] = Place(whole, tuple(parameter.shape), None)
-        module.to(setting.device)  # buffers
+                self._unrounded[id(parameter)] = StoredParameter(whole, tuple(parameter.shape), None)
+        module.to(options.device)  # buffers
 
     def _partition(self, recording: Recording | None) -> None:
-        module, setting = self._module, self._setting
+        module, options = self._module, self._options
         with start_explained():
-            partitioner = Partitioner(self._config, setting.precision.half, setting.device)
-        self._exact = partitioner.exact
-        materialize(module, recording, partitioner.cut, setting.device, setting.control)
-        partitioner.cut_all(module)
+            partitioner = Partitioner(self._config, options.precision.half, options.device)
+        self._unrounded = partitioner.unrounded
+        materialize(module, recording, partitioner.partition, options.device, options.control)
+        partitioner.partition_all(module)
         for child in module.modules():
             for name, buffer in child._buffers.items():
                 if buffer is not None:
-                    child._buffers[name] = buffer.to(setting.device)
+                    child._buffers[name] = buffer.to(options.device)
         leaves: list[nn.Module] = []
-        if setting.leaf_modules:
-            leaves = self._deepspeed.utils.set_z3_leaf_modules(module, list(setting.leaf_modules))
-        if setting.control.world_size > 1:
-            self._order = UnitOrder(_gathered_by_themselves(module, leaves), setting.control)
+        if options.leaf_modules:
+            leaves = self._deepspeed.utils.set_z3_leaf_modules(module, list(options.leaf_modules))
+        if options.control.world_size > 1:
+            self._gather_order = GatherOrder(_gathered_by_themselves(module, leaves), options.control)
 
     def _initialize(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._module
         held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-        # Nobody steps on their gradients, and stage 3 could not take them.
-        self._idle = [one for one in module.parameters() if one.requires_grad and held and id(one) not in held]
-        for one in self._idle:
+        # The optimizer does not hold them, and stage 3 cannot handle their gradients.
+        self._untrained = [one for one in module.parameters() if one.requires_grad and held and id(one) not in held]
+        for one in self._untrained:
             one.requires_grad_(False)
         names = {one: name for name, one in module.named_parameters() if one.requires_grad}
-        # DeepSpeed sets a bucket aside in whole, however small the model is.
+        # DeepSpeed allocates the full bucket, however small the model is.
         numel = sum(int(getattr(one, "ds_numel", one.numel())) for one in names)
         self._config["zero_optimization"].setdefault("reduce_bucket_size", max(1, min(500_000_000, numel)))
         self._root = Root(module)
-        with start_explained(), weights_shared_already():
+        with start_explained(), without_broadcast():
             self._engine, *_ = self._deepspeed.initialize(
                 model=self._root,
                 optimizer=optimizers[0] if optimizers else None,
                 model_parameters=list(names),
                 config=copy.deepcopy(self._config),
             )
-        assert self._traces is not None
-        self._traces.note()
+        assert self._snapshot is not None
+        self._snapshot.record_additions()
         engine = self._engine
         if not optimizers and engine.optimizer_name() is None:
             return
         self._zero = Zero(engine)
-        if self._setting.precision.name == "16-mixed":
+        if self._options.precision.name == "16-mixed":
             keeps_floor = "min_loss_scale" in self._config["fp16"]
-            self._setting.precision.take_scaler(engine.optimizer.loss_scaler, keeps_floor)
+            self._options.precision.take_scaler(engine.optimizer.loss_scaler, keeps_floor)
         optimizer = self._zero.base_optimizer
-        # Its own would take from offloaded state the gradients that DeepSpeed keeps there.
+        # The optimizer's own zero_grad would remove the gradients that DeepSpeed keeps with offloaded state.
         optimizer.__dict__["zero_grad"] = self._forget_if_any
         self.optimizers = [optimizer]
         if engine.lr_scheduler is not None:
             self.schedulers = [engine.lr_scheduler]
-            engine.lr_scheduler = None  # stepped once a step, by the loop
-        control, asked = self._setting.control, self._setting.find_unused_parameters
-        self._unused = UnusedParameters(names, self._zero, control, asked)
-        if asked is None and self._zero.stage == 2 and control.world_size > 1:
-            self._arrivals = GradientOrder(self._zero.optimizer, names, control)
+            engine.lr_scheduler = None  # the loop steps it once per step
+        control, find_unused = self._options.control, self._options.find_unused_parameters
+        self._unused = UnusedParameters(names, self._zero, control, find_unused)
+        if find_unused is None and self._zero.stage == 2 and control.world_size > 1:
+            self._gradient_order = GradientOrder(self._zero.optimizer, names, control)
         self._restore_masters()
 
     @torch.no_grad()
     def _restore_masters(self) -> None:
-        """Write the weights as they were over masters that were made of rounded ones (E-11)."""
+        """Write the unrounded weights into the masters, which DeepSpeed built from rounded ones (E-11)."""
         for number, held in groupby(self.zero.fragments(), lambda one: one.number):
-            exact = [(one, self._exact.pop(id(one.parameter), None)) for one in held]
-            if self._setting.precision.half is None:
+            unrounded = [(one, self._unrounded.pop(id(one.parameter), None)) for one in held]
+            if self._options.precision.half is None:
                 continue
-            with self.zero.at_hand(number, write=True):
-                for fragment, place in exact:
-                    if place is not None:
+            with self.zero.swapped_in(number, write=True):
+                for fragment, stored in unrounded:
+                    if stored is not None:
                         span = fragment.span
-                        whole = place.local if place.span is not None else place.local.reshape(-1)[span.start :]
+                        whole = stored.local if stored.span is not None else stored.local.reshape(-1)[span.start :]
                         fragment.master.copy_(whole[: span.stop - span.start])
 
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Take weights by name, as `State.load_weights` does."""
+        """Load weights by name; see `State.load_weights`."""
         self.state.load_weights(state, strict)
         self._frozen.accept()
 
@@ -229,23 +226,23 @@ class DeepSpeedRun:
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         if self._engine is None:
             return step(*args)
-        if self._frozen.watches:
+        if self._frozen.has_weights:
             self._frozen.check()
         call = partial(step, *args)
-        if torch.is_autocast_enabled():  # asks for CUDA's, as DeepSpeed does, whose engine then switches it off
+        if torch.is_autocast_enabled():  # CUDA's autocast, which DeepSpeed's engine would disable
             call = partial(self._under_autocast, call)
-        order, self._order = self._order, None  # in the first step only
-        self._inside = True
+        order, self._gather_order = self._gather_order, None  # compare only in the first step
+        self._within_forward = True
         try:
             if order is None:
-                return unboxed(self._engine(call))
-            with explained(self), order.compared():
-                return unboxed(self._engine(call))
+                return unwrap_output(self._engine(call))
+            with ordering_errors_explained(self), order.compared():
+                return unwrap_output(self._engine(call))
         finally:
-            self._inside = False
+            self._within_forward = False
 
     def _under_autocast(self, call: Callable[[], Any]) -> Any:
-        with self._setting.precision.forward_context():
+        with self._options.precision.forward_context():
             return call()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -256,38 +253,40 @@ class DeepSpeedRun:
         self._collecting = True
         self._unused.before_backward(loss)
         if self._unused.in_order:
-            self._forget_arrivals()
-        with explained(self):
-            self._zero.backward(loss, self._unused.in_order, within_forward=self._inside)
+            self._close_gradient_order()
+        with ordering_errors_explained(self):
+            self._zero.backward(loss, self._unused.in_order, within_forward=self._within_forward)
         self._unused.after_backward(loss)
-        if self._arrivals is not None:
-            self._arrivals.after_backward()
+        if self._gradient_order is not None:
+            self._gradient_order.after_backward()
 
     def step(self, max_norm: float | None) -> bool:
         self._collecting = False
-        with explained(self):
+        with ordering_errors_explained(self):
             stepped = self.zero.step(max_norm)
         assert self._unused is not None
         self._unused.after_step()
-        if self._arrivals is not None:
-            self._arrivals.after_step()
-        if not stepped and self._setting.precision.name == "16-mixed":
-            self._setting.precision.note_skipped_step()
-        elif not stepped and not self._told_skipped:
-            self._told_skipped = True
-            logger.warning("A gradient was infinite or NaN: DeepSpeed skipped the step on every rank. Said once.")
+        if self._gradient_order is not None:
+            self._gradient_order.after_step()
+        if not stepped and self._options.precision.name == "16-mixed":
+            self._options.precision.note_skipped_step()
+        elif not stepped and not self._warned_skipped:
+            self._warned_skipped = True
+            logger.warning(
+                "A gradient was infinite or NaN: DeepSpeed skipped the step on every rank. This warning is shown once."
+            )
         return stepped
 
-    def _forget_arrivals(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.close()
-            self._arrivals = None
+    def _close_gradient_order(self) -> None:
+        if self._gradient_order is not None:
+            self._gradient_order.close()
+            self._gradient_order = None
 
     @property
     def missed_gradients(self) -> bool:
-        """Whether the last backward left a parameter without a gradient on this rank."""
+        """Whether a trainable parameter got no gradient on this rank in the last backward."""
         trained = sum(parameter.requires_grad for parameter in self._module.parameters())
-        return self._zero is not None and self._setting.stage > 1 and self._zero.gradients_seen < trained
+        return self._zero is not None and self._options.stage > 1 and self._zero.gradients_seen < trained
 
     def forget(self) -> None:
         self._collecting = False
@@ -302,19 +301,19 @@ class DeepSpeedRun:
 
     @contextmanager
     def gathered(self, parameters: Sequence[nn.Parameter], write: bool) -> Iterator[None]:
-        """Within it parameters hold their masters, whole. Collective."""
+        """Let parameters hold their whole master weights within this context. Collective."""
         wanted = {id(one): one for one in parameters}
         before = {key: one.data for key, one in wanted.items()}
         with torch.no_grad():
-            for key, place in self.state.places(wanted):
-                wanted[key].data = whole_of(place.read()).to(self._setting.device)
+            for key, stored in self.state.stored_parameters(wanted):
+                wanted[key].data = whole_of(stored.read()).to(self._options.device)
         try:
             yield
             if write:
                 with torch.no_grad():
-                    for key, place in self.state.places(wanted, write=True):
+                    for key, stored in self.state.stored_parameters(wanted, write=True):
                         dist.broadcast(wanted[key].data, 0)
-                        place.write(wanted[key].data)
+                        stored.write(wanted[key].data)
         finally:
             for key, parameter in wanted.items():
                 parameter.data = before[key]
@@ -323,16 +322,16 @@ class DeepSpeedRun:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Let what computes hold what was written to its exact place. Collective."""
+        """Update the compute weights from the stored unrounded weights and masters. Collective."""
         for one in self._module.parameters():
             parameter: Any = one
-            exact = self._exact.get(id(parameter))
-            if exact is None:
+            unrounded = self._unrounded.get(id(parameter))
+            if unrounded is None:
                 continue
-            if exact.span is None:
-                parameter.data.copy_(exact.local)
+            if unrounded.span is None:
+                parameter.data.copy_(unrounded.local)
             else:
-                write_part(parameter, exact.local, exact.span)
+                write_part(parameter, unrounded.local, unrounded.span)
         if self._zero is not None:
             self._zero.publish()
 
@@ -342,7 +341,7 @@ class DeepSpeedRun:
         self._engine.save_checkpoint(path)
 
     def read_native(self, path: str) -> bool:
-        """Load; False where there is none, which DeepSpeed takes for a fresh start."""
+        """Load DeepSpeed's checkpoint; return False if there is none, which DeepSpeed ignores."""
         found, _ = self._engine.load_checkpoint(path)
         return found is not None
 
@@ -350,19 +349,19 @@ class DeepSpeedRun:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make the module whole and plain, in the dtypes of its masters. Collective."""
-        setting = self._setting
-        nbytes, tell = self.state.nbytes_spread(), setting.control.rank == 0
-        if setting.stage == 3 and not are_gathered(nbytes, setting.gather_limit, "DeepSpeedStrategy", tell):
+        """Restore a plain module with whole parameters in their masters' dtypes. Collective."""
+        options = self._options
+        nbytes, warn = self.state.sharded_nbytes(), options.control.rank == 0
+        if options.stage == 3 and not check_gather_limit(nbytes, options.gather_limit, "DeepSpeedStrategy", warn):
             return
         weights = self.state.weights()
-        lost = self._frozen.lost()
-        if lost is not None:  # after the last step, when nobody refuses any more
-            logger.warning("%s Why: %s Fix: %s", lost.what, lost.why, lost.fix)
+        lost_update = self._frozen.lost_update()
+        if lost_update is not None:  # an update after the last step is not refused elsewhere
+            logger.warning("%s Why: %s Fix: %s", lost_update.what, lost_update.why, lost_update.fix)
         parameters = dict(self._module.named_parameters())
         whole = {name: whole_of(weights[name]) for name in parameters}
-        if self._taken is not None:
-            self._taken.gather(self.state)
+        if self._adopted is not None:
+            self._adopted.gather(self.state)
         self._undo()
         self._restored = True
         for name, parameter in parameters.items():
@@ -370,30 +369,30 @@ class DeepSpeedRun:
             parameter.grad = None
 
     def end(self) -> None:
-        """Let go of everything, also after a failure. Talks to nobody."""
-        if self._traces is not None and not self._restored:
+        """Release everything, also after a failure. Does not communicate."""
+        if self._snapshot is not None and not self._restored:
             self._leave()
         self._undo()
-        if self._taken is not None:
-            self._taken.give_back()
+        if self._adopted is not None:
+            self._adopted.restore()
         for optimizer in self.optimizers:
             optimizer.__dict__.pop("zero_grad", None)
-        self._setting.precision.loss_scaler = None
+        self._options.precision.loss_scaler = None
 
     @torch.no_grad()
     def _leave(self) -> None:
-        """Leave what this rank has, where the others cannot be asked for theirs."""
-        module, setting = self._module, self._setting
-        places = self._exact.items() if self._state is None else self._state.places()
-        held = {key: place.read() for key, place in places}
+        """Leave this rank's weights in the module after a failure, when ranks cannot communicate."""
+        module, options = self._module, self._options
+        stored_parameters = self._unrounded.items() if self._state is None else self._state.stored_parameters()
+        held = {key: stored.read() for key, stored in stored_parameters}
         values = {name: held[id(one)] for name, one in module.named_parameters() if id(one) in held}
         parts = {name: value for name, value in values.items() if isinstance(value, ParameterShard)}
         self._undo()
-        if setting.stage == 3:
-            leave_parts(module, parts, setting.gather_limit, setting.control.world_size, setting.control.rank == 0)
+        if options.stage == 3:
+            leave_parts(module, parts, options.gather_limit, options.control.world_size, options.control.rank == 0)
             return
         for name, parameter in module.named_parameters():
-            # Whole on every rank, if rounded where it trained; and no view of DeepSpeed's buffers any longer.
+            # Trained weights stay rounded. A copy, so that it is no view of DeepSpeed's buffers.
             value = values.get(name)
             if isinstance(value, torch.Tensor):
                 parameter.data = value.to(parameter.device)
@@ -403,25 +402,25 @@ class DeepSpeedRun:
             parameter.grad = None
 
     def _undo(self) -> None:
-        """Take everything off the module."""
+        """Remove everything that DeepSpeed and this class added to the module."""
         if self._unused is not None:
             self._unused.close()
-        self._forget_arrivals()
+        self._close_gradient_order()
         if self._engine is not None:
-            with prints_hidden():
+            with redirected_prints():
                 self._engine.destroy()
         if self._root is not None:
             forget_root(self._root)
-        if self._traces is not None:
-            self._traces.undo()
-        for one in self._idle:
+        if self._snapshot is not None:
+            self._snapshot.undo()
+        for one in self._untrained:
             one.requires_grad_(True)
-        self._idle = []
-        self._engine = self._root = self._zero = self._state = self._unused = self._order = None
+        self._untrained = []
+        self._engine = self._root = self._zero = self._state = self._unused = self._gather_order = None
 
 
 def _gathered_by_themselves(module: nn.Module, leaves: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The modules that stage 3 gathers one after the other: those with parameters of their own, leaves as wholes."""
+    """Return the modules that stage 3 gathers separately: leaf modules, and others with parameters of their own."""
     within = {id(child) for leaf in leaves for child in leaf.modules() if child is not leaf}
     return {
         name: child

@@ -1,4 +1,4 @@
-"""DeepSpeed's own errors, said so that one knows what to do."""
+"""Translates DeepSpeed's errors into `ConfigurationError` with a reason and a fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from drivetrain.errors import ConfigurationError, DistributedError
-from drivetrain_strategies.deepspeed._library import prints_hidden
+from drivetrain_strategies.deepspeed._library import redirected_prints
 
 _COMPILING = ("ninja", "nvcc", "CUDA_HOME", "g++", "Error building extension", "Unable to JIT", "failed to build/load")
 
@@ -21,7 +21,7 @@ _DIFFERENT = (
 
 @contextmanager
 def start_explained() -> Iterator[None]:
-    """Turn what fails within it into an error that names the cause.
+    """Translate errors of DeepSpeed's start within this context.
 
     Raises:
         ConfigurationError: DeepSpeed could not start.
@@ -35,13 +35,13 @@ def start_explained() -> Iterator[None]:
         raise ConfigurationError(
             f"DeepSpeed refused to start: {type(error).__name__}: {error}",
             "every rank gave it the same configuration.",
-            "see strategy.resolved_config for what it got, and DeepSpeed's page of settings.",
+            "compare strategy.resolved_config, which it got, with DeepSpeed's documentation of settings.",
         ) from error
 
 
 @contextmanager
 def compiling_explained() -> Iterator[None]:
-    """Let an operation of DeepSpeed's that cannot be compiled say what it takes.
+    """Translate errors of compiling one of DeepSpeed's extensions within this context.
 
     Raises:
         ConfigurationError: says what to install.
@@ -59,23 +59,23 @@ def _explain_compiling(error: Exception) -> None:
         on_drive = "async_io" in text
         raise ConfigurationError(
             f"DeepSpeed could not build one of its operations. {text}",
-            "its own optimizers and its way to NVMe drives are compiled for the machine at their first use.",
+            "its own optimizers and its NVMe access are compiled at their first use.",
             "install g++ and ninja, and libaio with its headers (libaio-dev), or offload to the 'cpu'."
             if on_drive
-            else "install g++ and ninja, or take torch's optimizers; in a config by 'torch_adam': true among the "
+            else "install g++ and ninja, or use torch's optimizers; in a config, set 'torch_adam': true in the "
             "optimizer's params.",
         ) from error
 
 
 def check_operations(config: dict[str, Any], trains: bool) -> None:
-    """Build, before anything is wrapped, what DeepSpeed would build in the midst of it.
+    """Compile the extensions that DeepSpeed would otherwise compile during its setup.
 
     Args:
-        config: what DeepSpeed gets.
-        trains: an optimizer is going to step.
+        config: the resolved configuration.
+        trains: whether the run has an optimizer that steps.
 
     Raises:
-        ConfigurationError: it cannot be built; says what to install.
+        ConfigurationError: an extension cannot be built; says what to install.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -87,16 +87,16 @@ def check_operations(config: dict[str, Any], trains: bool) -> None:
     adam = str(optimizer.get("type", "")).lower() in ("adam", "adamw")
     if trains and adam and not optimizer.get("params", {}).get("torch_adam"):
         wanted.append("FusedAdamBuilder" if places["offload_optimizer"] == "none" else "CPUAdamBuilder")
-    with compiling_explained(), prints_hidden():
+    with compiling_explained(), redirected_prints():
         for name in wanted:
             get_accelerator().create_op_builder(name).load(verbose=False)
 
 
 def check_by_deepspeed(config: dict[str, Any]) -> None:
-    """Let DeepSpeed read a configuration before anything is done with it.
+    """Let DeepSpeed parse the configuration before anything is set up.
 
     Raises:
-        ConfigurationError: it would not take it.
+        ConfigurationError: DeepSpeed refuses the configuration.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -105,11 +105,11 @@ def check_by_deepspeed(config: dict[str, Any]) -> None:
 
 
 @contextmanager
-def explained(run: Any) -> Iterator[None]:
-    """Turn the ways in which DeepSpeed says that ranks used different parameters into an error that says so.
+def ordering_errors_explained(run: Any) -> Iterator[None]:
+    """Translate errors within this context that result from ranks using different parameters.
 
     Raises:
-        ConfigurationError: on the ranks that know of it.
+        ConfigurationError: on the ranks that detect it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether frozen weights were moved by hand where ZeRO does not see it."""
+"""Detects frozen weights that user code updates where ZeRO would drop the update."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from torch import nn
 
 from drivetrain.errors import ConfigurationError
-from drivetrain_strategies._manual_updates import PARTITIONED, ROUNDED, moved_by_hand
+from drivetrain_strategies._manual_updates import PARTITIONED, ROUNDED, manual_update_error
 
 _VERSION = attrgetter("_version")
 _PARTITION = attrgetter("ds_tensor._version")
 
 
 class FrozenWeights:
-    """Compares the version counters of frozen weights, which count in-place operations, with those of before.
+    """Compares the version counters of frozen weights, which count in-place operations, with earlier values.
 
-    What is written through ``.data`` is not counted.
+    Writes through ``.data`` are not detected.
 
     Args:
-        module: the user's, as DeepSpeed has left it.
-        stage: of ZeRO.
-        rounded: whether the module computes with copies in half precision.
+        module: the user's module after DeepSpeed's setup.
+        stage: ZeRO stage.
+        rounded: whether the module computes with half-precision copies.
     """
 
     def __init__(self, module: nn.Module, stage: int, rounded: bool) -> None:
@@ -31,40 +31,40 @@ class FrozenWeights:
         self._strategy = f"DeepSpeedStrategy(stage={stage})"
         self._rounded = rounded
         if not rounded and stage < 3:
-            self._names, self._weights = [], []  # they are what is computed with and saved
-        self.watches = bool(self._weights)
-        """Whether there is anything to compare."""
+            self._names, self._weights = [], []  # updates take effect: the module's weights are the ones saved
+        self.has_weights = bool(self._weights)
+        """Whether there are weights to compare."""
         self._partitions = self._weights if stage == 3 and not rounded else []
         self.accept()
 
     def accept(self) -> None:
-        """Take them as they are: somebody has loaded them."""
+        """Accept the current values, after a load for example."""
         self._versions = tuple(map(_VERSION, self._weights))
         self._partitioned = tuple(map(_PARTITION, self._partitions))
 
     def check(self) -> None:
-        """Refuse what was moved since the last time.
+        """Refuse updates since the last call that are lost.
 
         Raises:
             ConfigurationError: names the weights.
         """
-        lost = self.lost()
-        if lost is not None:
-            raise lost
+        lost_update = self.lost_update()
+        if lost_update is not None:
+            raise lost_update
 
-    def lost(self) -> ConfigurationError | None:
-        """Return the refusal of what was moved since the last time, where the move is lost."""
+    def lost_update(self) -> ConfigurationError | None:
+        """Return the error for updates since the last call that are lost; None if there are none."""
         versions = tuple(map(_VERSION, self._weights))
         if versions == self._versions:
             return None
         moved = [
             number for number, (one, other) in enumerate(zip(versions, self._versions, strict=True)) if one != other
         ]
-        if self._partitions:  # what was gathered to be written to has gone to the partitions
+        if self._partitions:  # updates within GatheredParameters went to the partitions
             now = tuple(map(_PARTITION, self._partitions))
             moved = [number for number in moved if now[number] == self._partitioned[number]]
         if moved:
             names = [self._names[number] for number in moved]
-            return moved_by_hand(names, self._strategy, ROUNDED if self._rounded else PARTITIONED)
+            return manual_update_error(names, self._strategy, ROUNDED if self._rounded else PARTITIONED)
         self.accept()
         return None

@@ -1,4 +1,4 @@
-"""Do gradients arise in the same order on all ranks? ZeRO 2 adds them up by their place in it."""
+"""Checks that gradients become ready in the same order on all ranks, as ZeRO 2 requires."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import ControlPlane
 
 Order = list[Any]
-"""A bucket's parameters as DeepSpeed lists them: (group, place in the group, id)."""
+"""A bucket's parameters as DeepSpeed lists them: (group, index in the group, id)."""
 
 
 class GradientOrder:
-    """Compares each bucket of gradients with those of the first window, just before it is reduced.
+    """Compares the order of gradients in each bucket with the first window, before the bucket is reduced.
 
-    A rank's forward may go another way than the others', by the values or the number of its samples: BatchNorm does
-    with a single one. The same parameters then get their gradients in another order, and DeepSpeed would add up what
-    does not belong together. In the first window the ranks compare their orders, in a small CPU collective for each
-    bucket; after that each compares its own with what it was, without a word to the others.
+    A rank's forward may depend on the values or the number of its samples: BatchNorm differs for a single one. The
+    gradients then become ready in another order, and DeepSpeed would add up those of different parameters. In the first
+    window the ranks compare their orders, in a small CPU collective per bucket; afterwards each rank compares with its
+    own first window and does not communicate.
 
     Args:
-        optimizer: ZeRO's, of stage 2.
-        names: of the trainable parameters.
-        control: the way to the other ranks.
+        optimizer: DeepSpeed's optimizer of stage 2.
+        names: names of the trainable parameters.
+        control: the control plane.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[nn.Parameter, str], control: ControlPlane) -> None:
         self._optimizer: Any = optimizer
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._control = control
-        self._learns = True
+        self._learning = True
         self._known: list[Order] = []
         self._differing: tuple[Order, Order] | None = None
         self._reduce: Any = optimizer.reduce_ipg_grads
         optimizer.reduce_ipg_grads = self._compare_and_reduce
 
     def after_backward(self) -> None:
-        """Refuse what the backward added up wrongly, before a step is made of it. Talks to nobody.
+        """Refuse gradients that were reduced in different orders, before the step. Does not communicate.
 
         Raises:
             ConfigurationError: names the parameters.
@@ -50,24 +50,24 @@ class GradientOrder:
         order, expected = map(self._named, self._differing)
         first = next(number for number, (one, other) in enumerate(zip(order, expected, strict=True)) if one != other)
         raise ConfigurationError(
-            f"Gradients arose in two orders, within the first window or since: {order[first]!r} came where "
-            f"{expected[first]!r} did.",
-            "ZeRO 2 exchanges them while backward goes on, and ranks that differ in their order would add up what does "
-            "not belong together. So it is where the forward depends on a rank's samples: BatchNorm is computed "
-            "otherwise for a single one.",
-            "set DeepSpeedStrategy(find_unused_parameters=True), with which they are exchanged in the parameters' "
-            "order, or use stage 1, stage 3 or strategy='fsdp'.",
+            f"Gradients became ready in two orders, in the first window or since: {order[first]!r} at the position of "
+            f"{expected[first]!r}.",
+            "ZeRO 2 exchanges them during backward, and ranks with different orders would add up gradients of "
+            "different parameters. The order differs if the forward depends on a rank's samples; BatchNorm, for "
+            "example, differs for a single one.",
+            "set DeepSpeedStrategy(find_unused_parameters=True), which exchanges gradients in the parameters' order, "
+            "or use stage 1, stage 3 or strategy='fsdp'.",
         )
 
     def after_step(self) -> None:
-        """The first window is over."""
-        self._learns = False
+        """End the comparison between ranks after the first window."""
+        self._learning = False
 
     def close(self) -> None:
-        """Let DeepSpeed reduce by itself."""
+        """Restore DeepSpeed's own reduction."""
         if self._optimizer is not None:
             self._optimizer.__dict__.pop("reduce_ipg_grads", None)
-        self._optimizer = self._reduce = None  # a traceback may keep this object, and it would keep process groups
+        self._optimizer = self._reduce = None  # a traceback may keep this object alive, and with it process groups
 
     def _compare_and_reduce(self, comm_dtype: torch.dtype | None = None) -> None:
         for dtype, bucket in self._optimizer.ipg_buckets.items():
@@ -76,16 +76,19 @@ class GradientOrder:
         self._reduce(comm_dtype=comm_dtype)
 
     def _compare(self, order: Order) -> None:
-        if not self._learns and order in self._known:
+        if not self._learning and order in self._known:
             return
-        # With another order of the same ones in the first window, nobody could tell later which is the others'.
+        # In the first window, a second order of the same parameters is an error even on one rank: later it would be
+        # unknown which of them the other ranks use.
         orders = (
-            [*self._known, *self._control.gather_objects(list(order))] if self._learns else [*self._known, list(order)]
+            [*self._known, *self._control.gather_objects(list(order))]
+            if self._learning
+            else [*self._known, list(order)]
         )
         for one in orders:
             if one != orders[-1] and sorted(one) == sorted(orders[-1]):
                 self._differing = orders[-1], one
-        if self._learns:
+        if self._learning:
             self._known.append(list(order))
 
     def _named(self, order: Order) -> list[str]:

@@ -1,8 +1,7 @@
-"""What of DeepSpeed's engine is reached beside its public methods. The one place that knows its insides.
+"""All uses of private names of DeepSpeed's engine.
 
-Three classes of DeepSpeed's stand behind one face here: ZeRO 1 and 2, the bf16 optimizer that it takes at stage 1, and
-ZeRO 3. Each keeps float32 masters of this rank's part of every parameter in flat tensors, which are what the torch
-optimizer steps, and of which it keeps its state.
+`Zero` wraps three optimizer classes of DeepSpeed: ZeRO 1 and 2, the bf16 optimizer of stage 1, and ZeRO 3. Each keeps
+float32 masters of this rank's part of every parameter in flat tensors, which the torch optimizer steps.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Fragment:
     """This rank's master of a parameter.
 
     Attributes:
-        parameter: whose.
-        number: of the tensor that the optimizer steps.
-        flat: that tensor. Empty while it is on a drive: see `Zero.at_hand`.
-        offset: where in it the master begins.
-        span: which elements of the parameter these are.
+        parameter: the parameter.
+        number: index of the flat tensor that the optimizer steps.
+        flat: that tensor. Empty while it is swapped out to a drive; see `Zero.swapped_in`.
+        offset: offset of the master in it.
+        span: the elements of the parameter that the master holds.
     """
 
     parameter: nn.Parameter
@@ -37,7 +36,7 @@ class Fragment:
     span: Span
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor of the flat's shape that belongs to the parameter."""
+        """Return the parameter's part of a tensor with the flat tensor's shape."""
         return flat.detach().narrow(0, self.offset, self.span.stop - self.span.start)
 
     @property
@@ -46,17 +45,17 @@ class Fragment:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return tuple(getattr(self.parameter, "ds_shape", self.parameter.shape))
 
 
 def on_drive(parameter: Any) -> bool:
-    """Whether stage 3 keeps this rank's part of a parameter on a drive."""
+    """Return whether stage 3 keeps this rank's part of a parameter on a drive."""
     return bool(parameter.ds_tensor.final_location == "nvme")
 
 
 def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
-    """Write this rank's part of a parameter to where stage 3 keeps it. Collective."""
+    """Write this rank's part of a parameter into its stage 3 partition. Collective."""
     if not on_drive(parameter):
         parameter.ds_tensor[: span.stop - span.start].copy_(part)
         return
@@ -66,8 +65,8 @@ def write_part(parameter: Any, part: torch.Tensor, span: Span) -> None:
 
 
 @contextmanager
-def weights_shared_already() -> Iterator[None]:
-    """Within it a starting engine gives out no weights: they are alike, and single numbers it cannot give out."""
+def without_broadcast() -> Iterator[None]:
+    """Skip the engine's broadcast of weights within this context: they are equal, and it fails for scalars."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     before = DeepSpeedEngine._broadcast_model
@@ -88,7 +87,7 @@ class Zero:
     """DeepSpeed's engine with an optimizer.
 
     Args:
-        engine: as `deepspeed.initialize` returned it.
+        engine: returned by `deepspeed.initialize`.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -99,18 +98,18 @@ class Zero:
         self._clip = self.optimizer.clip_grad
         self._reduced = False
         self._norm: torch.Tensor | None = None
-        self._put_aside()
+        self._defer_reduction()
         if self.stage == 2 and self.optimizer.reduce_scatter and self.optimizer.gradient_average:
-            self._divide_as_they_travel()
+            self._divide_in_communication_dtype()
 
-    def _divide_as_they_travel(self) -> None:
-        """Have gradients divided by the number of ranks in the dtype in which they are exchanged.
+    def _divide_in_communication_dtype(self) -> None:
+        """Divide gradients by the number of ranks in the communication dtype.
 
-        Stage 2 divides them before, in half precision, by which they are rounded once more where the number of ranks is
-        no power of two.
+        Stage 2 divides them earlier, in half precision, which rounds once more unless the number of ranks is a power of
+        two.
         """
         optimizer, exchange = self.optimizer, self.optimizer.allreduce_bucket
-        optimizer.gradient_average = False  # whole buckets stay as they are
+        optimizer.gradient_average = False  # stage 2 then does not divide before the exchange
 
         def divided(*args: Any, **kwargs: Any) -> torch.Tensor:
             optimizer.gradient_average = True
@@ -130,25 +129,25 @@ class Zero:
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer that is stepped."""
+        """The torch optimizer that DeepSpeed steps."""
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         return optimizer
 
     # What this rank holds
 
     def flats(self) -> list[torch.Tensor]:
-        """The tensors that the optimizer steps."""
+        """Return the flat tensors that the optimizer steps."""
         optimizer = self.optimizer
         if self.stage == 3:
             return list(optimizer.fp32_partitioned_groups_flat)
         return list(optimizer.fp32_groups_flat_partition if self._bf16 else optimizer.single_partition_of_fp32_groups)
 
     def group_of_flat(self, number: int) -> int:
-        """The optimizer's parameter group that a flat belongs to."""
+        """Return the index of the optimizer's parameter group that a flat tensor belongs to."""
         return int(self.optimizer.sub_group_to_group_id[number]) if self.stage == 3 else number
 
     def fragments(self) -> Iterator[Fragment]:
-        """This rank's master of every parameter that trains; an empty one where it has none."""
+        """Yield this rank's master of every trainable parameter; an empty one if it holds no part."""
         optimizer, flats = self.optimizer, self.flats()
         if self.stage == 3:
             for group in optimizer.fp16_groups:
@@ -172,20 +171,20 @@ class Zero:
         groups: Sequence[Sequence[Any]] = self.optimizer.bf16_groups if self._bf16 else self.optimizer.bit16_groups
         return groups
 
-    def lent(self, number: int) -> bool:
-        """Whether a flat is in memory only while it is asked for: between steps it is on a drive."""
+    def is_swapped(self, number: int) -> bool:
+        """Return whether a flat tensor is swapped out to a drive between steps."""
         return self.stage == 3 and bool(self.optimizer._swappable_optimizer_subgroup(number))
 
     @contextmanager
-    def at_hand(self, number: int, write: bool = False) -> Iterator[None]:
-        """Within it a flat and its state are in memory; one at a time, as buffers are few.
+    def swapped_in(self, number: int, write: bool = False) -> Iterator[None]:
+        """Keep a flat tensor and its state in memory within this context; one at a time, since buffers are few.
 
         Args:
-            number: of the flat.
-            write: what is written to them stays.
+            number: index of the flat tensor.
+            write: write changes back to the drive.
         """
         optimizer = self.optimizer
-        if not self.lent(number) or self.flats()[number].numel():
+        if not self.is_swapped(number) or self.flats()[number].numel():
             yield
             return
         optimizer._optimizer_states_and_gradient_swap_in(number)
@@ -198,19 +197,19 @@ class Zero:
                 optimizer._release_swap_buffers(number)
 
     def publish(self) -> None:
-        """Give all ranks the parameters anew, from the masters. Collective."""
+        """Update the parameters on all ranks from the masters. Collective."""
         optimizer = self.optimizer
         if self.stage < 3:
             optimizer.update_lp_params()
             return
         optimizer._partition_all_parameters()
         for number in range(len(optimizer.fp16_groups)):
-            with self.at_hand(number):
+            with self.swapped_in(number):
                 optimizer._reassign_or_swap_out_partitioned_parameters(number)
         self.gather_small()
 
     def gather_small(self) -> None:
-        """Gather the parameters that stay whole at stage 3 between steps. Collective."""
+        """Gather the small parameters that stage 3 keeps whole between steps. Collective."""
         small = self.optimizer.persistent_parameters
         if small:
             small[0].all_gather(small)
@@ -227,12 +226,12 @@ class Zero:
         return self.engine(call)
 
     def backward(self, loss: torch.Tensor, in_order: bool = False, within_forward: bool = False) -> None:
-        """Back-propagate, and at stages 2 and 3 exchange the gradients and add them up. Collective.
+        """Back-propagate, and at stages 2 and 3 exchange and accumulate the gradients. Collective.
 
         Args:
-            loss: of shape ().
-            in_order: at stage 2, exchange afterwards, in the parameters' order, zeros standing for what is missing.
-            within_forward: the engine's forward is still under way, and did not prepare for a backward.
+            loss: scalar of shape ().
+            in_order: at stage 2, exchange after backward, in the parameters' order, with zeros for missing gradients.
+            within_forward: the engine's forward is still running, so it has not prepared for a backward.
         """
         if within_forward:
             self.optimizer.clear_backward_seen_flag()
@@ -252,18 +251,18 @@ class Zero:
         optimizer.setup_buckets()
         for number, group in enumerate(optimizer.bit16_groups):
             for parameter in group:
-                _fill(parameter, optimizer)
+                _fill_missing_gradient(parameter, optimizer)
                 optimizer.reduce_ready_partitions_and_remove_grads(parameter, number)
         optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def reduce(self) -> None:
-        """Exchange what the window has added up where that is still to do; once a window. Collective."""
+        """Exchange the accumulated gradients, unless done; once per window. Collective."""
         if self._reduced:
             return
         self._reduced = True
         engine, optimizer = self.engine, self.optimizer
         if self.stage == 3 and optimizer.swap_optimizer:
-            # What got no gradient goes to the drive as zeros: nothing else is there to be read.
+            # Parameters without a gradient must be written to the drive as zeros, since the step reads all.
             optimizer._offload_boundary_param_ids.update(
                 parameter.ds_id for group in optimizer.fp16_groups for parameter in group
             )
@@ -271,17 +270,17 @@ class Zero:
             self._finalize()
             return
         if self._bf16:
-            # Whether a parameter counts in the norm must not differ between ranks.
+            # All ranks must include the same parameters in the norm.
             optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in optimizer.bf16_groups]
         else:
             for group in optimizer.bit16_groups:
                 for parameter in group:
-                    _fill(parameter, optimizer)
+                    _fill_missing_gradient(parameter, optimizer)
         engine._running_engine_step = True
         self._allreduce()
 
     def norm(self) -> torch.Tensor:
-        """The global norm of the window's gradients, of shape (); infinite where one is not finite. Collective."""
+        """Return the global norm of the window's gradients, shape (); inf if a gradient is not finite. Collective."""
         self.reduce()
         if self._norm is None:
             self._norm = self._scaled_norm()
@@ -289,10 +288,10 @@ class Zero:
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm).float()
 
     def step(self, max_norm: float | None) -> bool:
-        """Clip, step and start a new window; False where DeepSpeed skipped the step. Collective.
+        """Clip, step and start a new window; return False if DeepSpeed skipped the step. Collective.
 
         Args:
-            max_norm: None leaves clipping to the config.
+            max_norm: clipping threshold; None uses the config's.
         """
         self.reduce()
         self.optimizer.clip_grad = self._clip if max_norm is None else max_norm
@@ -303,11 +302,11 @@ class Zero:
             self._open_window()
         stepped = bool(self.engine.was_step_applied())
         if not stepped:
-            self.forget()  # offloaded, DeepSpeed keeps what it did not step on, and would add the next window to it
+            self.forget()  # offloaded gradients of a skipped step would be added to the next window's
         return stepped
 
     def forget(self) -> None:
-        """Drop what the window has added up."""
+        """Drop the window's accumulated gradients."""
         optimizer = self.optimizer
         optimizer.zero_grad(set_to_none=True)
         if self.stage == 3:
@@ -323,15 +322,15 @@ class Zero:
 
     @property
     def gradients_seen(self) -> int:
-        """How many parameters got a gradient in the last backward."""
+        """Number of parameters that got a gradient in the last backward."""
         return int(getattr(self.optimizer, "_hooks_fired_this_backward", 0))
 
     @property
     def loss_scale(self) -> float:
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
-    def _put_aside(self) -> None:
-        """Let `reduce` do, once, what ``engine.step`` would do as it begins, and keep the norm that it computes."""
+    def _defer_reduction(self) -> None:
+        """Move the reduction at the start of ``engine.step`` to `reduce`, and let the step reuse the computed norm."""
         engine, optimizer = self.engine, self.optimizer
         if self.stage > 1:
             self._finalize = optimizer.finalize_gradient_accumulation_boundary
@@ -341,7 +340,7 @@ class Zero:
             engine.allreduce_gradients = lambda *_: None
         if self.stage == 3:
             if optimizer.swap_optimizer:
-                _keep_unaligned(optimizer.optimizer_swapper)
+                _keep_unaligned_in_memory(optimizer.optimizer_swapper)
             norms = optimizer._get_norm_groups
             optimizer._get_norm_groups = lambda: norms() if self._norm is None else [self._norm]
         elif not self._bf16:
@@ -364,7 +363,7 @@ class Zero:
     def _open_window(self) -> None:
         self._reduced, self._norm = False, None
         self.engine._running_engine_step = False
-        # A parameter without a gradient in the coming window must not find the last one's.
+        # A parameter without a gradient in the next window must not reuse this one's.
         if self.stage == 3:
             self.optimizer.grad_partitions_flat_buffer.zero_()
         if self.offloads:
@@ -374,8 +373,8 @@ class Zero:
                     flat.grad.zero_()
 
 
-def _keep_unaligned(swapper: Any) -> None:
-    """Keep gradients in memory that do not begin at a block's border: reading them from a drive fails in silence."""
+def _keep_unaligned_in_memory(swapper: Any) -> None:
+    """Keep gradients that are not aligned to a block in memory: reading them from a drive silently fails."""
     swap_out = swapper.swap_out_gradients
 
     def keep(parameter: torch.Tensor, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
@@ -389,8 +388,8 @@ def _keep_unaligned(swapper: Any) -> None:
     swapper.swap_out_gradients = keep
 
 
-def _fill(parameter: nn.Parameter, optimizer: Any) -> None:
-    """Give a parameter that got no gradient on this rank one of zeros: others may have one to exchange."""
+def _fill_missing_gradient(parameter: nn.Parameter, optimizer: Any) -> None:
+    """Give a parameter without a gradient on this rank one of zeros: other ranks may exchange theirs."""
     if optimizer.get_gradient_for_reduction(parameter) is not None:
         return
     zeros = torch.zeros_like(parameter, dtype=optimizer._gradient_reduction_buffer_dtype())

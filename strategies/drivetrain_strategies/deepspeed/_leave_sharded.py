@@ -1,4 +1,4 @@
-"""How a module is left at stage 3 when it cannot be made whole: NaN, its parts kept for another run."""
+"""Leaves a module sharded after a stage 3 run (NaN weights, shards kept) and gathers it in the next run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from drivetrain.strategies import ParameterShard, Span
-from drivetrain_strategies._missing_weights import Part, leave, left, parts_for
+from drivetrain_strategies._missing_weights import LEFT_SHARDS, LeftShard, keep_left_shards, left_shards_for
 from drivetrain_strategies.deepspeed._state import gather
 
 
 @torch.no_grad()
-def leave_parts(module: nn.Module, parts: Mapping[str, ParameterShard], limit: int, ranks: int, tell: bool) -> None:
-    """Give parameters back their shapes, filled with NaN, and keep this rank's parts. Talks to nobody.
+def leave_parts(module: nn.Module, parts: Mapping[str, ParameterShard], limit: int, ranks: int, warn: bool) -> None:
+    """Give parameters their shapes back, filled with NaN, and keep this rank's shards. Does not communicate.
 
     Args:
-        module: whose parameters hold nothing.
-        parts: by parameter name, in float32.
+        module: the module, whose parameters are empty.
+        parts: float32 shards by parameter name.
         limit: bytes up to which the parameters get storage, into which weights can be loaded.
-        ranks: over how many the parts are spread.
-        tell: say so in the log.
+        ranks: number of ranks over which the parameters are sharded.
+        warn: log as a warning, not at debug level.
     """
     parameters = dict(module.named_parameters())
     nbytes = sum(math.prod(part.shape) * part.local.element_size() for part in parts.values())
@@ -34,20 +34,20 @@ def leave_parts(module: nn.Module, parts: Mapping[str, ParameterShard], limit: i
         known.grad = None
         shape = known.shape
         kept.append(
-            Part(name, part.local.clone(), (part.region,), shape, known.stride(), known._version, known.data_ptr())
+            LeftShard(name, part.local.clone(), (part.region,), shape, known.stride(), known._version, known.data_ptr())
         )
     if kept:
-        leave(module, (ranks,), kept, "DeepSpeed", tell)
+        keep_left_shards(module, (ranks,), kept, "DeepSpeed", warn)
 
 
 @torch.no_grad()
-def take_up_parts(module: nn.Module, ranks: int) -> None:
-    """Make a module whole whose weights an earlier run under DeepSpeed left as parts. Collective.
+def gather_left_parts(module: nn.Module, ranks: int) -> None:
+    """Gather the weights that an earlier run under DeepSpeed left as shards, if any. Collective.
 
     Raises:
-        ConfigurationError: they were spread over another number of ranks.
+        ConfigurationError: they were sharded over another number of ranks.
     """
-    parts = parts_for(module, (ranks,))
+    parts = left_shards_for(module, (ranks,))
     if not parts:
         return
     parameters = dict(module.named_parameters())
@@ -55,4 +55,4 @@ def take_up_parts(module: nn.Module, ranks: int) -> None:
         (span,) = part.placements
         assert isinstance(span, Span)
         parameters[part.name].data = gather(part.local, part.shape, span)
-    del left[module]
+    del LEFT_SHARDS[module]

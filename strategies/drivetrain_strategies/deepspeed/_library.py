@@ -1,4 +1,4 @@
-"""The library itself: imported when a run needs it, refused where it is missing or old, and made to keep quiet."""
+"""Imports DeepSpeed when a run needs it, refuses a missing or old version, and redirects its output."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from typing import Any
 from drivetrain.errors import ConfigurationError
 
 OLDEST = "0.19.8"
-"""The first that has all names of `_required_internals.py`."""
+"""The first version that has all names of `_required_internals.py`."""
 
 _IMPORT_SETS = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""An environment variable that its import leaves behind."""
+"""An environment variable that importing DeepSpeed sets."""
 
 logger = logging.getLogger("drivetrain.deepspeed")
 
 
 def check_library() -> None:
-    """Refuse a DeepSpeed that is not there or too old. Imports nothing.
+    """Refuse a DeepSpeed that is missing or too old. Does not import it.
 
     Raises:
         ConfigurationError: says what to install.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigurationError(
-            "strategy='deepspeed', and the package deepspeed is not installed.",
-            "the strategy drives DeepSpeed's own engine.",
+            "strategy='deepspeed', but the package deepspeed is not installed.",
+            "the strategy uses DeepSpeed's own engine.",
             "pip install 'drivetrain[deepspeed]'; no compiler is needed (DS_BUILD_OPS=0).",
         )
     installed = version("deepspeed")
     if _numbers(installed) < _numbers(OLDEST):
         raise ConfigurationError(
-            f"deepspeed {installed} is installed, and {OLDEST} or newer is needed.",
-            "older engines lack names by which the strategy drives them.",
+            f"deepspeed {installed} is installed, but {OLDEST} or newer is required.",
+            "older engines lack names that the strategy uses.",
             f"pip install 'deepspeed>={OLDEST}'.",
         )
 
@@ -49,26 +49,26 @@ def _numbers(version: str) -> list[int]:
 
 
 def import_library() -> Any:
-    """Import DeepSpeed, leaving the environment as it was; returns the package."""
+    """Import DeepSpeed and return the package; the environment's variables stay unchanged."""
     check_library()
     before = os.environ.get(_IMPORT_SETS)
-    with Quiet():
+    with RedirectedLogging():
         deepspeed = importlib.import_module("deepspeed")
     if before is None:
         os.environ.pop(_IMPORT_SETS, None)
     return deepspeed
 
 
-class Quiet(logging.Filter):
-    """While entered, what DeepSpeed logs goes to "drivetrain.deepspeed" at debug level. Its errors stay errors."""
+class RedirectedLogging(logging.Filter):
+    """Redirects DeepSpeed's log to "drivetrain.deepspeed" while entered, at debug level except for errors."""
 
     def __init__(self) -> None:
         super().__init__()
         self._theirs = logging.getLogger("DeepSpeed")
         self._level = self._theirs.level
 
-    def __enter__(self) -> Quiet:
-        # A filter and not a handler: the first import makes the handler.
+    def __enter__(self) -> RedirectedLogging:
+        # A filter rather than a handler, since DeepSpeed's handler is created by its first import.
         self._theirs.addFilter(self)
         self._level = self._theirs.level
         if logger.isEnabledFor(logging.DEBUG):
@@ -85,8 +85,8 @@ class Quiet(logging.Filter):
         return False
 
 
-def prints_hidden() -> AbstractContextManager[Any]:
-    """Return a context within which what is printed goes to the same logger."""
+def redirected_prints() -> AbstractContextManager[Any]:
+    """Return a context that redirects standard output to the same logger."""
     return redirect_stdout(_Lines())
 
 

@@ -1,4 +1,4 @@
-"""A user's optimizer while DeepSpeed steps it: its parameters are flat masters then, and its own again afterwards."""
+"""Lends a user's optimizer to DeepSpeed, which replaces its parameters by flat master weights, and restores it."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from drivetrain.strategies import load_named_optimizer_state, named_optimizer_st
 from drivetrain_strategies.deepspeed._state import State, whole_of
 
 
-class TakenOptimizer:
-    """Remembers an optimizer's parameters and, where there is any already, its state.
+class AdoptedOptimizer:
+    """Remembers an optimizer's parameters and its state, if it has any.
 
-    State is made whole after the run only for an optimizer that the module itself keeps: others end with the run.
+    State is gathered after the run only for an optimizer that is an attribute of the module; others end with the run.
 
     Args:
-        module: by whose names.
-        optimizer: before DeepSpeed sees it.
+        module: the module whose parameters the optimizer holds.
+        optimizer: the optimizer before DeepSpeed's engine is built.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self._module = module
         self._optimizer = optimizer
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
-        self._kept = any(value is optimizer for value in vars(module).values())
+        self._outlives_run = any(value is optimizer for value in vars(module).values())
         self._state: dict[str, Any] | None = named_optimizer_state(module, optimizer) if optimizer.state else None
         optimizer.state.clear()
 
-    def bring(self, state: State) -> None:
-        """Give DeepSpeed's flat masters the state that the optimizer came with. Collective."""
+    def load_into_masters(self, state: State) -> None:
+        """Load the optimizer's earlier state for DeepSpeed's flat masters. Collective."""
         if self._state is not None:
             state.load_optimizer(self._state)
             self._state = None
 
     def gather(self, state: State) -> None:
-        """Make the state whole, for an optimizer that outlives the run. Collective."""
-        if self._kept:
+        """Gather the state of an optimizer that outlives the run. Collective."""
+        if self._outlives_run:
             found = state.optimizer()
             named = {
                 name: {key: whole_of(value) for key, value in values.items()} for name, values in found["state"].items()
             }
             self._state = {"state": named, "param_groups": found["param_groups"]}
 
-    def give_back(self) -> None:
-        """Put the parameters back, and the state where it was gathered."""
+    def restore(self) -> None:
+        """Restore the parameters, and the state if it was gathered."""
         for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
         self._optimizer.state.clear()

@@ -1,4 +1,4 @@
-"""How a precision's name becomes DeepSpeed's."""
+"""Translates a precision into DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain.strategies import MemoryAdvice
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _NAMED = (Precision, FullPrecision, DoublePrecision, MixedPrecision, HalfPrecision)
-"""The classes of precisions for which there is, or might be, a mode of DeepSpeed's."""
+"""The precision classes that DeepSpeed has a mode for, and those refused with a reason of their own."""
 
 _REFUSED = {
     "64-true": "its optimizers keep float32 masters",
@@ -32,13 +32,13 @@ _REFUSED = {
 
 
 class DeepSpeedPrecision(Precision):
-    """A precision whose masters, loss scale and skipped steps are DeepSpeed's.
+    """A precision whose master weights, loss scale and skipped steps are managed by DeepSpeed.
 
-    Under a mixed one the parameters are in half precision, with float32 masters, and the forward runs in autocast.
+    Mixed precisions keep parameters in half precision with float32 masters, and run the forward under autocast.
 
     Args:
         name: "32-true", "bf16-mixed" or "16-mixed".
-        device: where the run computes.
+        device: the device that the run computes on.
 
     Raises:
         ConfigurationError: DeepSpeed has no such mode.
@@ -53,25 +53,25 @@ class DeepSpeedPrecision(Precision):
             )
         self.name = name
         self.half = _HALVES.get(name)
-        """The dtype of the parameters that compute, where that is not the masters'."""
+        """The dtype of the compute weights if it differs from the masters'; otherwise None."""
         self.loss_scaler: Any = None
-        """DeepSpeed's loss scaler, while there is one."""
+        """DeepSpeed's loss scaler during a run that has one."""
         self._device_type = device.type
         self.has_forward_context = self.half is not None
         if self.half is not None:
             self.compute_dtype = self.output_dtype = self.half
 
     @classmethod
-    def standing_for(cls, precision: Precision, device: torch.device) -> Self:
-        """Return what DeepSpeed has for ``precision``.
+    def equivalent_to(cls, precision: Precision, device: torch.device) -> Self:
+        """Return DeepSpeed's equivalent of ``precision``.
 
         Raises:
-            ConfigurationError: it has nothing for it.
+            ConfigurationError: there is none.
         """
         if type(precision) not in _NAMED:
             raise ConfigurationError(
                 f"precision={precision.name!r}, a {type(precision).__name__}, under DeepSpeed.",
-                "its engine keeps masters, loss scale and steps itself, and would leave out what this precision does.",
+                "its engine manages masters, loss scale and steps itself and would not call this precision's methods.",
                 "use '32-true', 'bf16-mixed' or '16-mixed', or another strategy, such as 'fsdp'.",
             )
         return cls(precision.name, device)
@@ -83,12 +83,12 @@ class DeepSpeedPrecision(Precision):
         return nullcontext() if self.half is None else torch.autocast(self._device_type, enabled=False)
 
     def take_scaler(self, loss_scaler: Any, keeps_floor: bool) -> None:
-        """Take DeepSpeed's loss scaler for the run.
+        """Store DeepSpeed's loss scaler for the run.
 
         Args:
-            loss_scaler: the scaler, of a fixed or a dynamic scale.
-            keeps_floor: the user's config names the smallest scale, at which DeepSpeed raises. Otherwise it is the one
-                that every other strategy has, at which a run goes on.
+            loss_scaler: the scaler, with a fixed or a dynamic scale.
+            keeps_floor: whether the user's config sets the minimum scale, at which DeepSpeed raises. Otherwise the
+                minimum is that of the other strategies, at which a run continues.
         """
         self.loss_scaler = loss_scaler
         if loss_scaler.dynamic and not keeps_floor:
@@ -96,17 +96,17 @@ class DeepSpeedPrecision(Precision):
             loss_scaler.raise_error_at_min_scale = False
 
     def note_skipped_step(self) -> None:
-        """Say so where an overflow has brought the scale to its floor."""
+        """Report that an overflow has reduced the loss scale to its minimum."""
         scaler = self.loss_scaler
         if scaler is not None and scaler.dynamic and scaler.cur_scale <= scaler.min_scale and self.at_floor is not None:
             self.at_floor(float(scaler.cur_scale))
 
     def memory_advice(self) -> Sequence[MemoryAdvice]:
-        """Nothing beyond a mixed precision: those without float32 masters are refused."""
+        """Return nothing for a mixed precision: lower ones, without float32 masters, are refused."""
         return [] if self.half is not None else super().memory_advice()
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, by the names that torch's `GradScaler` uses."""
+        """Return the loss scale under the names of torch's `GradScaler`."""
         if self.name != "16-mixed" or self.loss_scaler is None:
             return {}
         return {
@@ -121,7 +121,7 @@ class DeepSpeedPrecision(Precision):
 
 
 def check_fp16(device: torch.device) -> None:
-    """Refuse fp16 where the device has none, with DeepSpeed's own judgement.
+    """Refuse fp16 if DeepSpeed reports that the device does not support it.
 
     Raises:
         ConfigurationError: names the device.
@@ -133,6 +133,6 @@ def check_fp16(device: torch.device) -> None:
     if not accelerator.is_fp16_supported():
         raise ConfigurationError(
             f"precision='16-mixed' under DeepSpeed on {accelerator.device_name()!r}.",
-            "its parameters are in fp16 there, for which this device has no kernels.",
+            "DeepSpeed keeps parameters in fp16, which this device does not support.",
             "use precision='bf16-mixed' or '32-true', or strategy='ddp', whose parameters stay in float32.",
         )

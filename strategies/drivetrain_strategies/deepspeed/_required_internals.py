@@ -1,6 +1,6 @@
-"""What of DeepSpeed's insides a run cannot do without, asked for by name before anything is wrapped.
+"""The private names of DeepSpeed that a run requires, checked before anything is wrapped.
 
-They change between its releases. `docs/versions.md` has those too that show only once an engine is built.
+They change between releases. `docs/versions.md` also lists those that exist only once an engine is built.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ NEEDED = {
 
 
 def check_names() -> None:
-    """Refuse a DeepSpeed that lacks one of them.
+    """Refuse a DeepSpeed version that lacks one of the required names.
 
     Raises:
-        ConfigurationError: names the version, and what is not there.
+        ConfigurationError: names the version and the missing names.
     """
     missing = [
         f"{owner.rpartition('.')[2]}.{name}"
@@ -51,7 +51,7 @@ def check_names() -> None:
     if missing:
         raise ConfigurationError(
             f"strategy='deepspeed' cannot run on deepspeed {version('deepspeed')}.",
-            f"it has no {listed(missing)}; the strategy drives the engine by names that change between releases.",
+            f"it has no {listed(missing)}; the strategy uses private names, which change between releases.",
             f"pip install 'deepspeed=={OLDEST}', or use strategy='fsdp'.",
         )
 

@@ -1,4 +1,4 @@
-"""The module that DeepSpeed's engine wraps: its forward is a step, and nothing but the loss is seen to go through."""
+"""The module that DeepSpeed's engine wraps: its forward runs a step and exposes only the loss."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 
 
 class Root(nn.Module):
-    """Its forward is whatever call it is handed.
+    """Runs the call that its forward receives.
 
-    DeepSpeed's hooks walk through what goes in and comes out, replace tensors, and fail on what they do not know: a
-    float, a dataclass, nothing at all. They see a call, a loss, and a box.
+    DeepSpeed's hooks traverse inputs and outputs, replace tensors, and fail for types that they do not know (a float, a
+    dataclass, None). They see only a call, the loss and an `OpaqueOutput`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
-    # By the names of the user's module: DeepSpeed's own checkpoints and their tools go by them.
+    # Use the names of the user's module, which DeepSpeed writes into its own checkpoints.
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*args, **options)
@@ -35,23 +35,23 @@ class Root(nn.Module):
         output = call()
         loss = output.get("loss") if isinstance(output, dict) else output
         if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            return loss, Box(output)
-        return (Box(output),)
+            return loss, OpaqueOutput(output)
+        return (OpaqueOutput(output),)
 
 
-class Box:
-    """Holds what a step returned."""
+class OpaqueOutput:
+    """Holds a step's output."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
 
 
-def unboxed(returned: tuple[Any, ...]) -> Any:
-    """Return what the step returned, with the loss as it came through the hooks."""
-    *losses, box = returned
+def unwrap_output(returned: tuple[Any, ...]) -> Any:
+    """Return the step's output, with the loss that DeepSpeed's hooks returned."""
+    *losses, opaque = returned
     if not losses:
-        return box.output
-    if isinstance(box.output, dict):
-        box.output["loss"] = losses[0]
-        return box.output
+        return opaque.output
+    if isinstance(opaque.output, dict):
+        opaque.output["loss"] = losses[0]
+        return opaque.output
     return losses[0]

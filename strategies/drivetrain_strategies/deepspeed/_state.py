@@ -1,4 +1,4 @@
-"""Weights and optimizer state by plain names in float32, each rank giving and taking its part."""
+"""Reads and writes float32 weights and optimizer state by plain names; each rank handles its part."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from drivetrain_strategies.deepspeed._internals import Fragment, Zero
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank keeps its part of a parameter, as exactly as anybody does.
+class StoredParameter:
+    """This rank's most exact copy of a parameter, or of its part.
 
     Attributes:
-        local: the part, of shape (n,), or the whole in its own shape.
-        shape: of the parameter.
-        span: which elements; None for all.
-        lent: it will not stay in memory; what is read of it is a copy.
+        local: the part, of shape (n,), or the whole parameter in its own shape.
+        shape: shape of the whole parameter.
+        span: the elements that ``local`` holds; None for all.
+        is_swapped: ``local`` will be swapped out to a drive, so reading it must copy.
     """
 
     local: torch.Tensor
     shape: tuple[int, ...]
     span: Span | None
-    lent: bool = False
+    is_swapped: bool = False
 
     def read(self) -> torch.Tensor | ParameterShard:
-        local = self.local.detach().clone() if self.lent else self.local.detach()
+        local = self.local.detach().clone() if self.is_swapped else self.local.detach()
         return local if self.span is None else sharded(local, self.shape, self.span)
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ def sharded(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> Paramete
 
 
 def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Tensor:
-    """Put the ranks' parts together: where one has its part, the others have zeros."""
+    """Gather the ranks' parts by a sum of tensors that are zero outside the rank's own part. Collective."""
     whole = local.new_zeros(shape)
     whole.view(-1)[span.start : span.stop].copy_(local)
     dist.all_reduce(whole)
@@ -56,7 +56,7 @@ def gather(local: torch.Tensor, shape: tuple[int, ...], span: Span) -> torch.Ten
 
 
 def part_of(value: Any, span: Span | None) -> torch.Tensor:
-    """Return a span of a value that is whole, or spread in whatever way. Collective unless it is whole or that span."""
+    """Return a span of a whole or sharded value. Collective unless it is whole or exactly that span."""
     if isinstance(value, ParameterShard) and span is not None and value.region == span:
         return value.local
     full = getattr(value, "full_tensor", None)
@@ -64,7 +64,7 @@ def part_of(value: Any, span: Span | None) -> torch.Tensor:
 
 
 def whole_of(value: Any) -> Any:
-    """What `Place.read` or a strategy's state gave, whole and nobody else's. Collective where it is a shard."""
+    """Return a whole copy of a value from `StoredParameter.read` or a state. Collective if it is a shard."""
     if isinstance(value, ParameterShard):
         return value.full_tensor()
     return value.clone() if isinstance(value, torch.Tensor) else value
@@ -74,64 +74,73 @@ class State:
     """The state of a module under DeepSpeed.
 
     Args:
-        module: with its own names.
-        exact: the places of parameters that have no master, by id.
-        zero: DeepSpeed's engine; None where nothing is trained.
-        publish: gives all ranks the parameters anew after their places were written.
+        module: the bare module.
+        unrounded: stored parameters that have no master, by ``id`` of the parameter.
+        zero: DeepSpeed's engine; None if nothing is trained.
+        publish: updates the compute weights on all ranks after a load.
     """
 
     def __init__(
-        self, module: nn.Module, exact: Mapping[int, Place], zero: Zero | None, publish: Callable[[], None]
+        self,
+        module: nn.Module,
+        unrounded: Mapping[int, StoredParameter],
+        zero: Zero | None,
+        publish: Callable[[], None],
     ) -> None:
         self._module = module
-        self._exact = exact
+        self._unrounded = unrounded
         self._zero = zero
         self._publish = publish
         self._fragments = {} if zero is None else {id(one.parameter): one for one in zero.fragments()}
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
-    def places(self, wanted: Container[int] | None = None, write: bool = False) -> Iterator[tuple[int, Place]]:
-        """Where parameters are kept, by their ids: one after the other, at hand only until the next is asked for.
+    def stored_parameters(
+        self, wanted: Container[int] | None = None, write: bool = False
+    ) -> Iterator[tuple[int, StoredParameter]]:
+        """Yield the ids of parameters with where they are stored; an item is valid only until the next one.
 
         Args:
-            wanted: ids; None for all.
-            write: what is written there stays.
+            wanted: ids of parameters; None for all.
+            write: write changes back to a drive.
         """
-        for key, place in self._exact.items():
+        for key, stored in self._unrounded.items():
             if wanted is None or key in wanted:
-                yield key, place
+                yield key, stored
         for number, fragments in self._flats():
             held = [one for one in fragments if wanted is None or id(one.parameter) in wanted]
             if held:
-                with self._begun.at_hand(number, write):
+                with self._running.swapped_in(number, write):
                     for one in held:
-                        yield id(one.parameter), Place(one.master, one.shape, one.span, self._begun.lent(number))
+                        yield (
+                            id(one.parameter),
+                            StoredParameter(one.master, one.shape, one.span, self._running.is_swapped(number)),
+                        )
 
-    def nbytes_spread(self) -> int:
-        """The bytes of all parameters that ranks have parts of."""
-        exact = [(one.shape, one.local) for one in self._exact.values() if one.span is not None]
+    def sharded_nbytes(self) -> int:
+        """Return the bytes of all sharded parameters."""
+        unrounded = [(one.shape, one.local) for one in self._unrounded.values() if one.span is not None]
         masters = [(one.shape, one.flat) for one in self._fragments.values()]
-        return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*exact, *masters))
+        return sum(math.prod(shape) * tensor.element_size() for shape, tensor in (*unrounded, *masters))
 
-    def _held(self, value: Any) -> Fragment | Place | None:
-        """Where a parameter is kept; None for what stays in the module as it is."""
-        return self._fragments.get(id(value)) or self._exact.get(id(value))
+    def _find(self, value: Any) -> Fragment | StoredParameter | None:
+        """Return where a parameter is stored; None for tensors that stay in the module."""
+        return self._fragments.get(id(value)) or self._unrounded.get(id(value))
 
     @property
-    def _begun(self) -> Zero:
+    def _running(self) -> Zero:
         assert self._zero is not None
         return self._zero
 
     def _flats(self) -> Iterator[tuple[int, list[Fragment]]]:
-        """The optimizer's tensors by number, with the parameters that they are of."""
+        """Yield the index of each flat tensor with the fragments in it."""
         for number, fragments in groupby(self._fragments.values(), lambda one: one.number):
             yield number, list(fragments)
 
     # Weights
 
     def weights(self) -> dict[str, Any]:
-        """Parameters and persistent buffers by name; tied names give one object."""
-        given: dict[int, Any] = {key: place.read() for key, place in self.places()}
+        """Return parameters and persistent buffers by name; tied names share one object."""
+        given: dict[int, Any] = {key: stored.read() for key, stored in self.stored_parameters()}
         state: dict[str, Any] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
             tensor = isinstance(value, torch.Tensor)
@@ -141,7 +150,7 @@ class State:
     def regions(self) -> dict[str, Region]:
         found: dict[str, Region] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
-            held = self._held(value)
+            held = self._find(value)
             if held is not None and held.span is not None:
                 found[name] = held.span
         return found
@@ -151,10 +160,10 @@ class State:
         """Load parameters and buffers by name. Collective.
 
         Raises:
-            CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
+            CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
         """
         own = self._module.state_dict(keep_vars=True)
-        held = {name: self._held(value) for name, value in own.items()}
+        held = {name: self._find(value) for name, value in own.items()}
         whole = {name: held[name] or value for name, value in own.items()}
         Misfit.between(whole, state, partly=not strict).settle("The weights", type(self._module).__name__, strict)
         extra, wanted = {}, {}
@@ -167,8 +176,8 @@ class State:
                 wanted[id(value)] = state[name]
             else:
                 value.copy_(part_of(state[name], None))
-        for key, place in self.places(wanted, write=True):
-            place.write(wanted[key])
+        for key, stored in self.stored_parameters(wanted, write=True):
+            stored.write(wanted[key])
         if extra:
             self._module.load_state_dict(extra, strict=False)
         self._publish()
@@ -176,17 +185,17 @@ class State:
     # The optimizer's state
 
     def optimizer(self) -> dict[str, Any]:
-        """State and groups by parameter names; state that was never begun is not there."""
-        optimizer = self._begun.base_optimizer
+        """Return state and groups by parameter names, without parameters that have no state yet."""
+        optimizer = self._running.base_optimizer
         state: dict[str, Any] = {}
         for number, fragments in self._flats():
-            lent = self._begun.lent(number)
-            with self._begun.at_hand(number):
+            is_swapped = self._running.is_swapped(number)
+            with self._running.swapped_in(number):
                 for one in fragments:
                     if values := optimizer.state.get(one.flat):
                         state[self._names[id(one.parameter)]] = {
-                            name: Place(one.of(value), one.shape, one.span, lent).read()
-                            if _spread(value, one)
+                            name: StoredParameter(one.of(value), one.shape, one.span, is_swapped).read()
+                            if _is_flat(value, one)
                             else value
                             for name, value in values.items()
                         }
@@ -197,70 +206,71 @@ class State:
         return {"state": state, "param_groups": groups}
 
     def optimizer_regions(self) -> dict[str, Region]:
-        # Single numbers are asked for whole: what counts steps has their shape, and no part of it would do.
+        # Scalars are loaded whole: a step counter has the same shape, and must not be sharded.
         return {self._names[key]: one.span for key, one in self._fragments.items() if one.shape}
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Load state by name, the optimizer's own groups staying as they are. Collective.
+        """Load state by name into the optimizer's own groups. Collective.
 
-        A parameter without any counts as one whose state is zero: its group has one count of steps.
+        A parameter without saved state gets zeros, since a group has one step counter.
 
         Raises:
-            CheckpointError: it is for other parameters or groups, or cannot live in one flat tensor a group.
+            CheckpointError: the state has other parameters or groups, or does not fit one flat tensor per group.
         """
-        zero, optimizer, groups = self._begun, self._begun.base_optimizer, self._groups()
+        zero, optimizer, groups = self._running, self._running.base_optimizer, self._groups()
         check_optimizer_fits(optimizer, groups, saved)
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({key: value for key, value in settings.items() if key != "params"})
         for number, fragments in self._flats():
             flat, held = fragments[0].flat, {self._names[id(one.parameter)]: one for one in fragments}
-            with zero.at_hand(number, write=True):
-                # Where DeepSpeed writes tensors to a drive, it knows them by what they are.
-                before = optimizer.state.get(flat, {}) if zero.lent(number) else {}
+            with zero.swapped_in(number, write=True):
+                # DeepSpeed identifies tensors on a drive by object, so these must be reused.
+                before = optimizer.state.get(flat, {}) if zero.is_swapped(number) else {}
                 optimizer.state[flat] = _flattened(flat, held, before, saved["state"])
         zero.relink_state()
 
     def _groups(self) -> list[list[str]]:
-        """The names of each group's parameters, in the module's order."""
-        groups: list[list[str]] = [[] for _ in self._begun.base_optimizer.param_groups]
+        """Return the parameter names of each group, in module order."""
+        groups: list[list[str]] = [[] for _ in self._running.base_optimizer.param_groups]
         for key, fragment in self._fragments.items():
-            groups[self._begun.group_of_flat(fragment.number)].append(self._names[key])
+            groups[self._running.group_of_flat(fragment.number)].append(self._names[key])
         return groups
 
 
-def _spread(value: Any, fragment: Fragment) -> bool:
+def _is_flat(value: Any, fragment: Fragment) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == fragment.flat.shape
 
 
 def _flattened(
     flat: torch.Tensor, held: Mapping[str, Fragment], before: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return one flat tensor's state, put together from its parameters', in tensors of ``before`` where it has any."""
+    """Build one flat tensor's state from its parameters' states, reusing the tensors in ``before``."""
     state: dict[str, Any] = {}
-    told_by: dict[str, str] = {}
-    of_elements = _of_elements({name: fragment.shape for name, fragment in held.items()}, saved)
+    set_by: dict[str, str] = {}
+    elementwise = _elementwise_keys({name: fragment.shape for name, fragment in held.items()}, saved)
     for name, fragment in held.items():
         for key, value in saved.get(name, {}).items():
-            if key in of_elements:
+            if key in elementwise:
                 if key not in state:
                     state[key] = before[key].zero_() if key in before else torch.zeros_like(flat, requires_grad=False)
                 fragment.of(state[key]).copy_(part_of(value, fragment.span).reshape(-1))
             elif key not in state:
-                state[key], told_by[key] = value.clone() if isinstance(value, torch.Tensor) else value, name
-            elif not _alike(state[key], value):
+                state[key], set_by[key] = value.clone() if isinstance(value, torch.Tensor) else value, name
+            elif not _equal(state[key], value):
                 raise CheckpointError(
-                    f"The optimizer's {key!r} is {state[key]} for {told_by.get(key)!r} and {value} for {name!r}.",
-                    "under ZeRO the parameters of a group are one flat tensor, with one of it.",
-                    "give them groups of their own, or load the weights alone.",
+                    f"The optimizer's {key!r} is {state[key]} for {set_by.get(key)!r} and {value} for {name!r}.",
+                    "under ZeRO a group's parameters are one flat tensor with one value of it.",
+                    "put them into different groups, or load the weights alone.",
                 )
     return state
 
 
-def _of_elements(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> set[str]:
-    """The keys under which state has a value for each element, and not one for a parameter.
+def _elementwise_keys(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> set[str]:
+    """Return the keys whose values have an entry per element, not one per parameter.
 
-    Those of a single number do not tell by their shape: its neighbours do, and among none but single numbers the name.
+    The shape decides, except for scalar parameters: their group's other parameters decide, or, if all are scalars, the
+    key's name.
     """
     found: set[str] = set()
     for name, shape in shapes.items():
@@ -272,7 +282,7 @@ def _of_elements(shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]
     return found
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
     return bool(one == other)

@@ -1,4 +1,4 @@
-"""Parameters that get no gradient: on some ranks, which ZeRO must be told of, or on all, which the user is."""
+"""Handles parameters without a gradient: on some ranks, which ZeRO cannot handle, or on all, which is a warning."""
 
 from __future__ import annotations
 
@@ -16,116 +16,119 @@ logger = logging.getLogger("drivetrain")
 
 
 class UnusedParameters:
-    """Learns in the first window which parameters get a gradient, and watches afterwards that it stays so.
+    """Records in the first window which parameters get a gradient, and checks later that these stay the same.
 
-    ZeRO 2 exchanges gradients while backward goes on, in the order in which they arise, and ZeRO 3 gathers parameters
-    so as well. Where the ranks use different ones, they wait for ever, or add up what does not belong together without
-    a word. So the ranks compare before each backward of the first window what the loss reaches, in a small CPU
-    collective. If they differ, ZeRO 2 exchanges gradients after backward from then on, in the parameters' order, zeros
-    standing for those that are missing; that costs the memory of whole gradients, and so is not done always. If they
-    agree, each rank counts gradients afterwards, without a word to the others, and a parameter that goes out of use or
-    comes into it is refused.
+    ZeRO 2 exchanges gradients during backward in the order in which they become ready, and ZeRO 3 gathers parameters in
+    order of use. Ranks that use different parameters would hang, or silently add up gradients of different parameters.
+    The ranks therefore compare, before each backward of the first window, which parameters the loss reaches, in a small
+    CPU collective. If they differ, ZeRO 2 exchanges gradients after backward from then on, in the parameters' order and
+    with zeros for missing ones; this needs memory for whole gradients, so it is not the default. If they agree, each
+    rank counts its gradients from then on without communication, and refuses a parameter that becomes used or unused.
 
     Args:
-        names: of the trainable parameters.
+        names: names of the trainable parameters.
         zero: DeepSpeed's engine.
-        control: the way to the other ranks.
-        asked: None learns and watches; True exchanges in order at stage 2 from the start, and does not watch at stage
-            3; False does neither.
+        control: the control plane.
+        setting: ``find_unused_parameters``: None records and checks; True exchanges in order at stage 2 from the start
+            and checks nothing at stage 3; False does neither.
     """
 
-    def __init__(self, names: dict[nn.Parameter, str], zero: Zero, control: ControlPlane, asked: bool | None) -> None:
+    def __init__(self, names: dict[nn.Parameter, str], zero: Zero, control: ControlPlane, setting: bool | None) -> None:
         self._parameters = list(names)
         self._names = list(names.values())
         self._zero = zero
         self._control = control
-        self._learns = asked is None and control.world_size > 1 and zero.stage > 1
-        self.in_order = bool(asked) and zero.stage == 2
+        self._learning = setting is None and control.world_size > 1 and zero.stage > 1
+        self.in_order = bool(setting) and zero.stage == 2
         """Whether gradients are exchanged after backward, in the parameters' order."""
-        # What belongs to a leaf module of stage 3 comes and goes with it.
-        self._single = torch.tensor([not hasattr(one, "ds_z3_leaf_module") for one in self._parameters])
-        self._always = self._single.clone()
-        self._never = self._single.clone()
+        # Parameters of a stage 3 leaf module are used, or unused, together with it.
+        self._outside_leaves = torch.tensor([not hasattr(one, "ds_z3_leaf_module") for one in self._parameters])
+        self._always = self._outside_leaves.clone()
+        self._never = self._outside_leaves.clone()
         self._expected: int | None = None
-        self._surprised = False
-        self._got = torch.zeros(len(names), dtype=torch.int32)
-        self._handles = [self._on_gradient(number, self._note) for number in range(len(names))]
-        self._watches: list[Any] = []
+        self._unexpected = False
+        self._had_gradient = torch.zeros(len(names), dtype=torch.int32)
+        self._handles = [self._on_gradient(number, self._note_gradient) for number in range(len(names))]
+        self._watch_handles: list[Any] = []
 
     def _on_gradient(self, number: int, call: Any) -> Any:
         register: Any = self._parameters[number].register_post_accumulate_grad_hook
         return register(lambda parameter: call(number))
 
-    def _note(self, number: int) -> None:
-        self._got[number] = 1
+    def _note_gradient(self, number: int) -> None:
+        self._had_gradient[number] = 1
 
-    def _surprise(self, number: int) -> None:
-        self._surprised = True
+    def _note_unexpected(self, number: int) -> None:
+        self._unexpected = True
 
     def before_backward(self, loss: torch.Tensor) -> None:
-        """Compare what the loss reaches on each rank, in the first window. Collective there."""
-        if not self._learns:
+        """Compare the parameters that the loss reaches on each rank. Collective in the first window."""
+        if not self._learning:
             return
-        reached = _reached(loss)
+        reached = _reachable_leaves(loss)
         flags = torch.tensor([id(parameter) in reached for parameter in self._parameters], dtype=torch.int32)
         everywhere = self._control.all_reduce_async(flags).wait()
         self._always &= everywhere == self._control.world_size
         self._never &= everywhere == 0
-        partly = self._single & (everywhere > 0) & (everywhere < self._control.world_size)
+        partly = self._outside_leaves & (everywhere > 0) & (everywhere < self._control.world_size)
         if bool(partly.any()) and self._zero.stage == 2:
-            self._learns, self.in_order = False, True
-            self._tell("%d parameter(s) get a gradient on some ranks only: %s. They wait for one another.", partly)
+            self._learning, self.in_order = False, True
+            self._warn(
+                "%d parameter(s) get a gradient on some ranks only: %s. Gradients are now exchanged after backward.",
+                partly,
+            )
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """Look whether the gradients came that came before. Talks to nobody.
+        """Check that the same parameters got a gradient as in the first window. Does not communicate.
 
         Raises:
-            ConfigurationError: they did not; names them.
+            ConfigurationError: names the parameters that differ.
         """
-        if self._expected is None or (self._zero.gradients_seen == self._expected and not self._surprised):
+        if self._expected is None or (self._zero.gradients_seen == self._expected and not self._unexpected):
             return
-        reached = _reached(loss)
+        reached = _reachable_leaves(loss)
         others = [
             self._names[number]
-            for number in self._single.nonzero().flatten().tolist()
+            for number in self._outside_leaves.nonzero().flatten().tolist()
             if (id(self._parameters[number]) in reached) != bool(self._always[number])
         ]
         raise ConfigurationError(
             f"In this backward other parameters got a gradient than in the first window: {_listed(others)}.",
-            "ZeRO exchanges gradients in the order in which they arise: ranks that differ in it would add up what "
-            "does not belong together.",
-            "set DeepSpeedStrategy(find_unused_parameters=True), at stage 3 only where all ranks use the same ones; "
-            "for experts at stage 3 leaf_modules=[Experts].",
+            "ZeRO exchanges gradients in the order in which they become ready: ranks with different orders would add "
+            "up gradients of different parameters.",
+            "set DeepSpeedStrategy(find_unused_parameters=True), at stage 3 only if all ranks use the same parameters; "
+            "for experts at stage 3, leaf_modules=[Experts].",
         )
 
     def after_step(self) -> None:
-        """Say, after the first step, what got no gradient anywhere. Collective once."""
+        """Warn, after the first step, about parameters without a gradient on any rank. Collective once."""
         if not self._handles:
             return
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        everywhere = self._control.all_reduce_async(self._got).wait()
-        self._tell(
+        everywhere = self._control.all_reduce_async(self._had_gradient).wait()
+        self._warn(
             "%d parameter(s) got no gradient in the first step: %s. Under ZeRO, whose partitions are flat, a missing "
-            "gradient counts as zero: weight decay acts on them. Freeze them to leave them alone. Said once.",
+            "gradient counts as zero: weight decay acts on them. Freeze them to prevent this. This warning is "
+            "shown once.",
             everywhere == 0,
         )
-        if self._learns and bool((self._always | self._never | ~self._single).all()):
+        if self._learning and bool((self._always | self._never | ~self._outside_leaves).all()):
             leaves = {id(one.ds_z3_leaf_module) for one in self._parameters if hasattr(one, "ds_z3_leaf_module")}
             self._expected = int(self._always.sum()) + len(leaves)
-            self._watches = [
-                self._on_gradient(number, self._surprise) for number in self._never.nonzero().flatten().tolist()
+            self._watch_handles = [
+                self._on_gradient(number, self._note_unexpected) for number in self._never.nonzero().flatten().tolist()
             ]
-        self._learns = False
+        self._learning = False
 
     def close(self) -> None:
-        """Take the hooks off."""
-        for handle in (*self._handles, *self._watches):
+        """Remove the hooks."""
+        for handle in (*self._handles, *self._watch_handles):
             handle.remove()
-        self._handles, self._watches = [], []
+        self._handles, self._watch_handles = [], []
 
-    def _tell(self, text: str, which: torch.Tensor) -> None:
+    def _warn(self, text: str, which: torch.Tensor) -> None:
         names = [self._names[number] for number in which.nonzero().flatten().tolist()]
         if names:
             level = logging.WARNING if self._control.rank == 0 else logging.DEBUG
@@ -136,18 +139,18 @@ def _listed(names: list[str]) -> str:
     return ", ".join(map(repr, names[:10])) + (", ..." if len(names) > 10 else "")
 
 
-def _reached(loss: torch.Tensor) -> set[int]:
-    """The ids of the leaves that a backward from ``loss`` gives a gradient."""
+def _reachable_leaves(loss: torch.Tensor) -> set[int]:
+    """Return the ids of the leaves that get a gradient in a backward from ``loss``."""
     found: set[int] = set()
     seen: set[Any] = set()
-    coming: list[Any] = [loss.grad_fn]
-    while coming:
-        node = coming.pop()
+    pending: list[Any] = [loss.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
             found.add(id(variable))
-        coming.extend(following for following, _ in node.next_functions)
+        pending.extend(following for following, _ in node.next_functions)
     return found

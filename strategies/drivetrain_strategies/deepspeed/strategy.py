@@ -1,4 +1,4 @@
-"""DeepSpeedStrategy: ZeRO by DeepSpeed's own engine, which owns the backward, the exchange and the step."""
+"""DeepSpeedStrategy: ZeRO by DeepSpeed's own engine, which runs the backward, the exchange and the step."""
 
 from __future__ import annotations
 
@@ -29,74 +29,74 @@ from drivetrain_strategies._activation_checkpointing import (
     ForwardSwap,
     Policy,
     checkpointing_advice,
-    modules_of,
+    outermost_modules,
 )
 from drivetrain_strategies._device_restore import HomeDevice
-from drivetrain_strategies._half_norms import norms_of, with_float32_weights
-from drivetrain_strategies._materialize import Building
-from drivetrain_strategies._missing_weights import GATHER_LIMIT, exceeds
+from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
+from drivetrain_strategies._materialize import RecordedBuild
+from drivetrain_strategies._missing_weights import GATHER_LIMIT, exceeds_limit
 from drivetrain_strategies._module_checks import refuse_meta
 from drivetrain_strategies.deepspeed._checks import (
-    adding_a_group,
+    add_param_group_error,
     check_leaves,
     check_module,
     check_optimizers,
     check_trainable,
-    clipping_by_value,
+    clip_by_value_error,
 )
-from drivetrain_strategies.deepspeed._cleanup import World
+from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 from drivetrain_strategies.deepspeed._config import (
-    Asked,
     Config,
+    StrategyArguments,
     check_arguments,
     offload,
     read_config,
     resolve,
     stage_of,
 )
-from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, Setting
+from drivetrain_strategies.deepspeed._engine_run import DeepSpeedRun, RunOptions
 from drivetrain_strategies.deepspeed._error_messages import check_by_deepspeed, check_operations, compiling_explained
-from drivetrain_strategies.deepspeed._library import Quiet, check_library, import_library
+from drivetrain_strategies.deepspeed._library import RedirectedLogging, check_library, import_library
 from drivetrain_strategies.deepspeed._precision import DeepSpeedPrecision, check_fp16
 from drivetrain_strategies.deepspeed._required_internals import check_names
 
 NATIVE = ".deepspeed"
-"""What the name of a checkpoint of DeepSpeed's own ends with."""
+"""Suffix of the folder that holds DeepSpeed's own checkpoint."""
 
 
 class DeepSpeedStrategy(DistributedStrategy):
-    """ZeRO stages 1, 2 and 3 on the real `deepspeed`.
+    """ZeRO stages 1, 2 and 3 with the package `deepspeed`.
 
-    Its accumulation is fixed at one micro-batch and its clipping is always written: dividing and accumulating are
-    `Fit`'s, so that windows of any length and weight are exact. Names that DeepSpeed has mean what they mean there.
+    ``Fit`` does the averaging and accumulation, so that windows of any length and weight are exact: DeepSpeed's own
+    accumulation is fixed at one micro-batch. Arguments with DeepSpeed's names have DeepSpeed's meaning.
 
     Args:
-        stage: 1 spreads the optimizer's state, 2 gradients too, 3 parameters too; None takes the config's, or 2.
-        offload_optimizer: "cpu" or "nvme": where the optimizer's state lives, and steps.
-        offload_parameters: "cpu" or "nvme": where parts of parameters live, at stage 3.
-        config: DeepSpeed's own, as a dict or the path of a JSON file; what is missing there comes from `Fit`.
+        stage: 1 shards optimizer state, 2 also gradients, 3 also parameters; None uses the config's, or 2.
+        offload_optimizer: "cpu" or "nvme": where optimizer state is kept.
+        offload_parameters: "cpu" or "nvme": where partitions of parameters are kept, at stage 3.
+        config: DeepSpeed's configuration, a dict or the path of a JSON file; missing keys are set from `Fit`.
         nvme_path: a folder on the drive, for "nvme".
         sub_group_size: elements that are stepped together at stage 3.
-        reduce_bucket_size: elements exchanged together; by default no more than there are.
+        reduce_bucket_size: elements reduced together; by default no more than the trainable parameters have.
         allgather_bucket_size: elements gathered together after a step, at stages 1 and 2.
-        stage3_prefetch_bucket_size: elements gathered ahead.
+        stage3_prefetch_bucket_size: elements to prefetch.
         stage3_param_persistence_threshold: elements up to which a parameter stays whole.
-        stage3_max_live_parameters: elements that may be whole at a time.
-        stage3_max_reuse_distance: elements within which a parameter that comes again stays whole.
-        overlap_comm: exchange gradients while backward goes on.
-        contiguous_gradients: copy gradients to one buffer as they arise.
-        communication_data_type: "fp32", "bf16" or "fp16": in which gradients travel.
-        leaf_modules: classes whose parameters stage 3 gathers and exchanges as one: blocks of experts.
-        activation_checkpointing: classes of modules that compute their activations again in backward.
+        stage3_max_live_parameters: maximal number of gathered elements at a time.
+        stage3_max_reuse_distance: elements within which a parameter that is used again stays gathered.
+        overlap_comm: exchange gradients during backward.
+        contiguous_gradients: copy gradients to one buffer as they become ready.
+        communication_data_type: "fp32", "bf16" or "fp16": dtype in which gradients are exchanged.
+        leaf_modules: classes of modules that stage 3 gathers and exchanges as a whole, such as blocks of experts.
+        activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
-        find_unused_parameters: None refuses, after the first window, parameters that come into use or go out of it;
-            True allows it, for which stage 2 exchanges gradients after backward; False does not look.
-        save_native: write DeepSpeed's own checkpoint too, beside each of ours, for its tools.
-        gather_limit: bytes of parameters up to which the module is whole again after a run.
-        meta: at stage 3, build what ``configure_model`` builds without storage, and initialise it part by part.
-        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
-        timeout: after which a collective that a rank does not join fails.
-        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
+        find_unused_parameters: None refuses parameters that become used or unused after the first window; True allows
+            it (stage 2 then exchanges gradients after backward); False does not check.
+        save_native: also write DeepSpeed's own checkpoint next to each of ours, for its tools.
+        gather_limit: bytes of parameters up to which the module is gathered after a run.
+        meta: at stage 3, build the layers of ``configure_model`` on the meta device and initialise them one by one.
+        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        timeout: time after which a collective that a rank does not join fails.
+        step_timeout: the same after the first step; None keeps ``timeout``.
 
     Raises:
         ConfigurationError: deepspeed is missing or too old, or arguments and config contradict each other.
@@ -151,9 +151,9 @@ class DeepSpeedStrategy(DistributedStrategy):
         }
         top = {"communication_data_type": communication_data_type}
         self._config = read_config(config)
-        self._asked = Asked(stage, _given(zero), _given(top))
-        self.stage = stage_of(self._config, self._asked)
-        check_arguments(self.stage, self._config, self._asked)
+        self._arguments = StrategyArguments(stage, _given(zero), _given(top))
+        self.stage = stage_of(self._config, self._arguments)
+        check_arguments(self.stage, self._config, self._arguments)
         self.leaf_modules = tuple(leaf_modules or ())
         self.activation_checkpointing = activation_checkpointing
         self.find_unused_parameters = find_unused_parameters
@@ -161,44 +161,44 @@ class DeepSpeedStrategy(DistributedStrategy):
         self.gather_limit = gather_limit
         self.meta = meta
         self.resolved_config: dict[str, Any] | None = None
-        """What DeepSpeed got in the last run."""
+        """The configuration that DeepSpeed got in the last run."""
         self.collective_forward = self.shards_parameters = self.stage == 3
         self._checkpointing = Checkpointing(activation_policy)
         self._reset()
 
     def _reset(self) -> None:
-        """Hold nothing of a run."""
+        """Reset the state of a run."""
         self.schedulers = []
         self._deepspeed: Any = None
-        self._quiet: Quiet | None = None
-        self._world: World | None = None
-        self._building = Building()
+        self._redirected_logging: RedirectedLogging | None = None
+        self._world: DeepSpeedWorld | None = None
+        self._recorded_build = RecordedBuild()
         self._home: HomeDevice | None = None
         self._swap: ForwardSwap | None = None
         self._run: DeepSpeedRun | None = None
         self._max_norm: float | None = None
-        self._trains: dict[str, tuple[nn.Parameter, bool]] = {}
+        self._trainable_at_start: dict[str, tuple[nn.Parameter, bool]] = {}
 
-    # Where we are
+    # Placement
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
-        super().bind(placement, device, DeepSpeedPrecision.standing_for(precision, device), store)
+        super().bind(placement, device, DeepSpeedPrecision.equivalent_to(precision, device), store)
 
     def setup_environment(self) -> None:
         self._deepspeed = import_library()
         check_names()
-        self._quiet = Quiet().__enter__()
+        self._redirected_logging = RedirectedLogging().__enter__()
         if self.precision.name == "16-mixed":
-            # Before any group is made: a rank that takes its leave closes connections that others are making.
+            # Before any group is created: a rank that leaves then would break connections that others are opening.
             check_fp16(self.device)
         super().setup_environment()
-        self._world = World(self._deepspeed, self.device, self.local_rank)
+        self._world = DeepSpeedWorld(self._deepspeed, self.device, self.local_rank)
 
     # Set-up
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
-        return self._building.without_storage(context) if self.meta and self.stage == 3 else context
+        return self._recorded_build.record_on_meta(context) if self.meta and self.stage == 3 else context
 
     def optimizer_init_context(self) -> AbstractContextManager[Any]:
         return compiling_explained()
@@ -209,7 +209,9 @@ class DeepSpeedStrategy(DistributedStrategy):
             refuse_meta(module)
         else:
             check_leaves(module, self.leaf_modules)
-        self.resolved_config = resolve(self._config, self._asked, self.settings, self.precision.name, self.world_size)
+        self.resolved_config = resolve(
+            self._config, self._arguments, self.settings, self.precision.name, self.world_size
+        )
         check_by_deepspeed(self.resolved_config)
         check_operations(self.resolved_config, trains=self.settings.stage == "fit")
 
@@ -219,16 +221,16 @@ class DeepSpeedStrategy(DistributedStrategy):
         return self.precision.half
 
     def setup_module(self, module: nn.Module) -> StepRunner:
-        # Nothing is wrapped yet: configure_optimizers finds parameters of their own shapes, and what it returns may
-        # still have to be refused.
+        # The engine wraps the module only in `setup_optimizers`: configure_optimizers must find parameters in their
+        # original shapes, and its optimizers may be refused.
         self.module = module
         self._home = HomeDevice(module)
         self._swap = ForwardSwap()
         if self._half is not None:
-            for norm in norms_of(module):
+            for norm in half_precision_norms(module):
                 self._swap.put(norm, partial(with_float32_weights, norm))
         if self.activation_checkpointing is not None:
-            for child in modules_of(module, self.activation_checkpointing):
+            for child in outermost_modules(module, self.activation_checkpointing):
                 self._swap.put(child, self._checkpointing)
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
@@ -248,7 +250,7 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._deepspeed,
             module,
             config,
-            Setting(
+            RunOptions(
                 self.stage,
                 self.device,
                 self.precision,
@@ -258,21 +260,21 @@ class DeepSpeedStrategy(DistributedStrategy):
                 self.find_unused_parameters,
             ),
         )
-        self._run.start(optimizers, self._building.take())
+        self._run.start(optimizers, self._recorded_build.take())
         self.schedulers = self._run.schedulers
-        self._trains = {name: (one, one.requires_grad) for name, one in module.named_parameters()}
+        self._trainable_at_start = {name: (one, one.requires_grad) for name, one in module.named_parameters()}
         return super().setup_optimizers(self._run.optimizers)
 
-    # What trains
+    # Trainable parameters
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """They are given out where the engine takes them."""
+        """Do nothing: `DeepSpeedRun.start` broadcasts the weights."""
 
     def trainable_changed(self, module: nn.Module) -> None:
-        check_trainable(module, self._trains)
+        check_trainable(module, self._trainable_at_start)
 
     def adding_group(self, optimizer: Optimizer) -> None:
-        raise adding_a_group(optimizer)
+        raise add_param_group_error(optimizer)
 
     # In the loop
 
@@ -280,14 +282,14 @@ class DeepSpeedStrategy(DistributedStrategy):
         self._running.backward(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Nothing: gradients are DeepSpeed's, and their norm is told unscaled."""
+        """Do nothing: DeepSpeed owns the gradients, and reports their unscaled norm."""
 
     def clip_gradients(
         self, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, algorithm: str = "norm"
     ) -> torch.Tensor:
-        """Let the coming step clip to the smallest norm that it was asked for; return the norm before clipping."""
+        """Make the next step clip to the smallest requested norm; return the norm before clipping."""
         if algorithm != "norm":
-            raise clipping_by_value()
+            raise clip_by_value_error()
         self._max_norm = max_norm if self._max_norm is None else min(max_norm, self._max_norm)
         return self._running.zero.norm()
 
@@ -295,30 +297,30 @@ class DeepSpeedStrategy(DistributedStrategy):
         if closure is not None:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} steps with a closure under DeepSpeed.",
-                "its engine owns the backward and the step, and evaluates nothing within it.",
-                "use strategy='fsdp' or 'ddp'; or, where the optimizer evaluates the closure once and first, evaluate "
-                "it before a step without it.",
+                "its engine runs the backward and the step and cannot evaluate a closure within the step.",
+                "use strategy='fsdp' or 'ddp'; if the optimizer evaluates the closure once, at the start, evaluate it "
+                "yourself and step without it.",
             )
         max_norm, self._max_norm = self._max_norm, None
         return self._running.step(max_norm)
 
     def finish_step(self) -> None:
-        """Nothing: the step has adapted the loss scale."""
+        """Do nothing: DeepSpeed's step updates the loss scale."""
 
     def forget_gradients(self) -> None:
         self._max_norm = None
         self._running.forget()
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[None]:
-        return nullcontext()  # there is one optimizer, and what it does not hold does not train
+        return nullcontext()  # there is one optimizer, and only its parameters are trainable
 
     @property
     def _running(self) -> DeepSpeedRun:
         if self._run is None:
             raise ConfigurationError(
-                "This DeepSpeedStrategy is in no run.",
-                "its engine lives from the start of fit, validate, test or predict to the end.",
-                "call it in a hook: on_fit_start, on_train_end.",
+                "This DeepSpeedStrategy is not running.",
+                "its engine exists from the start of fit, validate, test or predict to its end.",
+                "call it in a hook such as on_fit_start or on_train_end.",
             )
         return self._run
 
@@ -328,13 +330,13 @@ class DeepSpeedStrategy(DistributedStrategy):
     def gathered(
         self, parameters: nn.Parameter | Iterable[nn.Parameter] | None = None, write: bool = True
     ) -> Iterator[None]:
-        """Within it parameters are whole, in float32 as their masters are; outside, at stage 3, they hold nothing.
+        """Gather parameters within this context, in float32 like their masters. At stage 3 they are empty outside.
 
-        What rank 0 wrote to them is what all ranks go on from, masters included. Collective: call it on every rank.
+        Afterwards all ranks, and the masters, have the values of rank 0. Collective: call it on every rank.
 
         Args:
-            parameters: of the module; None for all.
-            write: keep what was written. False where they are only read.
+            parameters: parameters of the module; None for all.
+            write: keep changes. Pass False to read only.
         """
         run = self._running
         if parameters is None:
@@ -349,19 +351,19 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._running.write_native(f"{path}{NATIVE}")
 
     def load_native(self, path: str) -> None:
-        """Go on from a checkpoint that DeepSpeed wrote, at the same stage and number of ranks. Collective.
+        """Load a checkpoint that DeepSpeed wrote at the same stage and number of ranks. Collective.
 
-        Call it once the run has begun: in ``on_fit_start``. DeepSpeed unpickles what it reads: only give it what you
-        trust as you trust your own code.
+        Call it within a run, for example in ``on_fit_start``. DeepSpeed unpickles the files, so load only checkpoints
+        that you trust like your own code.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: ``path`` holds no such checkpoint.
         """
         if not os.path.isdir(path) or not self._running.read_native(path):
             raise CheckpointError(
                 f"{path!r} holds no checkpoint of DeepSpeed's.",
-                "DeepSpeed would start afresh without a word.",
-                f"give the folder that it wrote: with save_native=True, the checkpoint's path and {NATIVE!r}.",
+                "DeepSpeed would silently start from scratch.",
+                f"pass the folder that DeepSpeed wrote: with save_native=True, the checkpoint's path with {NATIVE!r}.",
             )
 
     # State
@@ -388,13 +390,13 @@ class DeepSpeedStrategy(DistributedStrategy):
     def optimizer_regions(self, index: int = 0) -> dict[str, Region]:
         return self._running.state.optimizer_regions()
 
-    # Where memory lacks
+    # Advice after an out-of-memory error
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
         if self.stage < 3:
-            text = f"strategy='deepspeed_stage_{self.stage + 1}': more is shared out over the ranks"
+            text = f"strategy='deepspeed_stage_{self.stage + 1}': shards more over the ranks"
         else:
-            text = "strategy='deepspeed_stage_3_offload': parameters and optimizer state wait in the host's memory"
+            text = "strategy='deepspeed_stage_3_offload': parameters and optimizer state are kept in host memory"
         advice = [MemoryAdvice("state", text)]
         if not self.activation_checkpointing:
             advice.append(checkpointing_advice(type(self)))
@@ -403,7 +405,7 @@ class DeepSpeedStrategy(DistributedStrategy):
     # The end
 
     def leaves_shards(self, module: nn.Module) -> bool:
-        return self.stage == 3 and exceeds(module, self.gather_limit)
+        return self.stage == 3 and exceeds_limit(module, self.gather_limit)
 
     def restore_module(self) -> None:
         if self.module is not None and self._run is not None:
@@ -419,8 +421,8 @@ class DeepSpeedStrategy(DistributedStrategy):
             self._home.restore()
         if self._world is not None:
             self._world.close()
-        if self._quiet is not None:
-            self._quiet.__exit__()
+        if self._redirected_logging is not None:
+            self._redirected_logging.__exit__()
         self._reset()
         super().teardown()
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in shards, on `fully_shard`: `FSDPStrategy`."""
+"""`FSDPStrategy`: shards parameters, gradients and optimizer state with `fully_shard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of the sharded strategies; apart from the others, who need not pay for importing `fully_shard`."""
+"""The names of the sharded strategies, in a module of their own since importing `fully_shard` takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applies a plan: what is checkpointed, compiled and sharded, in this order, and what is gathered ahead."""
+"""Applies a plan to a module: activation checkpointing, compilation, sharding and prefetching, in this order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from drivetrain_strategies._activation_checkpointing import ForwardSwap, modules_of
-from drivetrain_strategies._half_norms import norms_of, with_float32_weights
+from drivetrain_strategies._activation_checkpointing import ForwardSwap, outermost_modules
+from drivetrain_strategies._half_norms import half_precision_norms, with_float32_weights
 from drivetrain_strategies._step_module import StepModule
-from drivetrain_strategies.fsdp._broadcast_init import start_alike
+from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
 from drivetrain_strategies.fsdp._device_mesh import Mesh
 from drivetrain_strategies.fsdp._internals import forget_original
 from drivetrain_strategies.fsdp._original_parameters import Original
@@ -23,13 +23,13 @@ from drivetrain_strategies.fsdp._plan import Plan, Unit
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How units are sharded.
+    """Options of `fully_shard`.
 
     Attributes:
-        reshard_after_forward: as `fully_shard` takes it, for the units; the root stays gathered until its backward.
-        precision: what is gathered and reduced.
-        offload: where shards live.
-        device: what the rank computes on.
+        reshard_after_forward: passed to `fully_shard` for all units but the root, which uses torch's default.
+        precision: dtypes of gathering and reduction.
+        offload: where shards are stored.
+        device: the device that the rank computes on.
     """
 
     reshard_after_forward: bool | int | None
@@ -46,24 +46,24 @@ def change_forwards(
     compile_options: dict[str, Any] | None,
     gathered_in_half: bool = False,
 ) -> ForwardSwap:
-    """Activation checkpointing first, compilation around it; sharding comes around both, as hooks.
+    """Wrap forwards in activation checkpointing, then compilation; the hooks of sharding later run around both.
 
-    Norms whose weights are gathered in half precision compute in float32 where their kernels ask for it.
+    Norms whose weights are gathered in half precision compute in float32 where their kernels require it.
 
     Args:
         module: the bare module.
-        plan: whose units are compiled.
-        classes: of modules to checkpoint; None for none.
+        plan: the plan, whose units are compiled.
+        classes: classes of modules to checkpoint; None for none.
         checkpointing: wraps a forward.
-        compile_options: for `torch.compile`; None compiles nothing.
-        gathered_in_half: whether weights are, that are kept in float32.
+        compile_options: options for `torch.compile`; None compiles nothing.
+        gathered_in_half: whether float32 weights are gathered in half precision.
     """
     swap = ForwardSwap()
     if gathered_in_half:
-        for norm in norms_of(module):
+        for norm in half_precision_norms(module):
             swap.put(norm, partial(with_float32_weights, norm))
     if classes is not None:
-        for block in modules_of(module, classes):
+        for block in outermost_modules(module, classes):
             swap.put(block, checkpointing)
     if compile_options is not None:
         for unit in plan.units[:-1]:
@@ -72,21 +72,21 @@ def change_forwards(
 
 
 def shard(root: StepModule, plan: Plan, mesh: Mesh, how: Sharding, originals: Sequence[Original]) -> FSDPModule:
-    """Shard units from within outwards, and ``root`` around them; each whole parameter's storage is let go at once.
+    """Shard the units from the innermost outwards, then ``root``. Collective.
 
-    Every rank starts from rank 0's values. Collective.
+    Each unit's parameters are broadcast from rank 0 before it is sharded, and their full storage is freed after.
     """
     by_id = {id(original.parameter): original for original in originals}
     options: dict[str, Any] = {"mesh": mesh.data, "mp_policy": how.precision, "offload_policy": how.offload}
-    whole = set(plan.whole.values())
-    apart = whole | set(plan.ties)
+    replicated = set(plan.replicated.values())
+    apart = replicated | set(plan.ties)
     if plan.ties:
-        # Theirs is the root's group, which finds them in all their places.
+        # Registered on the root, whose parameter group finds all modules that share them.
         root.ties = nn.ParameterList(plan.ties)
     for unit in plan.units:
-        start_alike(unit.parameters, how.device, mesh.data_group)
+        broadcast_from_rank_0(unit.parameters, how.device, mesh.data_group)
         if unit is plan.root:
-            fully_shard(root, ignored_params=whole, **options)
+            fully_shard(root, ignored_params=replicated, **options)
         else:
             fully_shard(unit.module, ignored_params=apart, reshard_after_forward=how.reshard_after_forward, **options)
         _release(unit, by_id)
@@ -94,7 +94,7 @@ def shard(root: StepModule, plan: Plan, mesh: Mesh, how: Sharding, originals: Se
     if how.device.type == "cpu":
         for child in root.modules():
             if isinstance(child, FSDPModule):
-                child.set_force_sum_reduction_for_comms(True)  # gloo knows no premultiplied sum
+                child.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
     return sharded
 
 
@@ -104,8 +104,8 @@ def _release(unit: Unit, originals: Mapping[int, Original]) -> None:
         originals[id(parameter)].release()
 
 
-def gather_ahead(plan: Plan, forward: int, backward: int) -> None:
-    """Let every unit start gathering the next ones, in the order in which they stand in the module; 0 leaves it be."""
+def set_prefetch(plan: Plan, forward: int, backward: int) -> None:
+    """Set how many units each unit prefetches in forward and backward, in module order; 0 keeps torch's default."""
     modules = [cast(FSDPModule, unit.module) for unit in plan.in_order()]
     for depth, ordered, method in (
         (forward, modules, FSDPModule.set_modules_to_forward_prefetch),

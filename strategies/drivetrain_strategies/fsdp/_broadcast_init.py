@@ -1,4 +1,4 @@
-"""All ranks start from rank 0's values."""
+"""Broadcasts rank 0's initial values."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 from drivetrain.strategies import broadcast_together
 
 
-def start_alike(tensors: Iterable[torch.Tensor], device: torch.device, data_group: Any = None) -> None:
-    """Bring tensors to ``device`` and give them rank 0's values, in one broadcast a dtype. Collective.
+def broadcast_from_rank_0(tensors: Iterable[torch.Tensor], device: torch.device, data_group: Any = None) -> None:
+    """Move tensors to ``device`` and broadcast rank 0's values, in one collective per dtype. Collective.
 
-    What has no storage yet is left alone. Of what tensor parallelism has split already, each part is given out over
-    ``data_group``, by its first rank.
+    Meta tensors are skipped. The local part of a DTensor (tensor parallelism) is broadcast over ``data_group`` by its
+    first rank.
     """
-    given: list[Any] = []
+    whole: list[Any] = []
     split: list[Any] = []
     for tensor in tensors:
         if tensor.is_meta:
@@ -27,6 +27,6 @@ def start_alike(tensors: Iterable[torch.Tensor], device: torch.device, data_grou
             continue
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
-        given.append(tensor)
-    broadcast_together([tensor.data for tensor in given])
+        whole.append(tensor)
+    broadcast_together([tensor.data for tensor in whole])
     broadcast_together(split, data_group)

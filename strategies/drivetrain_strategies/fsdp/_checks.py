@@ -1,4 +1,4 @@
-"""What FSDP refuses, before anything is sharded."""
+"""Checks that refuse what FSDP cannot run, before anything is sharded."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REFUSED = {
 
 
 def check_torch() -> None:
-    """Refuse a torch that lacks what FSDP's exchange of gradients is watched by.
+    """Refuse a torch version without the internals of `fully_shard` that this strategy uses.
 
     Raises:
-        ConfigurationError: names the version, and what is not there.
+        ConfigurationError: names the version and the missing names.
     """
     missing = [f"{owner.__name__}.{name}" for owner, name in NEEDED if not hasattr(owner, name)]
     if missing:
         raise ConfigurationError(
             f"FSDPStrategy cannot run on torch {torch.__version__}.",
-            f"it has no {listed(missing)}, which parameters without a gradient need.",
+            f"it has no {listed(missing)}, which handling parameters without a gradient requires.",
             "install torch 2.11 to 2.15, or use strategy='ddp' or 'deepspeed_stage_3'.",
         )
 
@@ -52,19 +52,19 @@ def check_arguments(
     if sharding not in SHARDINGS:
         raise ConfigurationError(
             f"sharding={sharding!r}.{nearest(str(sharding), SHARDINGS)}",
-            "it says what is spread over the ranks.",
+            "it selects what is sharded over the ranks.",
             f"use one of {', '.join(SHARDINGS)}.",
         )
     if sharding == "grad_op" and reshard_after_forward not in (None, False):
         raise ConfigurationError(
             f"sharding='grad_op' together with reshard_after_forward={reshard_after_forward!r}.",
-            "that sharding keeps parameters gathered after forward.",
+            "'grad_op' keeps parameters gathered after forward.",
             "use sharding='full', or leave reshard_after_forward out.",
         )
     if sharding != "hybrid" and replicate_size not in (None, 1):
         raise ConfigurationError(
             f"replicate_size={replicate_size} with sharding={sharding!r}.",
-            "that sharding has one copy of the parameters.",
+            f"{sharding!r} keeps one copy of the parameters.",
             "use sharding='hybrid'.",
         )
     for name, value in (
@@ -77,7 +77,7 @@ def check_arguments(
 
 
 def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> None:
-    """Refuse to offload from CUDA where the process group has nothing to reduce tensors in the host's memory with.
+    """Refuse CPU offload from CUDA if the process group has no backend for CPU tensors.
 
     Raises:
         ConfigurationError: names the group's backend.
@@ -86,14 +86,14 @@ def check_offload(cpu_offload: bool | OffloadPolicy, device: torch.device) -> No
     backends = dist.get_backend_config()  # as "cpu:gloo,cuda:nccl"
     if offloads and device.type == "cuda" and "cpu:" not in backends:
         raise ConfigurationError(
-            f"FSDPStrategy(cpu_offload=True) in a process group on {dist.get_backend()!r}.",
-            "the norm of gradients that lie in the host's memory is reduced there, which NCCL cannot.",
-            "leave process_group_backend out, and initialise a group of your own with backend='cpu:gloo,cuda:nccl'.",
+            f"FSDPStrategy(cpu_offload=True) with a process group on {dist.get_backend()!r}.",
+            "the norm of offloaded gradients is reduced on the CPU, which NCCL cannot do.",
+            "leave process_group_backend out; initialize a group of your own with backend='cpu:gloo,cuda:nccl'.",
         )
 
 
 def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> None:
-    """Refuse to keep parts of a size that the shards do not make up.
+    """Refuse an integer ``reshard_after_forward`` that does not divide the shard size.
 
     Raises:
         ConfigurationError: names both sizes.
@@ -102,8 +102,8 @@ def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> 
         reshard_after_forward < 1 or shard % reshard_after_forward
     ):
         raise ConfigurationError(
-            f"reshard_after_forward={reshard_after_forward}, and a copy is spread over {shard} ranks.",
-            "as a number it says over how many ranks parameters stay spread between forward and backward.",
+            f"reshard_after_forward={reshard_after_forward}, and a copy is sharded over {shard} ranks.",
+            "an int is the number of ranks over which parameters stay sharded between forward and backward.",
             f"use a divisor of {shard}, or True or False.",
         )
 
@@ -111,12 +111,12 @@ def check_reshard_size(reshard_after_forward: bool | int | None, shard: int) -> 
 def check_param_dtype(
     param_dtype: torch.dtype | None, policy: MixedPrecisionPolicy | None, precision: Precision | None = None
 ) -> None:
-    """Refuse to gather in a dtype in which the run does not compute, or in two.
+    """Refuse a gathering dtype that contradicts the user's policy or the run's compute dtype.
 
     Args:
-        param_dtype: what is asked for; None asks for nothing.
-        policy: the user's own.
-        precision: the run's, once it is known.
+        param_dtype: the dtype to gather in; None checks nothing.
+        policy: the user's mixed-precision policy.
+        precision: the run's precision; None if it is not known yet.
 
     Raises:
         ConfigurationError: names both settings.
@@ -126,8 +126,8 @@ def check_param_dtype(
     if policy is not None:
         raise ConfigurationError(
             f"FSDPStrategy(param_dtype={param_dtype}) together with mixed_precision={policy}.",
-            "both say in which dtype parameters are gathered.",
-            "give one of them; a policy has a param_dtype of its own.",
+            "both set the dtype in which parameters are gathered.",
+            "pass one of them; a policy has a param_dtype of its own.",
         )
     if precision is None:
         return
@@ -135,14 +135,14 @@ def check_param_dtype(
     if not precision.has_forward_context or computes == precision.param_dtype:
         raise ConfigurationError(
             f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}.",
-            f"that precision keeps parameters in the dtype in which it computes, {computes}, and gathers them in it.",
+            f"that precision keeps, gathers and uses parameters in one dtype, {computes}.",
             "use precision='bf16-mixed' with torch.bfloat16, or leave param_dtype out.",
         )
     if param_dtype != computes:
         raise ConfigurationError(
             f"FSDPStrategy(param_dtype={param_dtype}) with precision={precision.name!r}, which computes in {computes}.",
-            "gathered in another dtype, weights would be rounded twice, or travel larger than they are used.",
-            f"use param_dtype={computes}, or leave it out, which gathers {precision.param_dtype}.",
+            "gathered in another dtype, weights would be rounded twice or sent in a larger dtype than they need.",
+            f"use param_dtype={computes}, or leave it out to gather in {precision.param_dtype}.",
         )
 
 
@@ -154,17 +154,17 @@ def check_module(module: nn.Module, world_size: int, tensor_parallel: int) -> No
     """
     refuse_device_map(module)
     refuse_embedding_max_norm(module, world_size)
-    refuse_sparse_embeddings(module, "sharded gradients travel dense, all rows of a unit together.")
+    refuse_sparse_embeddings(module, "gradients of sharded parameters are dense.")
     if tensor_parallel > 1 and not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ConfigurationError(
             f"tensor_parallel={tensor_parallel}, and no layer of {type(module).__name__} is split.",
-            f"{tensor_parallel} ranks would compute the same. After each run layers are whole again.",
-            "split them in configure_model, in every run: parallelize_module(layer, self.device_mesh['tensor'], ...).",
+            f"{tensor_parallel} ranks would compute the same. After a run all layers are whole again.",
+            "split layers in configure_model, every run: parallelize_module(layer, self.device_mesh['tensor'], ...).",
         )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose update on shards is not the update of the whole.
+    """Refuse an optimizer whose update on shards differs from that on whole parameters.
 
     Raises:
         ConfigurationError: names it and the reason.

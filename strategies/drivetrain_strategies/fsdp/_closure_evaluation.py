@@ -1,4 +1,4 @@
-"""A step that evaluates the loss anew: shards train, whole parameters compute, and the two take turns."""
+"""Optimizer steps with a closure: the closure computes with gathered parameters, the step updates the shards."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ _ASSIGN = cast(Any, torch.Tensor.data).__set__
 
 
 def step_with(
-    closure: Callable[[], Any], step: Callable[[Callable[[], Any]], bool], sharded: Sharded, inside: bool
+    closure: Callable[[], Any], step: Callable[[Callable[[], Any]], bool], sharded: Sharded, within_forward: bool
 ) -> bool:
-    """Return what ``step(closure)`` does.
+    """Run ``step(closure)`` and return its result.
 
     Args:
         closure: runs forward and backward.
-        step: changes the shards.
-        sharded: whose they are.
-        inside: within the root's forward, which gathers the root's own parameters only once.
+        step: updates the shards.
+        sharded: the sharded module.
+        within_forward: whether this runs within the root's forward, which gathers the root's parameters only once.
     """
-    writes = DataWrites()
+    data_assignment = DataAssignment()
 
     def evaluated() -> Any:
-        with writes.paused():
-            if inside:
+        with data_assignment.paused():
+            if within_forward:
                 sharded.gather_root()
             loss = closure()
-            if inside:
+            if within_forward:
                 sharded.reshard()
             return loss
 
-    if inside:
+    if within_forward:
         sharded.reshard()
-    with writes:
+    with data_assignment:
         stepped = step(evaluated)
-    if inside:
+    if within_forward:
         sharded.gather_root()
     return stepped
 
 
-class DataWrites(TorchFunctionMode):
-    """Within it ``shard.data = value`` writes the value into the shard.
+class DataAssignment(TorchFunctionMode):
+    """Makes ``shard.data = value`` write the value into the shard within this context.
 
-    Torch exchanges the outside of a DTensor and leaves the tensor in it as it was, in silence: SAM, which puts weights
-    back like that, would go on from where it had climbed to. Every operation passes through here, so that it is for
-    steps with a closure alone.
+    For a DTensor, torch silently replaces the outer tensor and leaves the local tensor unchanged. SAM, which restores
+    weights this way, would continue from the perturbed weights. The mode intercepts every operation, so it is used only
+    for steps with a closure.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +66,7 @@ class DataWrites(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave it for a while: a closure's forward and backward are none of its business."""
+        """Disable the mode within this context, for the closure's forward and backward."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield

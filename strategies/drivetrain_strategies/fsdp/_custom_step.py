@@ -1,4 +1,4 @@
-"""What takes the place of an optimizer's step where torch's own cannot be run on sharded parameters as they are."""
+"""Base class of replacements for an optimizer's ``step`` that cannot run on sharded parameters unchanged."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 
-class OwnStep(ABC):
+class CustomStep(ABC):
     """Replaces an optimizer's ``step`` until `undo`.
 
     Args:
-        optimizer: whose step.
+        optimizer: the optimizer whose step is replaced.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -31,7 +31,7 @@ class OwnStep(ABC):
             self._optimizer.__dict__["step"] = self._before
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step; returns the closure's loss where there is a closure."""
+        """Evaluate the closure, if there is one, and step; return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -41,4 +41,4 @@ class OwnStep(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Step on the gradients that are there."""
+        """Step with the current gradients."""

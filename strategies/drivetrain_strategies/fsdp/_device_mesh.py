@@ -1,4 +1,4 @@
-"""How the ranks of a sharded run are laid out: over which they shard, replicate, and split single layers."""
+"""The layout of a sharded run's ranks: sharding, replication and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from drivetrain.environments import Placement
 from drivetrain.errors import ConfigurationError
 from drivetrain.strategies import set_timeout
-from drivetrain_strategies.fsdp._internals import let_go
+from drivetrain_strategies.fsdp._internals import release_process_groups
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of a mesh; their product is the world's.
+    """The sizes of a mesh; their product is the world size.
 
     Attributes:
-        replicate: copies of the sharded whole.
-        shard: over how many ranks one copy's parameters are spread.
-        tensor: over how many ranks single layers are split (tensor parallelism).
-        hybrid: whether copies are a dimension of the mesh, be it of size 1.
+        replicate: number of copies of the sharded parameters.
+        shard: number of ranks over which one copy is sharded.
+        tensor: number of ranks over which single layers are split (tensor parallelism).
+        hybrid: whether the mesh has a dimension for copies, even of size 1.
     """
 
     replicate: int
@@ -34,19 +34,19 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """Among how many ranks the data is dealt."""
+        """Number of shares that the data is split into."""
         return self.replicate * self.shard
 
 
-def find_layout(
+def resolve_layout(
     placement: Placement, sharding: str, replicate_size: int | None, shard_size: int | None, tensor_parallel: int
 ) -> Layout:
-    """Find the sizes for the ranks that are there.
+    """Return the mesh sizes for ``placement``.
 
-    Where a hybrid's are not given, a copy is spread over the ranks of one node, and every node has one.
+    With ``sharding="hybrid"`` and no sizes, each node holds one copy, sharded over its ranks.
 
     Raises:
-        ConfigurationError: they do not multiply to the world's size.
+        ConfigurationError: the product of the sizes is not the world size.
     """
     world = placement.world_size
     if world % tensor_parallel:
@@ -59,15 +59,15 @@ def find_layout(
     for label, size in (("shard_size", shard_size), ("replicate_size", replicate_size)):
         if size is not None and size > data:
             raise ConfigurationError(
-                f"{label}={size}, and there are {data} ranks to spread over.",
-                "a rank holds one part of one copy.",
+                f"{label}={size}, and there are {data} ranks to shard over.",
+                "a rank holds one shard of one copy.",
                 f"use at most {data}, or start more processes.",
             )
     if sharding != "hybrid":
         if shard_size not in (None, data):
             raise ConfigurationError(
                 f"shard_size={shard_size} with sharding={sharding!r} on {data} ranks.",
-                "that sharding spreads one copy over all of them.",
+                f"{sharding!r} shards one copy over all of them.",
                 "use sharding='hybrid', or leave shard_size out.",
             )
         return Layout(1, data, tensor_parallel, False)
@@ -79,23 +79,23 @@ def find_layout(
     if replicate * shard != data:
         raise ConfigurationError(
             f"replicate_size={replicate} x shard_size={shard} = {replicate * shard}, and there are {data} ranks.",
-            "every rank holds one part of one copy.",
+            "every rank holds one shard of one copy.",
             f"choose two numbers whose product is {data}, or leave one of them out.",
         )
     return Layout(replicate, shard, tensor_parallel, True)
 
 
 class Mesh:
-    """The `DeviceMesh` of a run, by what its dimensions are for.
+    """The `DeviceMesh` of a run and the process groups created for it.
 
     Args:
         layout: the sizes.
-        device: what the ranks compute on.
-        timeout: after which a collective of a group that is made for the run fails; torch gives those its own.
+        device: the device that the ranks compute on.
+        timeout: timeout of the groups created for the run; torch would use its own default.
 
     Attributes:
-        whole: with the dimensions "replicate" and "shard" (hybrid), or "data"; and "tensor" where layers are split.
-        data: without "tensor": one dimension, or two for a hybrid.
+        whole: the mesh with dimensions "replicate" and "shard" (hybrid) or "data", and "tensor" if layers are split.
+        data: the mesh without "tensor": two dimensions if hybrid, otherwise one.
     """
 
     def __init__(self, layout: Layout, device: torch.device, timeout: timedelta) -> None:
@@ -106,7 +106,7 @@ class Mesh:
         self.layout = layout
         self.whole: DeviceMesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self.data: DeviceMesh = self.whole if layout.tensor == 1 else self.whole[data_names]
-        # Everything that a step reduces by hand goes over the ranks that hold other data.
+        # Reductions outside `fully_shard` run over the ranks with distinct data.
         self.data_group: Any = dist.group.WORLD if layout.tensor == 1 else self._flat().get_group()
         self._others: list[Any] = []
         self._timeout = timeout
@@ -117,25 +117,25 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of the data this rank reads."""
+        """Index of the data share that this rank reads."""
         return int(dist.get_rank(self.data_group))
 
     @property
     def tensor_rank(self) -> int:
-        """This rank's place among those that read the same data."""
+        """This rank's index among those that read the same data."""
         return 0 if self.layout.tensor == 1 else int(self.whole.get_local_rank("tensor"))
 
-    def also(self, mesh: DeviceMesh) -> None:
-        """Take care of a further mesh that was made for the run."""
+    def add_mesh(self, mesh: DeviceMesh) -> None:
+        """Add a mesh that torch created for the run, to set its timeout and to close it."""
         self._others.append(mesh)
         set_timeout(self._timeout, self._own_groups())
 
     def close(self) -> None:
-        """Destroy the groups that were made for the run; the default one is not ours to destroy here."""
+        """Destroy the groups that were created for the run; the default group stays."""
         for group in self._own_groups():
             dist.destroy_process_group(group)
         for mesh in (self.whole, *self._others):
-            let_go(mesh)
+            release_process_groups(mesh)
         self.data_group = None
 
     def _own_groups(self) -> list[Any]:
@@ -148,12 +148,12 @@ def require_mesh(mesh: Mesh | None) -> Mesh:
     """Return the mesh of the run.
 
     Raises:
-        ConfigurationError: there is none, since nobody made or joined a process group.
+        ConfigurationError: there is none, since `setup_environment` was not called.
     """
     if mesh is None:
         raise ConfigurationError(
             "FSDPStrategy.setup_module without a process group.",
-            "shards travel over it.",
-            "let Fit drive the strategy, or call bind and setup_environment before.",
+            "sharding needs a process group.",
+            "let Fit drive the strategy, or call bind and setup_environment first.",
         )
     return mesh

@@ -1,4 +1,4 @@
-"""Optimizers whose update of a parameter needs all of it: they see it whole, one parameter after the other."""
+"""Steps optimizers whose update needs the whole parameter (Muon, Adafactor), one gathered parameter at a time."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Muon
 
-from drivetrain_strategies.fsdp._custom_step import OwnStep
+from drivetrain_strategies.fsdp._custom_step import CustomStep
 from drivetrain_strategies.fsdp._state import like
 
-KINDS = (Muon, Adafactor)
+OPTIMIZERS = (Muon, Adafactor)
 
 
-class WholeStep(OwnStep):
-    """Steps an optimizer with each sharded parameter, its gradient and its state gathered, and cuts the result again.
+class FullParameterStep(CustomStep):
+    """Gathers each sharded parameter with its gradient and state, steps it, and shards the result.
 
-    Needs the memory of one parameter more, and gathers every one of them once a step. State shaped like its parameter
+    It needs memory for one more parameter and gathers every parameter once per step. State shaped like its parameter
     stays sharded between steps; other state (Adafactor's rows and columns) is the same on every rank.
 
     Args:
-        optimizer: of one of `KINDS`; its ``step`` is replaced until `undo`.
+        optimizer: an instance of one of `OPTIMIZERS`; its ``step`` is replaced until `undo`.
     """
 
     def update(self) -> None:
-        """Step on one parameter after the other. Collective."""
+        """Step one parameter after the other. Collective."""
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         try:

@@ -1,4 +1,4 @@
-"""What becomes of gradients in a sharded run: exchanged or added up, silenced, or not asked for."""
+"""Controls gradients in a sharded run: exchange, accumulation, zeroing and trainability."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import torch
 from torch import nn
 
 from drivetrain_strategies.fsdp._internals import Sharded
-from drivetrain_strategies.fsdp._replicated_parameters import WholeParameters
+from drivetrain_strategies.fsdp._replicated_parameters import ReplicatedParameters
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 
 
 class Gradients:
-    """The gradients of sharded parameters, and of those that stay whole.
+    """The gradients of sharded and of replicated parameters.
 
     Args:
-        sharded: the module as `fully_shard` left it.
-        whole: parameters that stay whole.
-        group: the ranks that hold other data.
-        unused: knows what no rank used.
-        reshard_after_backward: drop whole parameters after each backward within a window, too.
+        sharded: the sharded module.
+        replicated: parameters that every rank holds whole.
+        group: the process group of ranks with distinct data.
+        unused: finds parameters that no rank used.
+        reshard_after_backward: drop gathered parameters after every backward of a window, not only after the last.
     """
 
     def __init__(
         self,
         sharded: Sharded,
-        whole: Sequence[nn.Parameter],
+        replicated: Sequence[nn.Parameter],
         group: Any,
         unused: UnusedParameters,
         reshard_after_backward: bool,
     ) -> None:
         self._sharded = sharded
-        self.whole = list(whole)
-        self._average = WholeParameters(whole, group) if whole else None
+        self.replicated = list(replicated)
+        self._average = ReplicatedParameters(replicated, group) if replicated else None
         self._unused = unused
         self._reshard_after_backward = reshard_after_backward
         self._exchanges = True
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Within it a backward talks to nobody about gradients: they are added up."""
+        """Accumulate gradients without exchanging them within this context."""
         self._sharded.set_gradient_sync(False)
         if not self._reshard_after_backward:
             self._sharded.set_reshard_after_backward(False)
@@ -55,11 +55,11 @@ class Gradients:
             self._sharded.set_reshard_after_backward(True)
 
     @contextmanager
-    def silenced(self) -> Iterator[None]:
-        """Within it a backward adds exactly zero to every gradient."""
+    def zeroed(self) -> Iterator[None]:
+        """Make a backward add exactly zero to every gradient within this context."""
         handles = [
             parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
-            for parameter in self.whole
+            for parameter in self.replicated
             if parameter.requires_grad
         ]
         try:
@@ -70,19 +70,19 @@ class Gradients:
                 handle.remove()
 
     @contextmanager
-    def only_of(self, parameters: set[int]) -> Iterator[None]:
-        """Within it only parameters of these ids require gradients; the others that did do so again afterwards."""
+    def requiring_only(self, parameters: set[int]) -> Iterator[None]:
+        """Let only parameters with these ids require gradients within this context."""
         others = [
             one
             for one in self._sharded.parameters
             if one.sharded_param.requires_grad and id(one.sharded_param) not in parameters
         ]
-        whole = [one for one in self.whole if one.requires_grad and id(one) not in parameters]
+        replicated = [one for one in self.replicated if one.requires_grad and id(one) not in parameters]
 
         def require(requires_grad: bool) -> None:
             for sharded in others:
                 self._sharded.set_requires_grad(sharded, requires_grad)
-            for parameter in whole:
+            for parameter in replicated:
                 parameter.requires_grad_(requires_grad)
 
         require(False)
@@ -92,13 +92,13 @@ class Gradients:
             require(True)
 
     def trainable_changed(self) -> None:
-        """Let the next window decide anew what is unused."""
-        self._unused.begin_anew()
+        """Reset which parameters are unused; the next window decides."""
+        self._unused.reset()
 
     def after_backward(self) -> None:
-        """Finish the exchange. Collective, unless gradients are being added up."""
+        """Finish the exchange of gradients. Collective, unless they are being accumulated."""
         if not self._exchanges:
             return
-        self._unused.settle(self._sharded.take_unused())
+        self._unused.clear_unused_gradients(self._sharded.take_unused())
         if self._average is not None:
             self._average.average()

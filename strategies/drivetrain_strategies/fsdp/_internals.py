@@ -1,8 +1,8 @@
-"""Everything of `torch.distributed.fsdp.fully_shard` that torch keeps to itself, in one place.
+"""All uses of private names of `torch.distributed.fsdp.fully_shard`.
 
-What is used of it: the states and parameter groups behind an `FSDPModule`, so that parameters without a gradient are
-known, gradients can be silenced, a backward may run inside a forward, and all of it can be undone. Where a name differs
-between the versions of torch that this runs on, from 2.11 on, what is there is asked for.
+The states and parameter groups behind an `FSDPModule` are used to find parameters without a gradient, to zero
+gradients, to run a backward within a forward, and to undo the sharding. Where names differ between the supported
+versions of torch (2.11 and later), the code checks which one exists.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ NEEDED = (
     (FSDPParam, "reset_sharded_param"),
     (DeviceMesh, "_get_root_mesh"),
 )
-"""Methods without which nothing here works."""
+"""The methods that this module requires."""
 
 CastsOf = Callable[[Sequence[nn.Module], Sequence[Any]], WeightCasts | None]
-"""From the modules of a unit and torch's `FSDPParam` of its weights to what keeps track of their casts."""
+"""Builds the `WeightCasts` of a unit from its modules and torch's `FSDPParam` objects; None for no tracking."""
 
-_TRAINS = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
+_REQUIRES_GRAD = attrgetter("requires_grad")  # read for many parameters at once, without a Python call each
 _VERSION = attrgetter("_version")
 
 
 class _WatchedGroup(FSDPParamGroup):
-    """Gives parameters that got no gradient zeros to exchange, and tells its watcher of them.
+    """Fills missing gradients with zeros before the exchange, and reports them to its watcher.
 
-    A rank that had nothing to exchange where others have would hang, or add up another parameter's gradient. torch 2.13
-    can do so by itself, earlier versions cannot.
+    A rank without a gradient that other ranks exchange would hang, or add up another parameter's gradient. torch 2.13
+    can fill them itself, earlier versions cannot.
     """
 
     watcher: Sharded
 
     def post_backward(self, *unused: Any) -> None:
         if self.reduce_grads:
-            self.watcher._look_at_gradients(self.fsdp_params)
+            self.watcher._fill_missing_gradients(self.fsdp_params)
         super().post_backward(*unused)
 
 
 class _CastingGroup(_WatchedGroup):
-    """Whose weights are cast by autocast: the casts come and go with the weights."""
+    """Frees and restores autocast's casts of the group's weights together with the weights."""
 
     casts: WeightCasts
 
     def post_forward(self, *arguments: Any) -> Any:
-        if self.post_forward_mesh_info is not None:  # else the weights stay, and the casts may
+        if self.post_forward_mesh_info is not None:  # otherwise weights and casts stay until backward
             self.casts.find()
         return super().post_forward(*arguments)
 
@@ -88,7 +88,7 @@ class _CastingGroup(_WatchedGroup):
 
 
 class _WatchedParam(FSDPParam):
-    """Tells its watcher when its whole tensor is first made."""
+    """Reports to its watcher when its gathered tensor is first created."""
 
     watcher: Sharded
 
@@ -96,15 +96,15 @@ class _WatchedParam(FSDPParam):
         fresh = not hasattr(self, "_unsharded_param")
         super().init_unsharded_param()  # type: ignore[no-untyped-call]
         if fresh:
-            self.watcher._made(self)
+            self.watcher._on_first_gather(self)
 
 
 class Sharded:
-    """What `fully_shard` made of a module and the modules in it.
+    """A module sharded by `fully_shard`.
 
     Args:
-        root: the module that was sharded last, around all others.
-        casts_of: makes what keeps track of the casts that autocast makes of a unit's weights; None where it makes none.
+        root: the outermost sharded module.
+        casts_of: builds the `WeightCasts` of a unit; None if autocast casts no weights.
     """
 
     def __init__(self, root: FSDPModule, casts_of: CastsOf | None = None) -> None:
@@ -114,15 +114,15 @@ class Sharded:
         self._root_state: Any = root._get_fsdp_state()
         self._groups: list[Any] = [group for module in self.modules for group in _groups_of(module._get_fsdp_state())]
         self.parameters: list[_WatchedParam] = []
-        """In an order that is the same on every rank."""
-        self._asked_for_zeros: dict[int, _WatchedParam] = {}
-        self._gave_gradient: set[int] = set()
-        self._silencers: list[Any] | None = None
+        """All sharded parameters, in the same order on every rank."""
+        self._filled_with_zeros: dict[int, _WatchedParam] = {}
+        self._had_gradient: set[int] = set()
+        self._zero_hooks: list[Any] | None = None
         self._shards: list[Any] = []
-        self._wholes: list[Any] = []
-        self._version_made: dict[int, int] = {}
+        self._gathered: list[Any] = []
+        self._version_at_gather: dict[int, int] = {}
         self._frozen: list[_WatchedParam] = []
-        self._frozen_wholes: list[Any] = []
+        self._frozen_gathered: list[Any] = []
         self._frozen_versions: tuple[int, ...] = ()
         for group in self._groups:
             casts = None if casts_of is None else casts_of(group.modules, group.fsdp_params)
@@ -137,7 +137,7 @@ class Sharded:
 
     @torch.no_grad()
     def give_storage(self, device: torch.device) -> None:
-        """Give shards that have no storage some, of zeros; they become other objects in all their places."""
+        """Replace meta shards by shards of zeros; the parameters become new objects in all modules."""
         for parameter in self.parameters:
             shard: Any = parameter.sharded_param
             if not shard.to_local().is_meta:
@@ -150,7 +150,7 @@ class Sharded:
             parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
     def meshes(self) -> list[Any]:
-        """Further meshes that torch made, for parameters kept in larger parts between forward and backward."""
+        """Return the meshes that torch created for an integer ``reshard_after_forward``."""
         found = {
             id(info.mesh): info.mesh
             for group in self._groups
@@ -161,148 +161,152 @@ class Sharded:
     # In a step
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward exchanges gradients, or only adds them up."""
+        """Set whether the next backward exchanges gradients or only accumulates them."""
         for group in self._groups:
             group.reduce_grads = group.all_reduce_grads = enabled
 
     def set_reshard_after_backward(self, enabled: bool) -> None:
-        """Whether the next backward drops the whole parameters when it is through with them."""
+        """Set whether the next backward drops gathered parameters after their use."""
         for group in self._groups:
             group.reshard_after_backward = enabled
 
     def reshard(self) -> None:
-        """Drop all whole parameters, so that the module holds its shards."""
+        """Drop all gathered parameters, so that the module holds its shards."""
         for group in self._groups:
             if not group.is_sharded:
                 group._to_sharded()
 
     def begin_backward_within_forward(self, loss: torch.Tensor) -> None:
-        """Announce a backward that begins before the root's forward has ended, as manual optimization's do."""
+        """Prepare for a backward that begins before the root's forward has ended, as in manual optimization."""
         self._root_state._register_pre_backward_hook(loss)
 
     def gather_root(self) -> None:
-        """Have the root's own parameters whole, with their present values."""
+        """Gather the root's own parameters again, with their current values."""
         self.root.reshard()
         self.root.unshard()
 
-    # Gradients that are not there
+    # Missing and zeroed gradients
 
-    def _look_at_gradients(self, parameters: Sequence[Any]) -> None:
-        """Note who has a gradient before it is exchanged, and give zeros to those that trained and have none."""
-        for one in parameters:
-            if not hasattr(one, "_unsharded_param"):
+    def _fill_missing_gradients(self, parameters: Sequence[Any]) -> None:
+        """Note which parameters have a gradient before the exchange, and fill missing ones with zeros."""
+        for fsdp_param in parameters:
+            if not hasattr(fsdp_param, "_unsharded_param"):
                 continue
-            whole = one.unsharded_param
-            # A module that runs twice in a forward comes here twice in a backward, with its gradient the second time.
-            if one.unsharded_accumulated_grad is not None or whole.grad is not None:
-                self._gave_gradient.add(id(one))
-            elif whole.requires_grad:
-                self._asked_for_zeros[id(one)] = one
-                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+            gathered = fsdp_param.unsharded_param
+            # For a module that runs twice in a forward this runs twice in a backward, the second time with a gradient.
+            if fsdp_param.unsharded_accumulated_grad is not None or gathered.grad is not None:
+                self._had_gradient.add(id(fsdp_param))
+            elif gathered.requires_grad:
+                self._filled_with_zeros[id(fsdp_param)] = fsdp_param
+                gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
 
     def take_unused(self) -> list[_WatchedParam]:
-        """Those that had no gradient in the last backward that exchanged them; asked once."""
-        found = [one for key, one in self._asked_for_zeros.items() if key not in self._gave_gradient]
-        self._asked_for_zeros.clear()
-        self._gave_gradient.clear()
+        """Return the parameters without a gradient in the last synchronized backward, and clear the record."""
+        found = [fsdp_param for key, fsdp_param in self._filled_with_zeros.items() if key not in self._had_gradient]
+        self._filled_with_zeros.clear()
+        self._had_gradient.clear()
         return found
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
-        """Within it a backward adds exactly zero to the gradients of sharded parameters."""
-        self._silencers = []
+        """Make a backward add exactly zero to the gradients of sharded parameters within this context."""
+        self._zero_hooks = []
         for parameter in self.parameters:
             if hasattr(parameter, "_unsharded_param"):
-                self._silence(parameter)
+                self._add_zero_hook(parameter)
         try:
             yield
         finally:
-            for handle in self._silencers:
+            for handle in self._zero_hooks:
                 handle.remove()
-            self._silencers = None
+            self._zero_hooks = None
 
-    def _made(self, parameter: _WatchedParam) -> None:
-        self._version_made[id(parameter)] = parameter._unsharded_param._version
-        self._list_made()
-        if self._silencers is not None:
-            self._silence(parameter)
+    def _on_first_gather(self, parameter: _WatchedParam) -> None:
+        self._version_at_gather[id(parameter)] = parameter._unsharded_param._version
+        self._index_gathered()
+        if self._zero_hooks is not None:
+            self._add_zero_hook(parameter)
 
-    def _silence(self, parameter: _WatchedParam) -> None:
-        whole = parameter._unsharded_param
+    def _add_zero_hook(self, parameter: _WatchedParam) -> None:
+        gathered = parameter._unsharded_param
         if parameter.sharded_param.requires_grad:
-            whole.requires_grad_(True)  # torch brings it up to date only when it is gathered next
-            assert self._silencers is not None
-            self._silencers.append(whole.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
+            gathered.requires_grad_(True)  # torch updates it only at the next gathering
+            assert self._zero_hooks is not None
+            self._zero_hooks.append(gathered.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
 
     def set_requires_grad(self, parameter: _WatchedParam, requires_grad: bool) -> None:
-        """Set it on the shard, and on the whole tensor, which may be the one in use."""
+        """Set it on the shard and on the gathered tensor, which may be the one in use."""
         parameter.sharded_param.requires_grad_(requires_grad)
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.requires_grad_(requires_grad)
 
     def trainable_changed(self) -> None:
-        """Bring up to date what torch derived from what trained before: the dtypes in which a group is reduced.
+        """Recompute what torch derived from the trainable parameters: the dtypes in which groups are reduced.
 
         Raises:
-            AssertionError: torch's, where what trains in a group now is of several dtypes.
+            AssertionError: from torch, if the trainable parameters of a group have several dtypes.
         """
         for group in self._groups:
-            if hasattr(group, "_reduce_dtype"):  # else it has not run yet, and will look for itself
+            if hasattr(group, "_reduce_dtype"):  # otherwise torch computes them in the first forward
                 group._init_mp_dtypes()
         for parameter in self.parameters:
             self.set_requires_grad(parameter, parameter.sharded_param.requires_grad)
-        self._list_made()
+        self._index_gathered()
 
-    def changed_while_whole(self) -> list[_WatchedParam]:
-        """Those whose whole tensor was frozen or unfrozen, where the shard was not: torch would undo it unseen."""
-        if tuple(map(_TRAINS, self._shards)) == tuple(map(_TRAINS, self._wholes)):
+    def toggled_while_gathered(self) -> list[_WatchedParam]:
+        """Return parameters frozen or unfrozen on the gathered tensor only, which torch would silently undo."""
+        if tuple(map(_REQUIRES_GRAD, self._shards)) == tuple(map(_REQUIRES_GRAD, self._gathered)):
             return []
         return [
-            one
-            for one in self.parameters
-            if hasattr(one, "_unsharded_param")
-            and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
+            fsdp_param
+            for fsdp_param in self.parameters
+            if hasattr(fsdp_param, "_unsharded_param")
+            and fsdp_param._unsharded_param.requires_grad != fsdp_param.sharded_param.requires_grad
         ]
 
-    def moved_while_whole(self) -> list[_WatchedParam]:
-        """Those that are frozen, and whose whole tensor was written to: torch drops it, and the shard is as before."""
-        if tuple(map(_VERSION, self._frozen_wholes)) == self._frozen_versions:
+    def updated_while_gathered(self) -> list[_WatchedParam]:
+        """Return frozen parameters whose gathered tensor was modified, a change that resharding would drop."""
+        if tuple(map(_VERSION, self._frozen_gathered)) == self._frozen_versions:
             return []
-        return [one for one in self._frozen if one._unsharded_param._version != self._version_made[id(one)]]
+        return [
+            fsdp_param
+            for fsdp_param in self._frozen
+            if fsdp_param._unsharded_param._version != self._version_at_gather[id(fsdp_param)]
+        ]
 
     def names_of(self, parameters: Sequence[_WatchedParam]) -> list[str]:
-        """The plain names of parameters; `StepModule`, the root, holds the user's module as its own."""
-        names = {id(one): name for name, one in self._module.named_parameters()}
-        return [names[id(one.sharded_param)].removeprefix("module.") for one in parameters]
+        """Return the plain names of parameters, without the prefix of `StepModule`, the root."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        return [names[id(each.sharded_param)].removeprefix("module.") for each in parameters]
 
-    def shards_of_wholes(self) -> dict[int, nn.Parameter]:
-        """The shards, by the ids of the tensors that take their place while they are gathered."""
-        wholes = ("_unsharded_param", "_sharded_post_forward_param")
+    def shards_by_gathered_id(self) -> dict[int, nn.Parameter]:
+        """Return the shards by the ids of the gathered tensors that replace them in the modules."""
+        gathered_attributes = ("_unsharded_param", "_sharded_post_forward_param")
         return {
-            id(whole): one.sharded_param
-            for one in self.parameters
-            for whole in map(one.__dict__.get, wholes)
-            if whole is not None
+            id(gathered): fsdp_param.sharded_param
+            for fsdp_param in self.parameters
+            for gathered in map(fsdp_param.__dict__.get, gathered_attributes)
+            if gathered is not None
         }
 
-    def _list_made(self) -> None:
-        made = [one for one in self.parameters if hasattr(one, "_unsharded_param")]
-        self._shards = [one.sharded_param for one in made]
-        self._wholes = [one._unsharded_param for one in made]
-        self._frozen = [one for one in made if not one.sharded_param.requires_grad]
-        self._frozen_wholes = [one._unsharded_param for one in self._frozen]
-        self._frozen_versions = tuple(self._version_made[id(one)] for one in self._frozen)
+    def _index_gathered(self) -> None:
+        gathered_once = [fsdp_param for fsdp_param in self.parameters if hasattr(fsdp_param, "_unsharded_param")]
+        self._shards = [fsdp_param.sharded_param for fsdp_param in gathered_once]
+        self._gathered = [fsdp_param._unsharded_param for fsdp_param in gathered_once]
+        self._frozen = [fsdp_param for fsdp_param in gathered_once if not fsdp_param.sharded_param.requires_grad]
+        self._frozen_gathered = [fsdp_param._unsharded_param for fsdp_param in self._frozen]
+        self._frozen_versions = tuple(self._version_at_gather[id(fsdp_param)] for fsdp_param in self._frozen)
 
     def forget_gradients(self) -> None:
-        """Drop what a window has added up and not exchanged."""
+        """Drop gradients that were accumulated and not exchanged."""
         for parameter in self.parameters:
-            _set_those_there(parameter, unsharded_accumulated_grad=None)  # torch 2.15 adds up in the gradient itself
+            _set_existing(parameter, unsharded_accumulated_grad=None)  # torch 2.15 accumulates in the gradient itself
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
 
 def undo_sharding(root: nn.Module) -> None:
-    """Make all modules what they were before `fully_shard`, save that they hold shards. Talks to nobody."""
+    """Undo `fully_shard` on all modules, which keep their shards as parameters. Does not communicate."""
     for module in list(root.modules()):
         for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             module.__dict__.pop(name, None)
@@ -325,13 +329,13 @@ def undo_sharding(root: nn.Module) -> None:
                 parameter._post_load_hook_handle.remove()
                 parameter.__dict__.pop("watcher", None)
                 parameter.mesh_info = parameter.post_forward_mesh_info = None
-            # These hold the process group, and each other: peers blocked in it fall out only once it is let go.
+            # These hold the process group and each other. Peers blocked in the group fail only once it is released.
             group.fsdp_params = []
             group.mesh_info = group.post_forward_mesh_info = None
-        _set_those_there(state, _fsdp_param_groups=[], _fsdp_param_group=None)
+        _set_existing(state, _fsdp_param_groups=[], _fsdp_param_group=None)
         state._comm_ctx.post_forward_order = []
         state._comm_ctx.all_gather_state = None
-        _set_those_there(state._comm_ctx, reduce_scatter_states=[], reduce_scatter_state=None)
+        _set_existing(state._comm_ctx, reduce_scatter_states=[], reduce_scatter_state=None)
         state._state_ctx.all_states = []
         plain: Any = module
         for key in (STATE_KEY, REGISTRY_KEY):
@@ -341,26 +345,26 @@ def undo_sharding(root: nn.Module) -> None:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of one module. torch 2.11 knows one or None, later versions a list."""
+    """Return the parameter groups of one module: torch 2.11 stores one or None, later versions a list."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _set_those_there(owner: Any, **values: Any) -> None:
-    """Set attributes, under the names that this version of torch has for them."""
+def _set_existing(owner: Any, **values: Any) -> None:
+    """Set those attributes that exist in this version of torch."""
     for name, value in values.items():
         if name in owner.__dict__:
             setattr(owner, name, value)
 
 
 def forget_original(parameter: nn.Parameter) -> None:
-    """Take off a parameter what `fully_shard` wrote on it."""
+    """Remove the attribute that `fully_shard` sets on an original parameter."""
     parameter.__dict__.pop("_fsdp_orig_uid", None)
 
 
 def remove_tensor_parallel_hooks(module: nn.Module) -> None:
-    """Take off what `parallelize_module` put on a module: hooks that need a mesh that is gone, and a ban on another."""
+    """Remove the hooks of `parallelize_module`, which need the run's mesh, and its mark that forbids another call."""
     for child in module.modules():
         child.__dict__.pop("_distribute_module_applied", None)
         for hooks in (child._forward_pre_hooks, child._forward_hooks):
@@ -370,23 +374,23 @@ def remove_tensor_parallel_hooks(module: nn.Module) -> None:
 
 
 def forget_meshes(device: torch.device | None = None) -> None:
-    """Empty DTensor's caches of how operations lay out their results.
+    """Empty DTensor's caches of sharding propagation.
 
-    Meshes are equal by their sizes and names: a result computed in a later run would be given the mesh of an earlier
-    one, whose process groups are gone ("Could not resolve the process group registered under the name ...").
+    Meshes compare equal by sizes and names, so a later run would get results with the mesh of an earlier one, whose
+    process groups no longer exist ("Could not resolve the process group registered under the name ...").
 
     Args:
-        device: on which backward had operations of DTensors. Each thread has caches of its own, and those of a device's
-            backward run in a thread of autograd's; one of the CPU's runs in its caller's.
+        device: the device on which backward ran DTensor operations. The caches are per thread, and backward runs in one
+            of autograd's threads, except on the CPU.
     """
     _empty_caches()
     if device is not None and device.type != "cpu":
-        with suppress(RuntimeError), torch.enable_grad():  # a device that has failed runs nothing more
+        with suppress(RuntimeError), torch.enable_grad():  # a failed device runs no more kernels
             start = torch.zeros((), device=device, requires_grad=True)
-            _EmptyingBehind.apply(start).backward()  # type: ignore[no-untyped-call]
+            _EmptyCachesInBackward.apply(start).backward()  # type: ignore[no-untyped-call]
 
 
-class _EmptyingBehind(torch.autograd.Function):
+class _EmptyCachesInBackward(torch.autograd.Function):
     """Empties the caches of the thread in which its backward runs."""
 
     @staticmethod
@@ -405,17 +409,17 @@ def _empty_caches() -> None:
     _gen_transform_infos.cache_clear()
 
 
-def let_go(mesh: DeviceMesh) -> None:
-    """Drop the process groups that a mesh holds on to.
+def release_process_groups(mesh: DeviceMesh) -> None:
+    """Drop the process groups that a mesh references.
 
-    Tensors that are kept, be it in a traceback, keep their mesh; and as long as anybody keeps a group, peers that are
-    blocked in it wait for this rank.
+    A DTensor that outlives the run, in a traceback for example, keeps its mesh alive. Peers that are blocked in a group
+    wait for this rank as long as it holds the group.
     """
-    for one in (mesh, mesh._get_root_mesh()):
-        one._pg_registry.clear()
+    for each in (mesh, mesh._get_root_mesh()):
+        each._pg_registry.clear()
 
 
 def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where this rank's part of ``tensor`` begins in the whole, and its sizes; split twice along one dimension too."""
+    """Return offsets and sizes of this rank's part of ``tensor``, which may be split twice along one dimension."""
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)

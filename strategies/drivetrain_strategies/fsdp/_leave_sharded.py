@@ -1,4 +1,4 @@
-"""Modules whose weights are left as shards: after a failure, when the others cannot be asked for theirs."""
+"""Leaves weights as shards after a run (after a failure, or above ``gather_limit``) and gathers them in the next."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain_strategies._missing_weights import Part, leave, left, left_by_deepspeed, parts_for, refuse_weights_left
+from drivetrain_strategies._missing_weights import (
+    LEFT_SHARDS,
+    LeftShard,
+    keep_left_shards,
+    left_shards_for,
+    refuse_missing_weights,
+    was_left_by_deepspeed,
+)
 from drivetrain_strategies.fsdp._original_parameters import Original
 
 
 @torch.no_grad()
-def gather_back(originals: Sequence[Original]) -> None:
-    """Put the original parameters back, holding whole tensors, where they lived. Collective."""
+def restore_whole(originals: Sequence[Original]) -> None:
+    """Put the original parameters back, with gathered values on their original devices. Collective."""
     for original in originals:
         current: Any = original.current
         whole = current.full_tensor() if isinstance(current, DTensor) else current.data
@@ -25,16 +32,16 @@ def gather_back(originals: Sequence[Original]) -> None:
 
 
 @torch.no_grad()
-def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, tell: bool) -> None:
-    """Put the original parameters back, filled with NaN, and keep this rank's shards for a later run. Talks to nobody.
+def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, warn: bool) -> None:
+    """Put the original parameters back, filled with NaN, and keep this rank's shards. Does not communicate.
 
     Args:
-        module: whose.
-        originals: its parameters.
+        module: the module.
+        originals: its original parameters.
         limit: bytes up to which the parameters get storage, into which weights can be loaded.
-        tell: say so in the log.
+        warn: log as a warning, not at debug level.
     """
-    parts: list[Part] = []
+    parts: list[LeftShard] = []
     sizes: tuple[int, ...] = ()
     sharded = [original for original in originals if isinstance(original.current, DTensor)]
     nbytes = sum(original.current.numel() * original.current.element_size() for original in sharded)
@@ -46,26 +53,28 @@ def leave_shards(module: nn.Module, originals: Sequence[Original], limit: int, t
         local, placements, shape, stride = current.to_local(), current.placements, current.shape, current.stride()
         original.restore(hole.clone() if nbytes <= limit else hole)
         known = original.parameter
-        parts.append(Part(original.name, local, placements, shape, stride, known._version, known.data_ptr()))
+        parts.append(LeftShard(original.name, local, placements, shape, stride, known._version, known.data_ptr()))
     if parts:
-        leave(module, sizes, parts, "FSDP", tell)
+        keep_left_shards(module, sizes, parts, "FSDP", warn)
 
 
 @torch.no_grad()
-def take_up_shards(module: nn.Module, mesh: Any) -> None:
-    """Make a module whole whose weights an earlier run left as shards; nothing for any other. Collective.
+def gather_left_shards(module: nn.Module, mesh: Any) -> None:
+    """Gather the weights that an earlier run left as shards, if there are any. Collective.
 
     Raises:
-        ConfigurationError: they were spread over another number of ranks.
+        ConfigurationError: they were sharded over another number of ranks.
     """
-    if left_by_deepspeed(module):
-        refuse_weights_left(module)
-    parts = parts_for(module, tuple(mesh.shape))
+    if was_left_by_deepspeed(module):
+        refuse_missing_weights(module)
+    parts = left_shards_for(module, tuple(mesh.shape))
     if not parts:
         return
     parameters = dict(module.named_parameters())
     for part in parts:
         local = part.local.to(mesh.device_type)
-        spread = DTensor.from_local(local, mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride)
-        parameters[part.name].data = spread.full_tensor()
-    del left[module]
+        sharded = DTensor.from_local(
+            local, mesh, part.placements, run_check=False, shape=part.shape, stride=part.stride
+        )
+        parameters[part.name].data = sharded.full_tensor()
+    del LEFT_SHARDS[module]

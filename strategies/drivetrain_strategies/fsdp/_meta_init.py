@@ -1,4 +1,4 @@
-"""Gives the shards of a module that was built without storage their values, one whole tensor at a time."""
+"""Initialises the shards of a module that was built on the meta device, one whole tensor at a time."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import torch
 from torch import nn
 
 from drivetrain.strategies import ControlPlane
-from drivetrain_strategies._materialize import Bare, Recording, bare_tensors, replay
+from drivetrain_strategies._materialize import MetaTensor, Recording, find_meta_tensors, replay
 from drivetrain_strategies.fsdp._internals import Sharded
 from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._plan import Plan
 from drivetrain_strategies.fsdp._state import like
 
 
-class BareModule:
-    """What of a module has no storage yet.
+class MetaModule:
+    """The meta tensors of a module, to be initialised after sharding.
 
     Args:
-        module: before anything is done to it.
-        recording: of how it was built.
+        module: the module as built.
+        recording: the recording of how it was built.
     """
 
     def __init__(self, module: nn.Module, recording: Recording | None) -> None:
         self._recording = recording
-        # Views, which keep the tensors as they were built when a precision gives the parameters another dtype.
-        self._built = [Bare(bare.name, bare.tensor.detach(), bare.place) for bare in bare_tensors(module, recording)]
+        # Views keep the tensors as they were built: a precision may change the parameters' dtype.
+        self._built = [
+            MetaTensor(meta_tensor.name, meta_tensor.tensor.detach(), meta_tensor.assign)
+            for meta_tensor in find_meta_tensors(module, recording)
+        ]
         self._module = module
 
     def initialise(
@@ -38,36 +41,36 @@ class BareModule:
         device: torch.device,
         control: ControlPlane,
     ) -> None:
-        """Run again what built the module, from rank 0's generator, and keep this rank's parts. Collective."""
+        """Replay the module's initialisation from rank 0's generator and keep this rank's shards. Collective."""
         recording = self._recording
         if not self._built or recording is None:
             return
         sharded.give_storage(device)
-        whole = {id(parameter): name for name, parameter in plan.whole.items()}
+        replicated = {id(parameter): name for name, parameter in plan.replicated.items()}
         targets: dict[str, Original] = {}
         for original in originals:
             if original.parameter.is_meta:
                 targets[original.name] = original
-                if id(original.parameter) in whole:
+                if id(original.parameter) in replicated:
                     real = nn.Parameter(
                         torch.empty_like(original.parameter, device=device),
                         requires_grad=original.parameter.requires_grad,
                     )
                     original.put(real)
-                    plan.whole[whole[id(original.parameter)]] = real
-        places: dict[int, Callable[[torch.Tensor], None]] = {}
-        for bare in self._built:
-            if bare.place is not None:
-                places[id(bare.tensor)] = _placer(bare, self._module, device)
-            elif bare.name in targets:  # of tied names the first
-                places[id(bare.tensor)] = _writer(targets[bare.name])
+                    plan.replicated[replicated[id(original.parameter)]] = real
+        writers: dict[int, Callable[[torch.Tensor], None]] = {}
+        for meta_tensor in self._built:
+            if meta_tensor.assign is not None:
+                writers[id(meta_tensor.tensor)] = _assigner(meta_tensor, self._module, device)
+            elif meta_tensor.name in targets:  # of tied names only the first has a target
+                writers[id(meta_tensor.tensor)] = _writer(targets[meta_tensor.name])
         state = torch.tensor(control.from_rank_0(recording.generator.tolist()), dtype=torch.uint8)
         before = torch.get_rng_state()
         torch.set_rng_state(state)
-        wanted = [bare.tensor for bare in self._built if id(bare.tensor) in places]
-        replay(recording, wanted, lambda tensor, value: places[id(tensor)](value))
+        wanted = [meta_tensor.tensor for meta_tensor in self._built if id(meta_tensor.tensor) in writers]
+        replay(recording, wanted, lambda tensor, value: writers[id(tensor)](value))
         if not torch.equal(state, recording.generator):
-            torch.set_rng_state(before)  # only rank 0 has drawn from its own
+            torch.set_rng_state(before)  # the replay used rank 0's generator state, not this rank's
 
 
 def _writer(original: Original) -> Callable[[torch.Tensor], None]:
@@ -82,14 +85,14 @@ def _writer(original: Original) -> Callable[[torch.Tensor], None]:
     return write
 
 
-def _placer(bare: Bare, module: nn.Module, device: torch.device) -> Callable[[torch.Tensor], None]:
-    prefix, _, key = bare.name.rpartition(".")
+def _assigner(meta_tensor: MetaTensor, module: nn.Module, device: torch.device) -> Callable[[torch.Tensor], None]:
+    prefix, _, key = meta_tensor.name.rpartition(".")
     child = module.get_submodule(prefix)
-    place = bare.place
-    assert place is not None
+    assign = meta_tensor.assign
+    assert assign is not None
 
     def put(value: torch.Tensor) -> None:
         now = child._buffers.get(key, child.__dict__.get(key))
-        place(value.to(device, value.dtype if now is None else now.dtype))
+        assign(value.to(device, value.dtype if now is None else now.dtype))
 
     return put

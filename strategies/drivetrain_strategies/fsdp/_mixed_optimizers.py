@@ -1,4 +1,4 @@
-"""Optimizers that step many parameters at once, of which some are shards and others whole."""
+"""Steps ``foreach`` optimizers over parameters of several meshes, which torch cannot put into one list."""
 
 from __future__ import annotations
 
@@ -10,49 +10,51 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from drivetrain_strategies.fsdp._custom_step import OwnStep
+from drivetrain_strategies.fsdp._custom_step import CustomStep
 
 
-class KindsApart(OwnStep):
-    """Steps an optimizer once for its shards, and once for what is whole: torch refuses lists of both.
+class StepPerMesh(CustomStep):
+    """Steps an optimizer separately for the parameters of each mesh, and for those that are not sharded.
 
-    On a GPU its optimizers make such lists by themselves (``foreach``), elsewhere where they are told to. They keep
-    their state by parameter, so that the order is all the same. Others may count steps in their groups: these are
-    stepped once, and told to make no lists. An optimizer's own hooks are called once a step, and see all parameters.
+    Torch's optimizers use ``foreach`` lists by default on a GPU, elsewhere on request. They keep state per parameter,
+    so the order does not matter. Other optimizers may count steps in their groups: they are stepped once, with
+    ``foreach`` disabled. An optimizer's own hooks are called once per step and see all parameters.
 
     Args:
-        optimizer: one for which `mixes` is true; its ``step`` is replaced until `undo`.
+        optimizer: one for which `mixes_meshes` is true; its ``step`` is replaced until `undo`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
-        self._is_torchs = type(optimizer).step.__module__.startswith("torch.")
+        self._is_torch_optimizer = type(optimizer).step.__module__.startswith("torch.")
 
     def update(self) -> None:
-        """Step each kind by itself, or all without lists."""
-        if self._is_torchs:
+        """Step the parameters of each mesh separately, or all of them without ``foreach``."""
+        if self._is_torch_optimizer:
             with _hooks_around(self._optimizer):
-                self._step_each_kind()
+                self._step_per_mesh()
         else:
-            with _without_lists(self._optimizer):
+            with _without_foreach(self._optimizer):
                 self._step()
 
-    def _step_each_kind(self) -> None:
+    def _step_per_mesh(self) -> None:
         groups = self._optimizer.param_groups
         parameters = [group["params"] for group in groups]
         try:
-            for kind in dict.fromkeys(map(_kind, (one for some in parameters for one in some))):
-                for group, some in zip(groups, parameters, strict=True):
-                    group["params"] = [one for one in some if _kind(one) == kind]
+            for mesh in dict.fromkeys(
+                map(_mesh_of, (one for group_parameters in parameters for one in group_parameters))
+            ):
+                for group, group_parameters in zip(groups, parameters, strict=True):
+                    group["params"] = [one for one in group_parameters if _mesh_of(one) == mesh]
                 self._step()
         finally:
-            for group, some in zip(groups, parameters, strict=True):
-                group["params"] = some
+            for group, group_parameters in zip(groups, parameters, strict=True):
+                group["params"] = group_parameters
 
 
 @contextmanager
 def _hooks_around(optimizer: Any) -> Iterator[None]:
-    """Call the optimizer's own hooks before and after, and none within."""
+    """Call the optimizer's step hooks once before and once after this context, and disable them within."""
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     for hook in before.values():
         hook(optimizer, (optimizer,), {})
@@ -66,23 +68,23 @@ def _hooks_around(optimizer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _without_lists(optimizer: Optimizer) -> Iterator[None]:
+def _without_foreach(optimizer: Optimizer) -> Iterator[None]:
     groups = [group for group in optimizer.param_groups if "foreach" in group]
-    said = [group["foreach"] for group in groups]
+    foreach_settings = [group["foreach"] for group in groups]
     for group in groups:
         group["foreach"] = False
     try:
         yield
     finally:
-        for group, foreach in zip(groups, said, strict=True):
+        for group, foreach in zip(groups, foreach_settings, strict=True):
             group["foreach"] = foreach
 
 
-def mixes(optimizer: Optimizer) -> bool:
-    """Whether the optimizer would put parameters of several kinds into one list. Single numbers go with any."""
+def mixes_meshes(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer would put parameters of several meshes into one list; scalars fit any list."""
     parameters = [one for group in optimizer.param_groups if "foreach" in group for one in group["params"]]
-    return len({_kind(one) for one in parameters if one.dim() or isinstance(one, DTensor)}) > 1
+    return len({_mesh_of(one) for one in parameters if one.dim() or isinstance(one, DTensor)}) > 1
 
 
-def _kind(parameter: nn.Parameter) -> Any:
+def _mesh_of(parameter: nn.Parameter) -> Any:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None

@@ -1,4 +1,4 @@
-"""Optimizers that were built before sharding."""
+"""Adapts optimizers that were built before sharding."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from drivetrain_strategies.fsdp._original_parameters import Original
 from drivetrain_strategies.fsdp._state import like
 
 
-class Adoptions:
-    """Gives optimizers over a module's original parameters the shards, and after the run the originals again.
+class AdoptedOptimizers:
+    """Points optimizers at the shards instead of the original parameters, and back after the run.
 
     Args:
-        originals: of the module, whose shards are in place.
+        originals: the module's original parameters, already replaced by shards in the module.
     """
 
     def __init__(self, originals: Sequence[Original]) -> None:
         self._originals = originals
         self._successors = {id(original.parameter): original.current for original in originals}
-        self._taken: list[Optimizer] = []
+        self._optimizers: list[Optimizer] = []
 
-    def take(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace originals, and cut their state to shards.
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the original parameters in optimizers by their shards, and shard their state.
 
         Raises:
-            ConfigurationError: an optimizer is over shards that are no longer, or not yet, the module's.
+            ConfigurationError: an optimizer holds shards that do not belong to the module.
         """
         for optimizer in optimizers:
             if _replace(optimizer, self._successors, like):
-                self._taken.append(optimizer)
+                self._optimizers.append(optimizer)
             self._refuse_other_shards(optimizer)
 
-    def give_back(self) -> None:
-        """Once the originals are whole: replace the shards in what was taken, and gather their state. Collective."""
+    def restore(self) -> None:
+        """Replace the shards by the original parameters, which are whole again, and gather state. Collective."""
         whole = {
             id(self._successors[key]): original.parameter
             for key, original in zip(self._successors, self._originals, strict=True)
         }
-        for optimizer in self._taken:
+        for optimizer in self._optimizers:
             _replace(optimizer, whole, like)
-        self._taken = []
+        self._optimizers = []
 
     def _refuse_other_shards(self, optimizer: Optimizer) -> None:
         own = {id(parameter) for parameter in self._successors.values()}
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if isinstance(parameter, DTensor) and id(parameter) not in own:
                 raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that is not the "
-                    "module's.",
-                    "parameters are sharded anew in every run, and those of an earlier one are nobody's.",
-                    "build it anew in each configure_optimizers, or once before the first run (in __init__).",
+                    f"{type(optimizer).__name__} holds a shard of shape {tuple(parameter.shape)} that does not belong "
+                    "to the module.",
+                    "parameters are sharded again in every run, and shards of an earlier run are no longer used.",
+                    "build a new optimizer in each configure_optimizers, or one before the first run (in __init__).",
                 )
 
 
 @torch.no_grad()
 def _replace(optimizer: Optimizer, successors: dict[int, nn.Parameter], fit: Any) -> bool:
-    """Put successors in the place of the parameters that have one, by identity; whether there were any."""
+    """Replace the parameters that have a successor, by identity; return whether there were any."""
     found = False
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):

@@ -1,4 +1,4 @@
-"""The parameters that a module had before shards took their places, so that the same objects can come back."""
+"""Remembers the parameters that shards replace, so that the same objects can be restored after a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import nn
 
 @dataclass(slots=True)
 class Original:
-    """A parameter, and every place where it stands.
+    """A parameter and every module that registers it.
 
     Attributes:
-        name: the first in ``named_parameters()``.
-        parameter: the object; its storage is dropped while shards stand for it.
-        slots: modules and the names they know it by.
-        device: where it lived.
+        name: its first name in ``named_parameters()``.
+        parameter: the object; its storage is freed while shards replace it.
+        slots: the modules that register it, each with the attribute's name.
+        device: its original device.
     """
 
     name: str
@@ -26,36 +26,39 @@ class Original:
 
     @property
     def current(self) -> nn.Parameter:
-        """What stands in its place now."""
+        """The parameter that is registered in its place now."""
         module, attribute = self.slots[0]
         found = module._parameters[attribute]
         assert found is not None
         return found
 
     def release(self) -> None:
-        """Drop its storage."""
+        """Free its storage."""
         if not self.parameter.is_meta:
             self.parameter.data = torch.empty(0, dtype=self.parameter.dtype, device=self.parameter.device)
 
     def put(self, value: nn.Parameter) -> None:
-        """Let ``value`` stand in all its places."""
+        """Register ``value`` in all its slots."""
         for module, attribute in self.slots:
             module._parameters[attribute] = value
 
     def restore(self, whole: torch.Tensor) -> None:
-        """Put the object back, holding ``whole``, as it trains or not now; one that never was real is made anew."""
-        trains = self.current.requires_grad
+        """Register the object again with the values ``whole`` and the shard's ``requires_grad``.
+
+        A meta tensor is replaced by a new parameter.
+        """
+        requires_grad = self.current.requires_grad
         if self.parameter.is_meta or type(self.parameter) is not nn.Parameter:
-            self.parameter = nn.Parameter(whole, requires_grad=trains)
+            self.parameter = nn.Parameter(whole, requires_grad=requires_grad)
         else:
             self.parameter.data = whole
-            self.parameter.requires_grad_(trains)
+            self.parameter.requires_grad_(requires_grad)
         self.parameter.grad = None
         self.put(self.parameter)
 
 
 def originals_of(module: nn.Module) -> list[Original]:
-    """Every parameter of ``module`` with its places, ties once, in ``named_parameters()`` order."""
+    """Return every parameter of ``module`` with its slots, tied ones once, in ``named_parameters()`` order."""
     found: dict[int, Original] = {}
     for prefix, child in module.named_modules():
         for attribute, parameter in child._parameters.items():

@@ -1,4 +1,4 @@
-"""Which parts of a module are gathered, used and dropped together: the units of a sharded run."""
+"""Plans the units of a sharded run: the submodules whose parameters are gathered and freed together."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.distributed.tensor import DTensor
 from drivetrain.errors import ConfigurationError, nearest
 
 Wrap = None | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""None looks for repeated blocks; classes; or ``wrap(name, module)``, true for a unit."""
+"""How units are chosen: None finds repeated blocks; classes; or ``wrap(name, module)``, true for a unit."""
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(slots=True)
 class Unit:
-    """A module that is sharded as a whole.
+    """A submodule whose parameters are sharded and gathered together.
 
     Attributes:
-        name: in the module; "" for the root, which holds what no other unit does.
-        module: itself.
-        parameters: those it owns, tied ones once; what inner units own is theirs.
+        name: its qualified name; "" for the root, which owns what no other unit does.
+        module: the submodule.
+        parameters: the parameters it owns, tied ones once, without those of inner units.
     """
 
     name: str
@@ -42,25 +42,25 @@ class Unit:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
 
     def part(self, shards: int) -> int:
-        """Bytes on a rank; of a layer that tensor parallelism split there is a part to begin with."""
+        """Return the bytes per rank; for a layer split by tensor parallelism, those of its local part's shard."""
         held = (one.to_local() if isinstance(one, DTensor) else one for one in self.parameters)
         return -(-sum(one.numel() * one.element_size() for one in held) // shards)
 
 
 @dataclass(slots=True)
 class Plan:
-    """What becomes of every parameter.
+    """Assigns every parameter to a unit.
 
     Attributes:
-        units: innermost first, the root last.
-        ties: parameters that stand in several units, and are the root's therefore.
-        whole: parameters that stay whole on every rank: ignored ones and single numbers, by name.
+        units: the units, innermost first, the root last.
+        ties: parameters shared by several units, which the root owns.
+        replicated: parameters that every rank holds whole, by name: ignored ones and scalars.
         reason: how the units were chosen, for the table.
     """
 
     units: list[Unit]
     ties: list[nn.Parameter]
-    whole: dict[str, nn.Parameter]
+    replicated: dict[str, nn.Parameter]
     reason: str
 
     @property
@@ -68,16 +68,16 @@ class Plan:
         return self.units[-1]
 
     def in_order(self) -> list[Unit]:
-        """All but the root, as they stand in the module."""
+        """Return all units but the root, in module order."""
         inner = {id(unit.module): unit for unit in self.units[:-1]}
         return [inner[id(child)] for child in self.root.module.modules() if id(child) in inner]
 
     def table(self, shards: int) -> str:
-        """The plan as text, a line for each class of unit."""
+        """Return the plan as text, with a line for each class of units."""
         lines = [
             f"FSDP shards {_count(sum(unit.numel for unit in self.units))} parameters over {shards} ({self.reason})"
         ]
-        rows = [("unit", "how many", "parameters each", "size each", "a rank's part")]
+        rows = [("unit", "count", "parameters each", "size each", "per rank")]
         groups: dict[tuple[str, int, int, int], list[Unit]] = {}
         for unit in self.units[:-1]:
             key = type(unit.module).__name__, unit.numel, unit.nbytes, unit.part(shards)
@@ -87,10 +87,12 @@ class Plan:
             rows.append((f"{kind}: {names}", str(len(units)), _count(numel), _size(nbytes), _size(part)))
         root = self.root
         rows.append(("the rest", "1", _count(root.numel), _size(root.nbytes), _size(root.part(shards))))
-        if self.whole:
-            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.whole.values())
-            numel = sum(parameter.numel() for parameter in self.whole.values())
-            rows.append((f"whole: {_names(list(self.whole))}", "1", _count(numel), _size(nbytes), _size(nbytes)))
+        if self.replicated:
+            nbytes = sum(parameter.numel() * parameter.element_size() for parameter in self.replicated.values())
+            numel = sum(parameter.numel() for parameter in self.replicated.values())
+            rows.append(
+                (f"replicated: {_names(list(self.replicated))}", "1", _count(numel), _size(nbytes), _size(nbytes))
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         for row in rows:
             cells = [
@@ -102,19 +104,19 @@ class Plan:
 
 
 def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Module]]) -> Plan:
-    """Choose the units of ``module`` and find out who owns each parameter.
+    """Choose the units of ``module`` and assign its parameters to them.
 
     Args:
         module: the bare module.
         wrap: how to choose; see `Wrap`.
-        ignored: names of parameters with ``*`` as a wildcard, and classes of modules, that stay whole on every rank.
+        ignored: names of parameters, with ``*`` as a wildcard, and classes of modules to replicate on every rank.
 
     Raises:
-        ConfigurationError: a class or name does not occur, or a unit cannot be one; named.
+        ConfigurationError: names a class or parameter that does not occur, or a unit that cannot be sharded.
     """
-    whole = _whole(module, ignored)
+    replicated = _replicated_parameters(module, ignored)
     chosen, reason = _chosen(module, wrap)
-    apart = {id(parameter) for parameter in whole.values()}
+    apart = {id(parameter) for parameter in replicated.values()}
     owners: dict[int, set[str]] = {}
     names: dict[int, tuple[str, nn.Parameter]] = {}
     for path, owner, parameter in _slots(module, chosen):
@@ -131,11 +133,11 @@ def make_plan(module: nn.Module, wrap: Wrap, ignored: Sequence[str | type[nn.Mod
             root.parameters.append(parameter)
         else:
             units.get(next(iter(homes)), root).parameters.append(parameter)
-    # A deeper unit comes before the one around it; one without parameters of its own has nothing to shard.
+    # Inner units come before outer ones; a unit without parameters of its own has nothing to shard.
     inner = sorted((unit for unit in units.values() if unit.parameters), key=lambda unit: -unit.name.count("."))
     for unit in (*inner, root):
         _refuse_mixed_dtypes(unit, names)
-    return Plan([*inner, root], ties, whole, reason)
+    return Plan([*inner, root], ties, replicated, reason)
 
 
 # Choosing
@@ -151,34 +153,34 @@ def _chosen(module: nn.Module, wrap: Wrap) -> tuple[dict[str, nn.Module], str]:
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 raise ConfigurationError(
                     f"wrap chose {name!r}, a {type(child).__name__}.",
-                    "it has no forward of its own that could gather its parameters.",
-                    "choose the modules in it, or the one around it.",
+                    "it has no forward, in which its parameters would be gathered.",
+                    "choose the modules in it, or its parent.",
                 )
-        return found, "chosen by the callable"
+        return found, "chosen by wrap"
     classes: tuple[type[nn.Module], ...] = tuple(wrap)
     present = {type(child).__name__ for child in named.values()}
     for one in classes:
         if not issubclass(one, nn.Module):
             raise ConfigurationError(
-                f"wrap={one!r}.", "it holds classes of modules.", "use wrap=[Block], a callable, or None."
+                f"wrap={one!r}.", "wrap is a list of module classes.", "use wrap=[Block], a callable, or None."
             )
         if not any(isinstance(child, one) for child in named.values()):
             raise ConfigurationError(
                 f"wrap: no module of class {one.__name__} is in {type(module).__name__}."
                 f"{nearest(one.__name__, present)}",
                 f"the classes in it are {', '.join(sorted(present))}.",
-                "name one of these, or leave wrap out to have the repeated blocks found.",
+                "name one of these, or leave wrap out to use the repeated blocks.",
             )
     return {
         name: child for name, child in named.items() if any(isinstance(child, one) for one in classes)
-    }, "classes as given"
+    }, "classes in wrap"
 
 
 def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
-    """The outermost modules that have siblings of their class in one container: the layers of most networks.
+    """Return the outermost modules with siblings of their class in a container: the layers of most networks.
 
-    A block has modules inside. Where no block repeats, single layers with a matrix do. What stands in a container
-    called ``experts`` is left to the block around it: not every rank may run each of them, and gathering is collective.
+    A block is a module with submodules. If no block repeats, layers with a matrix are used. Modules in a container
+    called ``experts`` belong to the enclosing block: ranks may run different experts, and gathering is collective.
     """
     for is_block, reason in ((_is_block, "blocks that repeat"), (_is_layer, "layers that repeat")):
         found: dict[str, nn.Module] = {}
@@ -192,7 +194,7 @@ def _repeated_blocks(module: nn.Module) -> tuple[dict[str, nn.Module], str]:
             found |= {path: child for path, child in children.items() if kinds[type(child)] > 1}
         if found:
             return found, reason
-    return {}, "no block repeats: gathered as one; choose units with wrap"
+    return {}, "no repeated blocks: gathered as one unit; choose units with wrap"
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -213,7 +215,7 @@ def _inside(name: str, unit: str) -> bool:
 
 
 def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Every place where a parameter stands: its name, the innermost unit around it, and itself."""
+    """Yield each registration of a parameter: its name, the innermost enclosing unit, and the parameter."""
     by_id = {id(child): name for name, child in units.items()}
 
     def walk(current: nn.Module, name: str, owner: str) -> Iterator[tuple[str, str, nn.Parameter]]:
@@ -228,10 +230,10 @@ def _slots(module: nn.Module, units: dict[str, nn.Module]) -> Iterator[tuple[str
     yield from walk(module, "", "")
 
 
-def _whole(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
-    """What stays whole: the ignored, and single numbers, which have no dimension to shard along."""
+def _replicated_parameters(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[str, nn.Parameter]:
+    """Return the replicated parameters: ignored ones, and scalars, which have no dimension to shard."""
     parameters = dict(module.named_parameters())
-    whole = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
+    replicated = {name: parameter for name, parameter in parameters.items() if parameter.dim() == 0}
     for one in ignored:
         if isinstance(one, str):
             found = {name: value for name, value in parameters.items() if fnmatchcase(name, one)}
@@ -248,11 +250,11 @@ def _whole(module: nn.Module, ignored: Sequence[str | type[nn.Module]]) -> dict[
             known = parameters if isinstance(one, str) else {type(child).__name__ for child in module.modules()}
             raise ConfigurationError(
                 f"ignored={label!r} matches no parameter of {type(module).__name__}.{nearest(label, known)}",
-                "it holds names of parameters, with '*' as a wildcard, and classes of modules.",
+                "ignored is a list of parameter names, with '*' as a wildcard, and module classes.",
                 f"use one of {', '.join(list(known)[:10])}.",
             )
-        whole |= found
-    return whole
+        replicated |= found
+    return replicated
 
 
 def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]]) -> None:
@@ -263,13 +265,10 @@ def _refuse_mixed_dtypes(unit: Unit, names: dict[int, tuple[str, nn.Parameter]])
     if len(dtypes) > 1:
         found = ", ".join(f"{name!r} is {dtype}" for dtype, name in dtypes.items())
         raise ConfigurationError(
-            f"The unit {unit.name or 'of the rest'!r} trains parameters of {len(dtypes)} dtypes: {found}.",
-            "the gradients of a unit travel together, in one dtype.",
-            "bring them to one dtype, freeze those that do not train, or choose units with wrap.",
+            f"Unit {unit.name or 'root'!r} has trainable parameters of {len(dtypes)} dtypes: {found}.",
+            "the gradients of a unit are reduced together, in one dtype.",
+            "convert them to one dtype, freeze some of them, or choose units with wrap.",
         )
-
-
-# Words
 
 
 def _count(number: int) -> str:
@@ -277,7 +276,7 @@ def _count(number: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """In the largest unit of which there is one."""
+    """Format a size in the largest binary unit not greater than it."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size >= 1024:

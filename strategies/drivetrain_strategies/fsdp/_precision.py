@@ -1,4 +1,4 @@
-"""How a precision's name becomes what is gathered and reduced."""
+"""Translates a precision into FSDP's mixed-precision and offload policies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from drivetrain.precision import Precision
 def mixed_precision_policy(
     precision: Precision, given: MixedPrecisionPolicy | None, param_dtype: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
-    """Return the user's policy, or one that gathers parameters as they are kept, or in the ``param_dtype`` asked for.
+    """Return the user's policy, or one that gathers in ``param_dtype``; None gathers parameters in their own dtype.
 
-    Under a mixed precision autocast does the rounding, operation by operation, as it does everywhere else: what it runs
-    in float32 (norms, softmax, losses, embeddings) reads float32 parameters. Gathered in half precision, those would be
-    rounded once more than under any other strategy. Inputs are left alone either way: the root's are a batch, targets
-    included.
+    Under a mixed precision, autocast rounds per operation as under other strategies: operations that it runs in float32
+    (norms, softmax, losses, embeddings) read float32 parameters. If gathered in half precision, these would be rounded
+    once more than elsewhere. Forward inputs are never cast: the root's input is a batch, with its targets.
     """
     if given is not None:
         return given
@@ -24,7 +23,7 @@ def mixed_precision_policy(
 
 
 def offload_policy(given: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
-    """Return torch's policy; memory is pinned where there is a device to copy to."""
+    """Return torch's offload policy; memory is pinned unless the device is the CPU."""
     if isinstance(given, OffloadPolicy):
         return given
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if given else OffloadPolicy()

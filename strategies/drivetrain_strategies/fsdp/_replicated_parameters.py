@@ -1,4 +1,4 @@
-"""Parameters that stay whole on every rank of a sharded run: their gradients are averaged here."""
+"""Averages the gradients of parameters that are replicated in a sharded run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 
-class WholeParameters:
-    """Averages the gradients of ignored parameters and single numbers, in one collective for each dtype.
+class ReplicatedParameters:
+    """Averages the gradients of ignored parameters and scalars, in one collective per dtype.
 
     Args:
-        parameters: alike on every rank.
-        group: the ranks that hold other data.
+        parameters: replicated parameters, in the same order on every rank.
+        group: the process group of ranks with distinct data.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
@@ -25,7 +25,7 @@ class WholeParameters:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average what the ranks have added up since the last time. What no rank used keeps no gradient. Collective."""
+        """Average the accumulated gradients; a parameter that no rank used keeps no gradient. Collective."""
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             if parameter.requires_grad:
@@ -33,12 +33,12 @@ class WholeParameters:
         for parameters in by_dtype.values():
             parts = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
             unused = [index for index, one in enumerate(parameters) if one.grad is None]
-            used = parts[0].new_ones(len(parameters))  # made where it is: a copy from the host would be waited for
+            used = parts[0].new_ones(len(parameters))  # created on the device: a copy from the host would block
             for index in unused:
                 used[index].zero_()
             packed = torch.cat([*(part.reshape(-1) for part in parts), used])
             dist.all_reduce(packed, group=self._group)
-            # What this rank used somebody used. Of the rest the others know, and reading that waits for the device.
+            # Reading the flags waits for the device, so it is skipped if this rank used all parameters.
             flags = [True] * len(parameters) if not unused else (packed[-len(parameters) :] > 0).tolist()
             packed /= self._ranks
             offset = 0

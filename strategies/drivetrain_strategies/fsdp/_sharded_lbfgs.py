@@ -1,4 +1,4 @@
-"""LBFGS over sharded parameters: the one place that knows the private methods of `torch.optim.LBFGS`."""
+"""LBFGS over sharded parameters; overrides private methods of `torch.optim.LBFGS`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.optim import LBFGS, Optimizer
 from drivetrain_strategies.fsdp._state import like
 
 
-class _WholeLBFGS(LBFGS):
-    """LBFGS that computes with whole gradients and directions, alike on every rank, and writes to its own shards.
+class _ShardedLBFGS(LBFGS):
+    """LBFGS that computes with whole gradients and directions on every rank and updates only its own shards.
 
-    Torch flattens parameters, which shards of uneven size cannot be. Its history is of whole vectors: their memory is
-    not divided by the ranks.
+    Torch's version flattens parameters, which fails for shards of uneven size. The history consists of whole vectors,
+    so its memory is not divided by the number of ranks.
     """
 
     def _gather_flat_grad(self) -> torch.Tensor:
@@ -44,13 +44,13 @@ class _WholeLBFGS(LBFGS):
         return cast(list[nn.Parameter], self.param_groups[0]["params"])
 
 
-def take(optimizer: Optimizer) -> None:
-    """Let an LBFGS work on shards, until `give_back`."""
+def enable(optimizer: Optimizer) -> None:
+    """Make an LBFGS work on shards until `disable`."""
     if type(optimizer) is LBFGS:
-        optimizer.__class__ = _WholeLBFGS
+        optimizer.__class__ = _ShardedLBFGS
 
 
-def give_back(optimizer: Optimizer) -> None:
-    """Make it torch's own again."""
-    if type(optimizer) is _WholeLBFGS:
+def disable(optimizer: Optimizer) -> None:
+    """Restore torch's own class."""
+    if type(optimizer) is _ShardedLBFGS:
         optimizer.__class__ = LBFGS  # type: ignore[assignment]

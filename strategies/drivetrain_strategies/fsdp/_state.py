@@ -1,4 +1,4 @@
-"""State of a sharded module by plain names: given as shards, taken from whole tensors or shards."""
+"""Reads and writes a sharded module's state by plain names: it returns shards, and loads shards or whole tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain_strategies.fsdp._internals import local_region
 
 
 def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, tied names giving one object; sharded ones as DTensors."""
+    """Return parameters and persistent buffers by name; tied names share one object, sharded ones are DTensors."""
     detached: dict[int, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
@@ -28,35 +28,35 @@ def sharded_state(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def region_of(place: DTensor) -> Box:
-    """Return which part of the whole this rank holds of ``place``."""
+    """Return the region of the DTensor ``place`` that this rank holds."""
     return Box(*local_region(place))
 
 
 def shard_of(value: Any) -> Any:
-    """Return a DTensor as what this rank holds of it; anything else as it is."""
+    """Return a DTensor as the `ParameterShard` that this rank holds; other values unchanged."""
     if not isinstance(value, DTensor):
         return value
     mesh = value.device_mesh
-    # What tensor parallelism left whole is spread over several meshes alike: the one with rank 0 in it speaks.
-    speaks = 0 in mesh.mesh and all(
+    # A parameter that tensor parallelism does not split is sharded equally over several meshes; rank 0's is primary.
+    is_primary = 0 in mesh.mesh and all(
         mesh.get_local_rank(dimension) == 0
         for dimension, placement in enumerate(value.placements)
         if placement.is_replicate()
     )
-    return ParameterShard(value.to_local(), tuple(value.shape), region_of(value), speaks, value.full_tensor)
+    return ParameterShard(value.to_local(), tuple(value.shape), region_of(value), is_primary, value.full_tensor)
 
 
 def regions_of(module: nn.Module) -> dict[str, Region]:
-    """Return, by name, the regions of what is sharded in ``module``'s state."""
+    """Return the regions of the sharded tensors in ``module``'s state, by name."""
     state = module.state_dict(keep_vars=True)
     return {name: region_of(place) for name, place in state.items() if isinstance(place, DTensor)}
 
 
 def like(value: torch.Tensor | ParameterShard, place: torch.Tensor) -> torch.Tensor:
-    """Return ``value``, whole or sharded in any way, laid out as ``place`` is.
+    """Return ``value`` in the layout of ``place``.
 
-    A whole one is cut without talking, and so is a `ParameterShard` of this rank's own region. A sharded one of another
-    layout is gathered first, which all ranks must do.
+    A whole tensor, or a `ParameterShard` of this rank's region, needs no communication. A value sharded in another
+    layout is gathered first, which is collective.
     """
     if isinstance(value, ParameterShard):
         if isinstance(place, DTensor) and value.region == region_of(place):
@@ -71,7 +71,6 @@ def like(value: torch.Tensor | ParameterShard, place: torch.Tensor) -> torch.Ten
         if value.device_mesh == place.device_mesh and value.placements == place.placements:
             return value
         value = value.full_tensor()
-    # Cut where it lies: only this rank's part travels to the device.
     mesh = place.device_mesh
     if mesh.device_type != value.device.type:
         value = value.to(mesh.device_type)
@@ -83,7 +82,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
     """Load parameters and buffers by name into a sharded module.
 
     Raises:
-        CheckpointError: names or shapes do not fit, and ``strict`` asks for it; nothing is loaded then.
+        CheckpointError: names or shapes do not match and ``strict`` is set; nothing is loaded then.
     """
     own = module.state_dict(keep_vars=True)
     Misfit.between(own, state, partly=not strict).settle("The weights", type(module).__name__, strict)
@@ -105,7 +104,7 @@ def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Non
 
 
 def sharded_optimizer_state(saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return named optimizer state with every tensor shaped like its parameter laid out as the parameter is."""
+    """Return named optimizer state; tensors with their parameter's shape get the parameter's layout."""
     state: dict[str, Any] = {}
     for name, values in saved["state"].items():
         place = parameters.get(name)

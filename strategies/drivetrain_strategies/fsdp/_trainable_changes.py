@@ -1,7 +1,7 @@
-"""What becomes of a sharded module whose layers are frozen or unfrozen in mid-run.
+"""Adapts a sharded module to layers that are frozen or unfrozen during a run.
 
-`fully_shard` looks at ``requires_grad`` as it gathers a parameter, and so needs little help: what it derived from it at
-the first forward is derived anew. What it cannot take is refused.
+`fully_shard` reads ``requires_grad`` when it gathers a parameter; only what it derived in the first forward must be
+recomputed. Changes that it cannot handle are refused.
 """
 
 from __future__ import annotations
@@ -10,53 +10,55 @@ from torch import nn
 
 from drivetrain.errors import ConfigurationError, listed
 from drivetrain.strategies import changed_within_window
-from drivetrain_strategies._manual_updates import GATHERED, moved_by_hand
+from drivetrain_strategies._manual_updates import GATHERED, manual_update_error
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import Sharded
 
 
 def adapt(module: nn.Module, sharded: Sharded, gradients: Gradients) -> None:
-    """Bring everything up to date with what trains now. Talks to nobody.
+    """Adapt to the current set of trainable parameters. Does not communicate.
 
     Args:
-        module: holding its shards.
-        sharded: the same as `fully_shard` left it.
-        gradients: know what stays whole; decide anew, in the next window, what is unused.
+        module: the module, holding its shards.
+        sharded: the same module as `fully_shard` sees it.
+        gradients: the run's gradients, which recount unused parameters in the next window.
 
     Raises:
-        ConfigurationError: a layer was created, or a unit now trains parameters of several dtypes.
+        ConfigurationError: a layer was created, or the trainable parameters of a unit have several dtypes.
     """
-    held = {id(one) for one in gradients.whole} | {id(one.sharded_param) for one in sharded.parameters}
-    created = [name for name, one in module.named_parameters() if id(one) not in held]
+    held = {id(parameter) for parameter in gradients.replicated} | {
+        id(each.sharded_param) for each in sharded.parameters
+    }
+    created = [name for name, parameter in module.named_parameters() if id(parameter) not in held]
     if created:
         raise ConfigurationError(
             f"A layer was created within a run, under FSDP: {listed(created)}.",
-            "parameters are sharded before the first step: nobody would exchange the new ones' gradients, and every "
-            "rank would train its own.",
-            "build it in configure_model and freeze it until it is wanted, or use strategy='ddp'.",
+            "parameters are sharded before the first step: the gradients of new ones would not be exchanged, and every "
+            "rank would train its own copy.",
+            "build it in configure_model and freeze it until it is needed, or use strategy='ddp'.",
         )
     try:
         sharded.trainable_changed()
     except AssertionError as error:
         raise ConfigurationError(
-            "What trains changed within a run, and a unit of FSDP now trains parameters of several dtypes.",
-            f"their gradients travel together. torch says: {error}",
+            "The set of trainable parameters changed within a run, and those of an FSDP unit now have several dtypes.",
+            f"the gradients of a unit are reduced together. torch says: {error}",
             "keep layers of another dtype frozen, or convert the model to one dtype before the run.",
         ) from error
     gradients.trainable_changed()
 
 
-def refuse_while_whole(sharded: Sharded) -> None:
-    """Refuse that parameters were frozen, unfrozen or moved while they were gathered: torch would undo it unseen.
+def refuse_changes_while_gathered(sharded: Sharded) -> None:
+    """Refuse changes of ``requires_grad`` or frozen values made on gathered parameters, which torch silently drops.
 
     Raises:
-        ConfigurationError: names them.
+        ConfigurationError: names the parameters.
     """
-    moved = sharded.moved_while_whole()
+    moved = sharded.updated_while_gathered()
     if moved:
         sharded.reshard()
-        raise moved_by_hand(sharded.names_of(moved), "FSDPStrategy", GATHERED)
-    changed = sharded.changed_while_whole()
+        raise manual_update_error(sharded.names_of(moved), "FSDPStrategy", GATHERED)
+    changed = sharded.toggled_while_gathered()
     if changed:
         sharded.reshard()
         raise changed_within_window(sharded.names_of(changed), "FSDPStrategy")

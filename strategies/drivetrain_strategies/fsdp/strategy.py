@@ -1,4 +1,4 @@
-"""FSDPStrategy: parameters, gradients and optimizer state are spread over the ranks, on `fully_shard`."""
+"""FSDPStrategy: shards parameters, gradients and optimizer state over the ranks with `fully_shard`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from drivetrain.strategies import (
     named_optimizer_state,
 )
 from drivetrain_strategies._activation_checkpointing import Checkpointing, ForwardSwap, Policy, checkpointing_advice
-from drivetrain_strategies._gather_order import UnitOrder
-from drivetrain_strategies._materialize import Building
-from drivetrain_strategies._missing_weights import GATHER_LIMIT, are_gathered, exceeds
-from drivetrain_strategies._step_module import StepModule, whole_output
-from drivetrain_strategies.fsdp import _full_parameter_step as whole_step
+from drivetrain_strategies._gather_order import GatherOrder
+from drivetrain_strategies._materialize import RecordedBuild
+from drivetrain_strategies._missing_weights import GATHER_LIMIT, check_gather_limit, exceeds_limit
+from drivetrain_strategies._step_module import StepModule, unwrap_step_output
+from drivetrain_strategies.fsdp import _full_parameter_step as full_parameter_step
 from drivetrain_strategies.fsdp import _sharded_lbfgs as lbfgs
-from drivetrain_strategies.fsdp._apply_plan import Sharding, change_forwards, gather_ahead, shard
-from drivetrain_strategies.fsdp._broadcast_init import start_alike
+from drivetrain_strategies.fsdp._apply_plan import Sharding, change_forwards, set_prefetch, shard
+from drivetrain_strategies.fsdp._broadcast_init import broadcast_from_rank_0
 from drivetrain_strategies.fsdp._checks import (
     check_arguments,
     check_module,
@@ -45,8 +45,8 @@ from drivetrain_strategies.fsdp._checks import (
     check_torch,
 )
 from drivetrain_strategies.fsdp._closure_evaluation import step_with
-from drivetrain_strategies.fsdp._custom_step import OwnStep
-from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, find_layout, require_mesh
+from drivetrain_strategies.fsdp._custom_step import CustomStep
+from drivetrain_strategies.fsdp._device_mesh import Layout, Mesh, require_mesh, resolve_layout
 from drivetrain_strategies.fsdp._gradients import Gradients
 from drivetrain_strategies.fsdp._internals import (
     CastsOf,
@@ -55,52 +55,54 @@ from drivetrain_strategies.fsdp._internals import (
     remove_tensor_parallel_hooks,
     undo_sharding,
 )
-from drivetrain_strategies.fsdp._leave_sharded import gather_back, leave_shards, take_up_shards
-from drivetrain_strategies.fsdp._meta_init import BareModule
-from drivetrain_strategies.fsdp._mixed_optimizers import KindsApart, mixes
-from drivetrain_strategies.fsdp._optimizers import Adoptions
+from drivetrain_strategies.fsdp._leave_sharded import gather_left_shards, leave_shards, restore_whole
+from drivetrain_strategies.fsdp._meta_init import MetaModule
+from drivetrain_strategies.fsdp._mixed_optimizers import StepPerMesh, mixes_meshes
+from drivetrain_strategies.fsdp._optimizers import AdoptedOptimizers
 from drivetrain_strategies.fsdp._original_parameters import Original, originals_of
 from drivetrain_strategies.fsdp._plan import Plan, Wrap, make_plan
 from drivetrain_strategies.fsdp._precision import mixed_precision_policy, offload_policy
 from drivetrain_strategies.fsdp._state import load_state, regions_of, shard_of, sharded_optimizer_state, sharded_state
-from drivetrain_strategies.fsdp._trainable_changes import adapt, refuse_while_whole
+from drivetrain_strategies.fsdp._trainable_changes import adapt, refuse_changes_while_gathered
 from drivetrain_strategies.fsdp._unused_parameters import UnusedParameters
 from drivetrain_strategies.fsdp._weight_casts import WeightCasts
 
 logger = logging.getLogger("drivetrain")
 
-_SAID: set[str] = set()
-"""The plans that this process has logged."""
+_LOGGED_PLANS: set[str] = set()
+"""The plans that this process has logged, so that evaluations of the same module do not log them again."""
 
 
 class FSDPStrategy(DistributedStrategy):
     """Sharded data-parallel training on `torch.distributed.fsdp.fully_shard`.
 
     Args:
-        sharding: "full" spreads parameters, gradients and optimizer state; "grad_op" keeps parameters gathered between
-            forward and backward; "hybrid" spreads over ``shard_size`` ranks and keeps ``replicate_size`` copies.
-        wrap: what is gathered together: None finds the repeated blocks; classes; or ``wrap(name, module) -> bool``.
-        reshard_after_forward: of the units; False as "grad_op"; an int keeps larger parts, spread over so many ranks.
-        replicate_size: copies, for "hybrid"; by default one a node.
-        shard_size: ranks of one copy, for "hybrid"; by default those of a node.
-        cpu_offload: keep shards, gradients and optimizer state in the host's memory; True, or torch's policy.
-        activation_checkpointing: classes of modules that compute their activations again in backward.
+        sharding: "full" shards parameters, gradients and optimizer state; "grad_op" keeps parameters gathered between
+            forward and backward; "hybrid" shards over ``shard_size`` ranks and keeps ``replicate_size`` copies.
+        wrap: the units, which are gathered together: None uses the repeated blocks; classes; or
+            ``wrap(name, module) -> bool``.
+        reshard_after_forward: reshard units after forward; False as in "grad_op"; an int reshards over so many ranks.
+        replicate_size: number of copies, for "hybrid"; by default one per node.
+        shard_size: ranks per copy, for "hybrid"; by default those of a node.
+        cpu_offload: keep shards, gradients and optimizer state in host memory; True, or torch's policy.
+        activation_checkpointing: classes of modules whose activations are recomputed in backward.
         activation_policy: "full", "save_matmuls", "save_attention", or a function for selective checkpointing.
-        mixed_precision: a `MixedPrecisionPolicy` instead of what the precision's name says.
-        ignored: names of parameters (``*`` as a wildcard) and classes of modules that stay whole on every rank.
-        forward_prefetch: units gathered ahead in forward; 0 leaves it to torch.
-        backward_prefetch: units gathered ahead in backward; 0 leaves it to torch.
-        compile: compile each unit by itself; True, or a dict of options for `torch.compile`.
-        tensor_parallel: over how many ranks ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
-        reshard_after_backward: within an accumulation window; False spares gathering for memory.
-        find_unused_parameters: count in every window which parameters no rank used; None decides in the first.
-        gather_limit: bytes of parameters up to which the module is whole again after a run.
-        meta: build what ``configure_model`` builds without storage, and initialise it shard by shard.
-        process_group_backend: None takes gloo on the CPU and NCCL on CUDA.
-        timeout: after which a collective that a rank does not join fails.
-        step_timeout: the same, once a step has been made; None leaves it at ``timeout``.
-        param_dtype: in which parameters are gathered: under "bf16-mixed" ``torch.bfloat16``, for half the traffic and
-            weights that are rounded for norms and embeddings, too; None gathers them as they are kept, in float32.
+        mixed_precision: a `MixedPrecisionPolicy` that replaces the one derived from the precision.
+        ignored: names of parameters (``*`` as a wildcard) and classes of modules to replicate on every rank.
+        forward_prefetch: number of units to prefetch in forward; 0 uses torch's default.
+        backward_prefetch: number of units to prefetch in backward; 0 uses torch's default.
+        compile: compile each unit separately; True, or a dict of options for `torch.compile`.
+        tensor_parallel: ranks over which ``configure_model`` splits layers, on ``self.device_mesh["tensor"]``.
+        reshard_after_backward: reshard after each backward within an accumulation window; False saves communication
+            and needs more memory.
+        find_unused_parameters: count in every window which parameters no rank used; None decides in the first window.
+        gather_limit: bytes of parameters up to which the module is gathered after a run.
+        meta: build the layers of ``configure_model`` on the meta device and initialise them shard by shard.
+        process_group_backend: None selects gloo on the CPU and NCCL on CUDA.
+        timeout: time after which a collective that a rank does not join fails.
+        step_timeout: the same after the first step; None keeps ``timeout``.
+        param_dtype: dtype in which parameters are gathered. Under "bf16-mixed", ``torch.bfloat16`` halves the traffic,
+            and also rounds the weights of norms and embeddings. None gathers in the parameters' own dtype, float32.
 
     Raises:
         ConfigurationError: arguments that contradict each other.
@@ -161,25 +163,27 @@ class FSDPStrategy(DistributedStrategy):
         self._reset()
 
     def _reset(self) -> None:
-        """Hold nothing of a run."""
+        """Reset the state of a run."""
         self.plan: Plan | None = None
         self._mesh: Mesh | None = None
-        self._building = Building()
+        self._recorded_build = RecordedBuild()
         self._originals: list[Original] = []
         self._root: StepModule | None = None
         self._sharded: Sharded | None = None
         self._swap: ForwardSwap | None = None
         self._gradients: Gradients | None = None
-        self._order: UnitOrder | None = None
-        self._adoptions: Adoptions | None = None
-        self._own_steps: list[OwnStep] = []
+        self._gather_order: GatherOrder | None = None
+        self._adopted: AdoptedOptimizers | None = None
+        self._custom_steps: list[CustomStep] = []
         self._manual = False
-        self._inside = False
+        self._within_forward = False
 
-    # Where we are
+    # Placement
 
     def bind(self, placement: Placement, device: torch.device, precision: Precision, store: Any = None) -> None:
-        self._layout = find_layout(placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel)
+        self._layout = resolve_layout(
+            placement, self.sharding, self.replicate_size, self.shard_size, self.tensor_parallel
+        )
         check_reshard_size(self.reshard_after_forward, self._layout.shard)
         check_param_dtype(self.param_dtype, self.mixed_precision, precision)
         super().bind(placement, device, precision, store)
@@ -196,7 +200,7 @@ class FSDPStrategy(DistributedStrategy):
 
     @property
     def data_rank(self) -> int:
-        # Tensor-parallel ranks are neighbours, and read the same data.
+        # Consecutive ranks form a tensor-parallel group, which reads the same data.
         return self.rank // self.tensor_parallel
 
     @property
@@ -215,8 +219,8 @@ class FSDPStrategy(DistributedStrategy):
 
     def module_init_context(self) -> AbstractContextManager[Any]:
         context = super().module_init_context()
-        # Under tensor parallelism configure_model hands parts of tensors to other ranks, for which there must be some.
-        return self._building.without_storage(context) if self.meta and self.tensor_parallel == 1 else context
+        # Under tensor parallelism configure_model distributes tensors, which must have storage.
+        return self._recorded_build.record_on_meta(context) if self.meta and self.tensor_parallel == 1 else context
 
     def check(self, module: nn.Module) -> None:
         check_module(module, self.world_size, self.tensor_parallel)
@@ -224,14 +228,14 @@ class FSDPStrategy(DistributedStrategy):
     def setup_module(self, module: nn.Module) -> StepRunner:
         mesh = require_mesh(self._mesh)
         self.module = module
-        take_up_shards(module, mesh.whole)
-        bare = BareModule(module, self._building.take())
+        gather_left_shards(module, mesh.whole)
+        meta_module = MetaModule(module, self._recorded_build.take())
         self.precision.convert_module(module)
         self._originals = originals_of(module)
         plan = self.plan = make_plan(module, self.wrap, self.ignored)
         table = plan.table(mesh.layout.shard)
-        if self.rank == 0 and table not in _SAID:  # evaluations of the same module have the same plan
-            _SAID.add(table)
+        if self.rank == 0 and table not in _LOGGED_PLANS:
+            _LOGGED_PLANS.add(table)
             logger.info("%s", table)
         self._manual = not getattr(module, "automatic_optimization", True)
         compile_options = (self.compile if isinstance(self.compile, dict) else {}) if self.compile else None
@@ -243,29 +247,29 @@ class FSDPStrategy(DistributedStrategy):
             compile_options,
             self.param_dtype is not None,
         )
-        start_alike(plan.whole.values(), self.device)
+        broadcast_from_rank_0(plan.replicated.values(), self.device)
         self._root = StepModule(module)
-        root = shard(self._root, plan, mesh, self._how(), self._originals)
+        root = shard(self._root, plan, mesh, self._sharding_options(), self._originals)
         sharded = self._sharded = Sharded(root, self._weight_casts())
-        bare.initialise(self._originals, sharded, plan, self.device, self.control)
-        start_alike(module.buffers(), self.device)
+        meta_module.initialise(self._originals, sharded, plan, self.device, self.control)
+        broadcast_from_rank_0(module.buffers(), self.device)
         for other in sharded.meshes():
-            mesh.also(other)
-        gather_ahead(plan, self.forward_prefetch, self.backward_prefetch)
+            mesh.add_mesh(other)
+        set_prefetch(plan, self.forward_prefetch, self.backward_prefetch)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         counts = True if self._manual else self.find_unused_parameters
         named = {id(one): names[id(one.sharded_param)] for one in sharded.parameters}
         unused = UnusedParameters(counts, named, self.control)
-        whole = list(plan.whole.values())
-        self._gradients = Gradients(sharded, whole, mesh.data_group, unused, self.reshard_after_backward)
-        if whole or self.tensor_parallel > 1:  # an overflow does not spread from one mesh, or from none, to the others
+        replicated = list(plan.replicated.values())
+        self._gradients = Gradients(sharded, replicated, mesh.data_group, unused, self.reshard_after_backward)
+        if replicated or self.tensor_parallel > 1:  # gradients of different meshes, or of none, see different overflows
             self.precision.found_inf_reducer = self._spread_overflow
         if len(plan.units) > 1:
-            self._order = UnitOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
-        self._adoptions = Adoptions(self._originals)
+            self._gather_order = GatherOrder({unit.name: unit.module for unit in plan.units[:-1]}, self.control)
+        self._adopted = AdoptedOptimizers(self._originals)
         return self._runner(cast(Callable[..., Any], root))
 
-    def _how(self) -> Sharding:
+    def _sharding_options(self) -> Sharding:
         return Sharding(
             self.reshard_after_forward,
             mixed_precision_policy(self.precision, self.mixed_precision, self.param_dtype),
@@ -274,54 +278,54 @@ class FSDPStrategy(DistributedStrategy):
         )
 
     def _weight_casts(self) -> CastsOf | None:
-        """What keeps track of the casts that autocast keeps of gathered weights; None where it makes or keeps none."""
+        """Return what builds the `WeightCasts` of a unit; None if autocast casts or caches no weights."""
         precision, device_type = self.precision, self.device.type
         dtype = precision.compute_dtype
         if self.compile or not precision.has_forward_context or dtype.itemsize > 2:
             return None
-        if self._how().precision.param_dtype is not None:
+        if self._sharding_options().precision.param_dtype is not None:
             return None
-        # Under a policy that chooses operations, modules that compute again cast anew each time.
-        casting_anew = tuple(self.activation_checkpointing or ()) if self._checkpointing.casts_anew else ()
+        # Selective checkpointing disables autocast's cache in these modules.
+        uncached = tuple(self.activation_checkpointing or ()) if self._checkpointing.disables_cast_cache else ()
 
         def casts_of(modules: Sequence[nn.Module], parameters: Sequence[Any]) -> WeightCasts | None:
-            if any(isinstance(module, casting_anew) for module in modules):
+            if any(isinstance(module, uncached) for module in modules):
                 return None
             return WeightCasts(parameters, device_type, dtype)
 
         return casts_of
 
     def adopt_parameters(self, optimizers: Sequence[Optimizer]) -> None:
-        assert self._adoptions is not None
-        self._adoptions.take(optimizers)
-        for optimizer in self.optimizers:  # groups may have been added
-            self._step_by_itself(optimizer)
+        assert self._adopted is not None
+        self._adopted.adopt(optimizers)
+        for optimizer in self.optimizers:  # groups with other parameters may have been added
+            self._customize_step(optimizer)
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            lbfgs.take(optimizer)
-            self._step_by_itself(optimizer)
+            lbfgs.enable(optimizer)
+            self._customize_step(optimizer)
         return super().setup_optimizers(optimizers)
 
-    def _step_by_itself(self, optimizer: Optimizer) -> None:
-        """Replace the optimizer's step, unless that is done, where its own cannot be taken."""
-        if any(one.optimizer is optimizer for one in self._own_steps):
+    def _customize_step(self, optimizer: Optimizer) -> None:
+        """Replace the step of an optimizer that cannot step shards by itself, unless already done."""
+        if any(one.optimizer is optimizer for one in self._custom_steps):
             return
-        if isinstance(optimizer, whole_step.KINDS):
-            self._own_steps.append(whole_step.WholeStep(optimizer))
-        elif mixes(optimizer):
-            self._own_steps.append(KindsApart(optimizer))
+        if isinstance(optimizer, full_parameter_step.OPTIMIZERS):
+            self._custom_steps.append(full_parameter_step.FullParameterStep(optimizer))
+        elif mixes_meshes(optimizer):
+            self._custom_steps.append(StepPerMesh(optimizer))
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         if self.module is None:
             return {}
-        # Asked within a step too, by some ranks only: nothing is dropped that the others still have whole.
-        shards = {} if self._sharded is None else self._sharded.shards_of_wholes()
+        # May be called on some ranks only, within a step, so gathered parameters must not be resharded here.
+        shards = {} if self._sharded is None else self._sharded.shards_by_gathered_id()
         return {name: shards.get(id(one), one) for name, one in self.module.named_parameters()}
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """They were given out before they were sharded."""
+        """Do nothing: parameters were broadcast before they were sharded."""
 
     def trainable_changed(self, module: nn.Module) -> None:
         assert self._sharded is not None
@@ -334,43 +338,43 @@ class FSDPStrategy(DistributedStrategy):
         assert sharded is not None
 
         def run(step: Callable[..., Any], *args: Any) -> Any:
-            order = self._order
-            if order is not None:
-                self._order = None  # in the first step only
-                with order.compared():
+            gather_order = self._gather_order
+            if gather_order is not None:
+                self._gather_order = None  # compare only in the first step
+                with gather_order.compared():
                     output = root(step, *args)
             else:
                 output = root(step, *args)
             if not torch.is_grad_enabled():
-                # No backward will come and drop them, and hooks must find the parameters that train.
+                # No backward will reshard, and hooks must find the trainable parameters in the module.
                 sharded.reshard()
-            return whole_output(output)
+            return unwrap_step_output(output)
 
         if not self._manual:
             return run
 
         def run_manual(step: Callable[..., Any], *args: Any) -> Any:
-            self._inside = True
+            self._within_forward = True
             try:
                 return run(step, *args)
             finally:
-                self._inside = False
+                self._within_forward = False
                 sharded.reshard()
 
         return run_manual
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[Any]:
-        # One process has nothing to say, and its gradients are best where a loss that is None can rescale them.
+        # A single process exchanges nothing, and keeps its gradients where a window with None losses can rescale them.
         if enabled or self.world_size == 1:
             return nullcontext()
         return self._held_gradients().accumulating()
 
     def without_gradient(self) -> AbstractContextManager[Any]:
-        return self._held_gradients().silenced()
+        return self._held_gradients().zeroed()
 
     def training_only(self, optimizer: Any) -> AbstractContextManager[Any]:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        return self._held_gradients().only_of(held)
+        return self._held_gradients().requiring_only(held)
 
     def _held_gradients(self) -> Gradients:
         assert self._gradients is not None
@@ -379,12 +383,12 @@ class FSDPStrategy(DistributedStrategy):
     def backward(self, loss: torch.Tensor) -> None:
         sharded = self._sharded
         assert sharded is not None
-        refuse_while_whole(sharded)
-        if self._inside:
+        refuse_changes_while_gathered(sharded)
+        if self._within_forward:
             sharded.begin_backward_within_forward(loss)
         self.precision.backward(loss)
         self._held_gradients().after_backward()
-        if self._inside:
+        if self._within_forward:
             sharded.gather_root()
 
     def forget_gradients(self) -> None:
@@ -395,10 +399,10 @@ class FSDPStrategy(DistributedStrategy):
         sharded = self._sharded
         assert sharded is not None
         if closure is not None:
-            return step_with(closure, partial(self.precision.step, optimizer), sharded, self._inside)
-        if not self._inside:
+            return step_with(closure, partial(self.precision.step, optimizer), sharded, self._within_forward)
+        if not self._within_forward:
             return self.precision.step(optimizer)
-        # Shards train; what the rest of the step computes with is gathered from them anew.
+        # The optimizer updates the shards; the rest of the step needs the gathered parameters again.
         sharded.reshard()
         stepped = self.precision.step(optimizer)
         sharded.gather_root()
@@ -423,7 +427,7 @@ class FSDPStrategy(DistributedStrategy):
         module = self._resharded()
         state = sharded_optimizer_state(state, dict(module.named_parameters()))
         load_named_optimizer_state(module, self.optimizers[index], state)
-        self._step_by_itself(self.optimizers[index])  # groups that were added come back
+        self._customize_step(self.optimizers[index])  # loading restores added groups
 
     shard_of = staticmethod(shard_of)
 
@@ -436,14 +440,14 @@ class FSDPStrategy(DistributedStrategy):
             self._sharded.reshard()
         return self.module
 
-    # Where memory lacks
+    # Advice after an out-of-memory error
 
     def memory_advice(self, module: nn.Module) -> Sequence[MemoryAdvice]:
         advice = []
         if self.sharding != "full":
             advice.append(MemoryAdvice("state", "FSDPStrategy(sharding='full')"))
         if not self.cpu_offload:
-            text = "FSDPStrategy(cpu_offload=True): parameters and optimizer state wait in the host's memory"
+            text = "FSDPStrategy(cpu_offload=True): parameters and optimizer state are kept in host memory"
             advice.append(MemoryAdvice("state", text))
         if not self.activation_checkpointing:
             advice.append(checkpointing_advice(type(self)))
@@ -452,7 +456,7 @@ class FSDPStrategy(DistributedStrategy):
     # The end
 
     def leaves_shards(self, module: nn.Module) -> bool:
-        return exceeds(module, self.gather_limit)
+        return exceeds_limit(module, self.gather_limit)
 
     def restore_module(self) -> None:
         module = self.module
@@ -460,16 +464,16 @@ class FSDPStrategy(DistributedStrategy):
             return
         self.sync_buffers(module)
         nbytes = sum(one.current.numel() * one.current.element_size() for one in self._originals)
-        if not are_gathered(nbytes, self.gather_limit, "FSDPStrategy", tell=self.rank == 0):
+        if not check_gather_limit(nbytes, self.gather_limit, "FSDPStrategy", warn=self.rank == 0):
             return
         self._undo()
-        gather_back(self._originals)
+        restore_whole(self._originals)
         self._originals = []
-        if self._adoptions is not None:
-            self._adoptions.give_back()
+        if self._adopted is not None:
+            self._adopted.restore()
 
     def _undo(self) -> None:
-        """Take off the module everything that was put on it; it then holds shards."""
+        """Remove all hooks and wrappers from the module, which then holds shards."""
         if self._swap is not None:
             self._swap.undo()
         if self._root is not None:
@@ -481,10 +485,10 @@ class FSDPStrategy(DistributedStrategy):
     def teardown(self) -> None:
         self._undo()
         if self.module is not None and self._originals:
-            leave_shards(self.module, self._originals, self.gather_limit, tell=self.rank == 0)
+            leave_shards(self.module, self._originals, self.gather_limit, warn=self.rank == 0)
         for optimizer in self.optimizers:
-            lbfgs.give_back(optimizer)
-        for step in self._own_steps:
+            lbfgs.disable(optimizer)
+        for step in self._custom_steps:
             step.undo()
         self.precision.found_inf_reducer = None
         if self._mesh is not None:

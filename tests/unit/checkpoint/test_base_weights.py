@@ -74,7 +74,7 @@ def test_a_base_in_half_precision_is_the_same_held_in_float32() -> None:  # L-08
 
 
 def test_another_rank_speaks_for_a_part() -> None:
-    one = ParameterShard(WHOLE, (6, 4, 5), Span(0, 120), speaks=False)
+    one = ParameterShard(WHOLE, (6, 4, 5), Span(0, 120), is_primary=False)
     assert base_sums({"w": one}, LocalControl()) == {"w": "0" * 16}
 
 

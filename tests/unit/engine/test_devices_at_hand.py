@@ -74,12 +74,12 @@ def _index_for_deepspeed(index: int | None, before: str | None) -> tuple[str | N
     with ProcessState():  # DeepSpeed sets variables of its own
         import deepspeed
 
-        from drivetrain_strategies.deepspeed._cleanup import World
+        from drivetrain_strategies.deepspeed._cleanup import DeepSpeedWorld
 
         os.environ.pop("LOCAL_RANK", None)
         if before is not None:
             os.environ["LOCAL_RANK"] = before
-        world = World(deepspeed, torch.device("cpu") if index is None else torch.device("cpu", index), 0)
+        world = DeepSpeedWorld(deepspeed, torch.device("cpu") if index is None else torch.device("cpu", index), 0)
         seen = os.environ.get("LOCAL_RANK")
         world.close()
         return seen, os.environ.get("LOCAL_RANK")

@@ -212,7 +212,7 @@ def speaks_for(shard: ParameterShard) -> Region | None:
     """Return the region that this rank brings to a checkpoint; None where it has nothing, or another speaks for it."""
     region = shard.region
     empty = region.start >= region.stop if isinstance(region, Span) else 0 in region.sizes
-    return None if empty or not shard.speaks else region
+    return None if empty or not shard.is_primary else region
 
 
 def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
