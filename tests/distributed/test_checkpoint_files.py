@@ -21,7 +21,7 @@ from drivetrain._distributed.control_group import GroupControl
 from drivetrain._distributed.shards import Box, ParameterShard, Region, Span, cut
 from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format import Contents, Facts, Sizes, agreed, commit, save, stage
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, Sizes, commit, run_collectively, save, stage
 from drivetrain.testing import requires_linux
 from worlds import on_ranks
 
@@ -118,7 +118,7 @@ def sharded(layout: str, rank: int, world_size: int) -> Contents:
         state["of rank 0"] = {"tensor": torch.arange(4)}
     return Contents(
         weights=mine,
-        facts=Facts("Sharding", "32-true", {"step": 2}),
+        metadata=CheckpointMetadata("Sharding", "32-true", {"step": 2}),
         optimizers=[{"state": adam, "param_groups": [group]}],
         state=state,
         rank_state={"rank": rank, "generator": torch.full((3,), rank)},
@@ -182,7 +182,7 @@ def _read(path: str, layout: str) -> None:
     checkpoint = load(path)
     wanted = {name: held(name, value, layout, rank, world_size) for name, value in truth().items()}
     regions = {name: one.region for name, one in wanted.items() if isinstance(one, ParameterShard)}
-    weights = agreed(control(), "loading", lambda: checkpoint.weights().staged(regions))
+    weights = run_collectively(control(), "loading", lambda: checkpoint.weights().staged(regions))
     state = checkpoint.optimizer_state(0, regions)["state"]
     for name, expected in wanted.items():
         for found in (weights[name], state[name]["exp_avg"] if name in state else weights[name]):
@@ -322,7 +322,7 @@ def _damaged_for_one(path: str) -> str:
     try:
         # Rank 0 reads a file that is whole, rank 1 one that is not.
         name = "embedding.weight" if rank == 0 else "buffer"
-        agreed(talk, "The checkpoint cannot be loaded", lambda: checkpoint.weights().sources()[name].read())
+        run_collectively(talk, "The checkpoint cannot be loaded", lambda: checkpoint.weights().sources()[name].read())
     except CheckpointError as error:
         return str(error)
     return f"loaded {region}"

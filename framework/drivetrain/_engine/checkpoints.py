@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from drivetrain._engine.background import BackgroundSaver
     from drivetrain._engine.run_checkpoint import RunCheckpoint
     from drivetrain._engine.session_state import SessionState
-    from drivetrain.checkpoint._format import Checkpoint, Facts
+    from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata
 
 logger = logging.getLogger("drivetrain")
 
@@ -123,7 +123,7 @@ class RunCheckpoints:
             return order_seed(seed, control)
 
         from drivetrain._engine.checkpoint_compatibility import check_goes_on
-        from drivetrain.checkpoint._format import agreed, load
+        from drivetrain.checkpoint._format import load, run_collectively
 
         def opened() -> Checkpoint:
             checkpoint = load(path)
@@ -131,12 +131,12 @@ class RunCheckpoints:
                 check_goes_on(checkpoint, seed)
             return checkpoint
 
-        self.opened = agreed(control, f"The checkpoint {path!r} cannot be opened", opened)
+        self.opened = run_collectively(control, f"The checkpoint {path!r} cannot be opened", opened)
         assert self.opened is not None
         if fitting:
-            facts = self.opened.manifest.facts
-            self._ancestors, self._parent = facts.lineage, facts.identifier
-            session.folder.begins_with(facts, path, beginning.parent, beginning.went_on)
+            metadata = self.opened.manifest.metadata
+            self._ancestors, self._parent = metadata.lineage, metadata.identifier
+            session.folder.begins_with(metadata, path, beginning.parent, beginning.went_on)
         return int(self.opened.state()["data"]["seed"]) if fitting else order_seed(seed, control)
 
     def see_what_is_left(self) -> None:
@@ -192,8 +192,8 @@ class RunCheckpoints:
         from drivetrain._engine.resume_compatibility import class_name, data_facts
 
         assert session.data is not None
-        facts = data_facts(session.data.train, session.data.loaders)
-        session.made_of |= {"module": class_name(session.module), "data": facts}
+        metadata = data_facts(session.data.train, session.data.loaders)
+        session.made_of |= {"module": class_name(session.module), "data": metadata}
         self._compare()
 
     def _compare(self) -> None:
@@ -286,10 +286,12 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it cannot be opened; later, from the loop: it is damaged.
         """
-        from drivetrain.checkpoint._format import agreed, load
+        from drivetrain.checkpoint._format import load, run_collectively
 
         session = self._session
-        checkpoint = agreed(session.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path))
+        checkpoint = run_collectively(
+            session.strategy.control, f"The checkpoint {path!r} cannot be opened", lambda: load(path)
+        )
 
         def back() -> None:
             self.finish()
@@ -344,7 +346,7 @@ class RunCheckpoints:
                         logger.warning("Told to leave by a signal, this run could not save what goes on: %s", error)
 
     def _rehearse(self, weights_only: bool) -> None:
-        from drivetrain.checkpoint._format import agreed, check_facts, stage
+        from drivetrain.checkpoint._format import check_metadata, run_collectively, stage
 
         control, checkpoint = self._session.strategy.control, self._contents()
         contents = checkpoint.contents(weights_only, rehearsing=True)
@@ -353,9 +355,9 @@ class RunCheckpoints:
         def formed() -> None:
             if staged.problem is not None:
                 raise staged.problem
-            check_facts(contents.facts)
+            check_metadata(contents.metadata)
 
-        agreed(control, "What this run has could not be saved", formed)
+        run_collectively(control, "What this run has could not be saved", formed)
 
     def save(self, path: str, weights_only: bool, trainable_only: bool = False) -> None:
         """Write a checkpoint, within an accumulation window at its end. Collective.
@@ -408,7 +410,7 @@ class RunCheckpoints:
         checkpoint = self._contents()
         contents = checkpoint.contents(weights_only, trainable_only)
         contents.digest = digest
-        facts = contents.facts = self._next_of_kin(contents.facts, identifier or os.urandom(16).hex())
+        metadata = contents.metadata = self._next_of_kin(contents.metadata, identifier or os.urandom(16).hex())
         if strategy.rank == 0 and session.trainer.loggers:
             from drivetrain._engine.run_loggers import write_out
 
@@ -418,7 +420,7 @@ class RunCheckpoints:
             self.written = path
             then()
             if strategy.rank == 0:
-                session.folder.wrote(path, facts)
+                session.folder.wrote(path, metadata)
 
         if strategy.module is None:
             # After the run everything is whole on every rank, and nobody is there to write together with.
@@ -440,7 +442,7 @@ class RunCheckpoints:
         staged = stage(contents, control.rank, control.world_size, checkpoint.shard_of, snapshot=True)
         self._background.save(path, staged, whole)
 
-    def _next_of_kin(self, facts: Facts, identifier: str) -> Facts:
+    def _next_of_kin(self, metadata: CheckpointMetadata, identifier: str) -> CheckpointMetadata:
         """Say which checkpoints this one comes from, and take it for the parent of the next."""
         parent, self._parent = self._parent, identifier
         self._count += 1
@@ -449,7 +451,7 @@ class RunCheckpoints:
 
         folder, module = self._session.folder, class_path(type(self._session.module))
         run = {"id": folder.id, "name": folder.name, "folder": _lasting(folder.path), "module": module}
-        return replace(facts, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
+        return replace(metadata, identifier=identifier, parent=parent, lineage=lineage, run=run if folder.id else {})
 
     def write_after_failure(self, path: str, digest: str | None = None, trainable_only: bool = False) -> None:
         """Write what a failed run had as of its last step, if this is a run of one process."""

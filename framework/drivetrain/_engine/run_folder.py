@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 # What writes records is imported where it is wanted: many runs have no folder.
 if TYPE_CHECKING:
     from drivetrain._engine.run_recorder import RunRecorder
-    from drivetrain.checkpoint._format import Facts
+    from drivetrain.checkpoint._format import CheckpointMetadata
 
 
 CHOSEN = ("last", "best", "auto")
@@ -67,7 +67,7 @@ class RunFolder:
         self.path, self.id, self.name = other.path, other.id, other.name
         self.is_of_fit, self.recorder = other.is_of_fit, other.recorder
 
-    def begins_with(self, facts: Facts | None, path: str | None, parent: str, went_on: bool) -> None:
+    def begins_with(self, metadata: CheckpointMetadata | None, path: str | None, parent: str, went_on: bool) -> None:
         """Note which checkpoint the run begins with.
 
         Args:
@@ -76,20 +76,20 @@ class RunFolder:
             parent: the id of the run that wrote it; "" for none.
             went_on: whether it is in the folder of that run.
         """
-        step = None if facts is None else int(facts.progress["global_step"])
+        step = None if metadata is None else int(metadata.progress["global_step"])
         self.rewinds_to = None if not went_on else -1 if step is None else step
         if self.recorder is not None:
-            self.recorder.begins_with(path, "" if facts is None else facts.identifier, step or 0, parent, went_on)
+            self.recorder.begins_with(path, "" if metadata is None else metadata.identifier, step or 0, parent, went_on)
 
     def trains(self, data: Mapping[str, Any], seed: int, batch_size: int | None) -> None:
         """Note what there is to train on, as training begins."""
         if self.recorder is not None:
             self.recorder.trains(data, seed, batch_size)
 
-    def wrote(self, path: str, facts: Facts) -> None:
+    def wrote(self, path: str, metadata: CheckpointMetadata) -> None:
         """Note a checkpoint that has become whole."""
         if self.recorder is not None:
-            self.recorder.wrote(path, facts)
+            self.recorder.wrote(path, metadata)
 
     def removed(self, identifier: str) -> None:
         """Note that a checkpoint is no longer kept."""

@@ -7,9 +7,9 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain._engine.write_checks import AT_THE_FIRST_ROW, AT_THE_FIRST_SAVE
-from drivetrain.checkpoint._folders import child, resolved
+from drivetrain.checkpoint._folders import child, resolve_folder
 from drivetrain.loggers import Logger
-from drivetrain.runs._directory import alone_in, claim_version, free_version, make_directory, place_of
+from drivetrain.runs._directory import claim_version, free_version, lock_folder, make_directory, runs_folder_of
 from drivetrain.runs._identity import class_path
 from drivetrain.runs._record import Record
 
@@ -59,7 +59,7 @@ def place_of_run(run: SessionState) -> RunPlace | None:
     if not saves and not run.profiling.wants_folder:
         return None
     whose = "Checkpoint" if saves else _PROFILER
-    return RunPlace(place_of(trainer.default_root_dir, DEFAULT_NAME), None, None, whose, for_checkpoints=saves)
+    return RunPlace(runs_folder_of(trainer.default_root_dir, DEFAULT_NAME), None, None, whose, for_checkpoints=saves)
 
 
 def place_of_logger(first: Logger, loggers: Sequence[Logger]) -> RunPlace:
@@ -70,7 +70,7 @@ def place_of_logger(first: Logger, loggers: Sequence[Logger]) -> RunPlace:
     fixed = [_own_version(one) if each is None else each.fixed for one, each in zip(sharing, directories, strict=True)]
     asked = [each.asked for each in directories if each is not None]
     assert first.writes_to is not None
-    path = place_of(first.writes_to, first.name)
+    path = runs_folder_of(first.writes_to, first.name)
     return RunPlace(path, next(filter(None, fixed), None), next(filter(None, asked), None), type(first).__name__)
 
 
@@ -80,9 +80,9 @@ def _own_version(one: Logger) -> str | None:
 
 def sharing_with(first: Logger, loggers: Sequence[Logger]) -> list[Logger]:
     """Return the loggers of the same root and name."""
-    place = resolved(place_of(first.writes_to or "", first.name))
+    place = resolve_folder(runs_folder_of(first.writes_to or "", first.name))
     with_files = [one for one in loggers if one.writes_to is not None]
-    return [one for one in with_files if resolved(place_of(one.writes_to or "", one.name)) == place]
+    return [one for one in with_files if resolve_folder(runs_folder_of(one.writes_to or "", one.name)) == place]
 
 
 def where_runs_are(run: SessionState) -> str:
@@ -95,7 +95,7 @@ def place_of_logs(run: SessionState) -> RunPlace:
     first = first_with_files(run.trainer.loggers)
     if first is not None:
         return place_of_logger(first, run.trainer.loggers)
-    return RunPlace(place_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
+    return RunPlace(runs_folder_of(run.trainer.default_root_dir, DEFAULT_NAME), None, None, "")
 
 
 def name_of(run: SessionState) -> str:
@@ -145,7 +145,7 @@ def claim_at_the_first_write(one: Logger, others: Sequence[Logger], note: Callab
         if place.fixed is not None:
             make_directory(child(place.path, place.fixed))
             return place.fixed
-        with alone_in(place.path):
+        with lock_folder(place.path):
             claimed = claim_version(place.path, place.asked, version)
         if claimed != version:
             for each in sharing:

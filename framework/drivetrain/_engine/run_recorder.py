@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from drivetrain.checkpoint._folders import child
-from drivetrain.checkpoint._format import Facts, StorageError
+from drivetrain.checkpoint._format import CheckpointMetadata, StorageError
 from drivetrain.checkpoint._format.manifest import versions
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.errors import ConfigurationError
 from drivetrain.runs import _liveness
-from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_above
+from drivetrain.runs._directory import RECORD, claim_version, make_directory, missing_directories
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import (
     FINISHED,
     FORMAT,
     RUNNING,
     Record,
+    archive_record,
     clear_leftovers,
     now,
     plain,
-    put_aside,
     read,
     remove,
     write,
@@ -91,7 +91,7 @@ class RunRecorder:
         self._document: dict[str, Any] | None = _first_document(identifier, run, earlier or {})
         self._token = self._document["parts"][-1]["token"]
         write(folder, self._document)
-        _liveness.under_way.add(identifier)
+        _liveness.running_ids.add(identifier)
         self._heart = _Heart(self)
         self._heart.start()
 
@@ -179,14 +179,14 @@ class RunRecorder:
         self._trained = True
         self._update(lambda document: document.update(data=plain(data)), seed=seed, batch_size=batch_size)
 
-    def wrote(self, path: str, facts: Facts) -> None:
+    def wrote(self, path: str, metadata: CheckpointMetadata) -> None:
         """Note a checkpoint that has become whole."""
         entry = {
             "path": _relative(path, self.folder),
-            "id": facts.identifier,
-            "step": facts.progress.get("global_step"),
-            "epoch": facts.progress.get("epoch"),
-            "weights_only": facts.weights_only,
+            "id": metadata.identifier,
+            "step": metadata.progress.get("global_step"),
+            "epoch": metadata.progress.get("epoch"),
+            "weights_only": metadata.weights_only,
             "written": now(),
         }
 
@@ -223,7 +223,7 @@ class RunRecorder:
             step: optimizer steps that it made.
         """
         self._heart.stop()
-        _liveness.under_way.discard(self.id)
+        _liveness.running_ids.discard(self.id)
         # What was killed after its last checkpoint has made all its steps, and nobody has said so yet.
         says_more = status == FINISHED and self._earlier is not None and self._earlier.get("status") != FINISHED
         if not self._trained and not says_more:
@@ -288,7 +288,7 @@ class RunRecorder:
 
 
 class _Heart(threading.Thread):
-    """Writes the record every `HEARTBEAT` seconds, beside the training."""
+    """Writes the record every `HEARTBEAT_SECONDS` seconds, beside the training."""
 
     def __init__(self, recorder: RunRecorder) -> None:
         super().__init__(name="drivetrain-heartbeat", daemon=True)
@@ -296,12 +296,12 @@ class _Heart(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        while not self._ended.wait(_liveness.HEARTBEAT):
+        while not self._ended.wait(_liveness.HEARTBEAT_SECONDS):
             self._recorder.beat()
 
     def stop(self) -> None:
         self._ended.set()
-        self.join(_liveness.HEARTBEAT)
+        self.join(_liveness.HEARTBEAT_SECONDS)
 
 
 def _first_document(identifier: str, run: Description, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]
     """Make the folder that the user has named, and return what was made. The record of another run there is kept."""
     before = read(folder)
     if before is None:
-        made = missing_above(folder)
+        made = missing_directories(folder)
         make_directory(folder)
         return made
     if _liveness.is_alive(before, Job.of(os.environ)) or (lives is not None and lives(before)):
@@ -373,7 +373,7 @@ def _take_over(folder: str, lives: Callable[[Record], bool] | None) -> list[str]
             "two runs would write to one log.",
             "wait for it, or give this run's logger another version, or none.",
         )
-    kept = put_aside(folder)
+    kept = archive_record(folder)
     if before.is_training:
         logger.warning("%r has an earlier run's files; its record is kept as %s.", folder, kept)
     return []

@@ -13,10 +13,10 @@ from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard
 from drivetrain.errors import CheckpointError, listed
 
-_ROUNDED = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
+_ROUNDING_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
-def base_sums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
+def base_checksums(values: Mapping[str, Any], control: ControlPlane, precision: str = "") -> dict[str, str]:
     """Return a checksum of each tensor's values, the same however it is spread over the ranks. Collective.
 
     Values in half precision count as float32, so that a base in bfloat16 is the same one where it is held in float32.
@@ -26,13 +26,13 @@ def base_sums(values: Mapping[str, Any], control: ControlPlane, precision: str =
         control: the way to the other ranks.
         precision: that a checkpoint's base was trained in, whose rounding these get too; "" for none.
     """
-    half = _ROUNDED.get(precision)
-    mine = brought_over([checksum_held(_wide(value, half), control.rank) for value in values.values()])
+    half = _ROUNDING_DTYPES.get(precision)
+    mine = brought_over([checksum_held(_to_float32(value, half), control.rank) for value in values.values()])
     sums = control.all_gather(mine).sum(0).tolist()
     return {name: f"{one % 2**64:016x}" for name, one in zip(values, sums, strict=True)}
 
 
-def check_base(path: str, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+def check_base(path: str, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
     """Refuse a checkpoint of trained weights that were trained on others than these.
 
     Args:
@@ -43,8 +43,8 @@ def check_base(path: str, saved: Mapping[str, str], own: Mapping[str, str]) -> N
     Raises:
         CheckpointError: names what is missing or has other values.
     """
-    missing = [name for name in saved if name not in own]
-    other = [name for name in saved if name in own and own[name] != saved[name]]
+    missing = [name for name in saved if name not in current]
+    other = [name for name in saved if name in current and current[name] != saved[name]]
     if not missing and not other:
         return
     parts = {"has other values here": other, "is not here": missing}
@@ -57,9 +57,9 @@ def check_base(path: str, saved: Mapping[str, str], own: Mapping[str, str]) -> N
     )
 
 
-def _wide(value: Any, half: torch.dtype | None) -> Any:
+def _to_float32(value: Any, half: torch.dtype | None) -> Any:
     if isinstance(value, ParameterShard):
-        return replace(value, local=_wide(value.local, half), gather=None)
+        return replace(value, local=_to_float32(value.local, half), gather=None)
     value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
     if half is not None and value.is_floating_point():
         value = value.to(half)

@@ -32,10 +32,10 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     try:
         with open(folder / ".metadata", "rb") as stream:
             metadata = _Unpickler(stream).load()
-        described, stored = metadata.state["state_dict_metadata"], _by_place(metadata.state["storage_data"])
+        tensors, stored = metadata.state["state_dict_metadata"], _storage_by_offset(metadata.state["storage_data"])
         return {
-            name: _whole(folder, name, one.state, stored)
-            for name, one in described.items()
+            name: _read_tensor(folder, name, one.state, stored)
+            for name, one in tensors.items()
             if "chunks" in (one.state or {})
         }
     except CheckpointError:
@@ -52,7 +52,7 @@ def _unreadable(folder: Path, problem: str) -> CheckpointError:
     )
 
 
-class _Record:
+class _Placeholder:
     """Stands for an object of one of DCP's classes: keeps what it was made of, and does nothing."""
 
     state: Any = None
@@ -68,7 +68,7 @@ def _layout(*name: Any) -> None:
     """Stands for the function that finds a `torch.layout` by its name: all are strided."""
 
 
-_RECORDS = {
+_DCP_CLASSES = {
     *{"ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "MetadataIndex"},
     *{"Metadata", "StorageMeta", "_MEM_FORMAT_ENCODING"},
 }
@@ -76,12 +76,12 @@ _RECORDS = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.distributed.checkpoint.metadata" and name in _RECORDS:
-            return _Record
+        if module == "torch.distributed.checkpoint.metadata" and name in _DCP_CLASSES:
+            return _Placeholder
         if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
-            return _Record
+            return _Placeholder
         if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath", "WindowsPath"):
-            return _Record
+            return _Placeholder
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
         if (module, name) == ("torch", "Size"):
@@ -94,38 +94,39 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its metadata names {module}.{name}")
 
 
-def _by_place(storage_data: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
+def _storage_by_offset(storage_data: dict[Any, Any]) -> dict[tuple[str, tuple[int, ...]], dict[str, Any]]:
     return {
-        (index.state["fqn"], tuple(index.state["offset"] or ())): info.state for index, info in _pairs(storage_data)
+        (index.state["fqn"], tuple(index.state["offset"] or ())): info.state
+        for index, info in _tensor_entries(storage_data)
     }
 
 
-def _pairs(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+def _tensor_entries(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
     # What is no tensor has no offset.
     for index, info in storage_data.items():
         if index.state.get("offset") is not None:
             yield index, info
 
 
-def _whole(
-    folder: Path, name: str, described: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+def _read_tensor(
+    folder: Path, name: str, tensors: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
 ) -> torch.Tensor:
-    dtype = described["properties"].state[0]
-    whole = torch.empty(tuple(described["size"]), dtype=dtype)
-    covered = 0
-    for chunk in described["chunks"]:
+    dtype = tensors["properties"].state[0]
+    whole = torch.empty(tuple(tensors["size"]), dtype=dtype)
+    elements_read = 0
+    for chunk in tensors["chunks"]:
         offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
-        part = _part(folder, stored[name, offsets])
+        part = _read_chunk(folder, stored[name, offsets])
         if tuple(part.shape) != sizes or part.dtype != dtype:
             raise _unreadable(folder, f"{name!r} has a part of shape {tuple(part.shape)} instead of {sizes}")
         whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
-        covered += part.numel()
-    if covered < whole.numel():
-        raise _unreadable(folder, f"of {name!r}, {whole.numel()} elements, {covered} are there")
+        elements_read += part.numel()
+    if elements_read < whole.numel():
+        raise _unreadable(folder, f"of {name!r}, {whole.numel()} elements, {elements_read} are there")
     return whole
 
 
-def _part(folder: Path, info: dict[str, Any]) -> torch.Tensor:
+def _read_chunk(folder: Path, info: dict[str, Any]) -> torch.Tensor:
     name = info["relative_path"]
     if not isinstance(name, str) or Path(name).name != name:
         raise _unreadable(folder, f"it points to {name!r}")

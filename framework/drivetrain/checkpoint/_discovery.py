@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from drivetrain.checkpoint._folders import child, children, is_plain_name, pointed_to
+from drivetrain.checkpoint._folders import child, children, is_plain_name, read_latest
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load
 from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
 
-Found = TypeVar("Found")
+T = TypeVar("Found")
 
-PATIENCE = 30.0
+RETRY_SECONDS = 30.0
 """Seconds in all for which a storage that refuses is asked again: what it has is not known, and may be the newest."""
 
 _FIRST_PAUSE = 0.5  # seconds; each one is twice as long as the one before
 
 
 def newest(
-    folders: Iterable[str], patience: float = PATIENCE, check: Callable[[Checkpoint], None] = lambda checkpoint: None
+    folders: Iterable[str],
+    retry_seconds: float = RETRY_SECONDS,
+    check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
     """Return the newest of the checkpoints that lie directly in ``folders``, or None.
 
@@ -37,13 +39,13 @@ def newest(
         check: raises `CheckpointError` of what cannot be gone on from; that is passed over, and said.
 
     Raises:
-        StorageError: the storage refuses to say what is there, for ``patience`` seconds.
+        StorageError: the storage refuses to say what is there, for ``retry_seconds`` seconds.
     """
-    asking = Asking(patience)
-    return newest_of(whole_in(folders, asking), asking, check)
+    retry = StorageRetry(retry_seconds)
+    return select_newest(resumable_in(folders, retry), retry, check)
 
 
-def whole_in(folders: Iterable[str], asking: Asking) -> list[Checkpoint]:
+def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint]:
     """Return the checkpoints that lie directly in ``folders`` and that a run could go on from.
 
     Raises:
@@ -51,26 +53,26 @@ def whole_in(folders: Iterable[str], asking: Asking) -> list[Checkpoint]:
     """
     found = []
     for folder in dict.fromkeys(folders):
-        latest_there = asking.until_answered(partial(pointed_to, folder))
-        names = asking.until_answered(partial(children, folder))
+        latest_there = retry.call(partial(read_latest, folder))
+        names = retry.call(partial(children, folder))
         for name in dict.fromkeys([*names, *([latest_there] if latest_there is not None else [])]):
-            checkpoint = asking.until_answered(partial(_whole, child(folder, name)))
+            checkpoint = retry.call(partial(_load_if_complete, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
                 found.append(checkpoint)
     return found
 
 
-def newest_of(
+def select_newest(
     found: Iterable[Checkpoint],
-    asking: Asking,
+    retry: StorageRetry,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
     """Return the newest of some checkpoints that ``check`` has nothing against, as `newest` does."""
     found = list(found)
     while found:
-        latest = [one for one in found if not any(_comes_from(other, one) for other in found)]
+        latest = [one for one in found if not any(_descends_from(other, one) for other in found)]
         chosen = max(latest, key=lambda one: (one.manifest.written, one.path))
-        problem = asking.until_answered(partial(_problem_of, chosen, check))
+        problem = retry.call(partial(_problem_of, chosen, check))
         if problem is None:
             return chosen
         logger.warning("%r is passed over. %s", chosen.path, problem)
@@ -78,16 +80,16 @@ def newest_of(
     return None
 
 
-def best_beside(folder: str, said: Any) -> str | None:
+def find_best(folder: str, said: Any) -> str | None:
     """Return the path of the checkpoint that another one calls the best, if it lies beside it; None elsewhere."""
     name = said.rpartition("/")[2] if isinstance(said, str) else ""  # earlier versions wrote a path
     if not is_plain_name(name):
         return None
     path = child(folder, name)
-    return None if Asking(PATIENCE).until_answered(partial(_whole, path)) is None else path
+    return None if StorageRetry(RETRY_SECONDS).call(partial(_load_if_complete, path)) is None else path
 
 
-def _whole(path: str) -> Checkpoint | None:
+def _load_if_complete(path: str) -> Checkpoint | None:
     """What is at ``path``; None where that is no whole checkpoint."""
     try:
         return load(path)
@@ -107,26 +109,26 @@ def _problem_of(checkpoint: Checkpoint, check: Callable[[Checkpoint], None]) -> 
     return None
 
 
-def _comes_from(one: Checkpoint, other: Checkpoint) -> bool:
-    return one.manifest.facts.descends_from(other.manifest.facts)
+def _descends_from(one: Checkpoint, other: Checkpoint) -> bool:
+    return one.manifest.metadata.descends_from(other.manifest.metadata)
 
 
-class Asking:
+class StorageRetry:
     """Asks a storage again while it refuses, for so many seconds in all."""
 
-    def __init__(self, patience: float | None = None) -> None:
-        self._left = PATIENCE if patience is None else patience
+    def __init__(self, retry_seconds: float | None = None) -> None:
+        self._left = RETRY_SECONDS if retry_seconds is None else retry_seconds
         self._pause = _FIRST_PAUSE
 
-    def until_answered(self, ask: Callable[[], Found]) -> Found:
-        """Return what ``ask`` does, once it raises no `StorageError`.
+    def call(self, operation: Callable[[], T]) -> T:
+        """Return what ``operation`` does, once it raises no `StorageError`.
 
         Raises:
             StorageError: the time is over.
         """
         while True:
             try:
-                return ask()
+                return operation()
             except StorageError as error:
                 if self._left <= 0:
                     raise

@@ -12,24 +12,24 @@ from collections.abc import Callable, Container
 from drivetrain.checkpoint._format import Checkpoint, StorageError, load, local_storage
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.storage import filesystem_of, is_ours, is_there
+from drivetrain.checkpoint._format.storage import filesystem_of, is_checkpoint_file, path_exists
 from drivetrain.errors import CheckpointError
 
 LATEST = "latest"
 """A small file beside the checkpoints that names the one written last."""
 
 
-_PLAIN = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
-_LONGEST = 256  # bytes of `LATEST` that are read
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9._=,+-]{0,250}")
+_MAX_LATEST_BYTES = 256  # bytes of `LATEST` that are read
 _PAUSES = (0.5, 1.0)  # seconds between questions to a store that refuses
 
 
 def is_plain_name(name: str) -> bool:
     """Whether a text is the name of something directly in a folder, and leads nowhere else."""
-    return _PLAIN.fullmatch(name) is not None
+    return _PLAIN_NAME.fullmatch(name) is not None
 
 
-def resolved(folder: str) -> str:
+def resolve_folder(folder: str) -> str:
     """Return where a folder is, the same for every way to say it: a path without links, or a URL."""
     filesystem, root = filesystem_of(folder)
     return os.path.realpath(os.path.expanduser(root)) if filesystem is None else folder.rstrip("/")
@@ -73,7 +73,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def pointed_to(folder: str) -> str | None:
+def read_latest(folder: str) -> str | None:
     """Return which of the checkpoints at a URL was written last, as `LATEST` says there; None on a disk.
 
     A store's listing may lag behind what it gives when it is asked by name.
@@ -88,7 +88,7 @@ def pointed_to(folder: str) -> str | None:
         with as_os_errors():
             path = child(root, LATEST)
             filesystem.invalidate_cache()
-            size = min(int(filesystem.size(path) or 0), _LONGEST)
+            size = min(int(filesystem.size(path) or 0), _MAX_LATEST_BYTES)
             name = filesystem.cat_file(path, start=0, end=size).decode(errors="replace") if size else ""
     except (FileNotFoundError, IsADirectoryError):
         return None
@@ -112,12 +112,12 @@ def is_taken(path: str) -> bool:
         return os.path.lexists(root)
     for pause in _PAUSES:
         with contextlib.suppress(OSError), as_os_errors():
-            return is_there(filesystem, root)
+            return path_exists(filesystem, root)
         time.sleep(pause)
     try:
         with as_os_errors():
             filesystem.invalidate_cache()
-            return is_there(filesystem, root)
+            return path_exists(filesystem, root)
     except OSError as error:
         raise StorageError(
             f"Whether there is anything at {path!r} cannot be told: {error}.",
@@ -126,7 +126,7 @@ def is_taken(path: str) -> bool:
         ) from error
 
 
-def claim(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
+def claim_name(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Callable[[], None]]:
     """Choose a name that is free, or one that may be written over: ``name``, or ``name-v1``, ``name-v2``, ...
 
     On a local disk other runs keep off it, until what is returned beside the name is called.
@@ -144,13 +144,13 @@ def claim(folder: str, name: str, ours: Callable[[str], bool]) -> tuple[str, Cal
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
         with contextlib.suppress(OSError):  # which saving there tells, on all ranks
-            return local_storage.claim(root, free)
+            return local_storage.claim_name(root, free)
     return free(()), lambda: None
 
 
-def is_at(folder: str, name: str, identifier: str) -> bool:
+def is_checkpoint_at(folder: str, name: str, identifier: str) -> bool:
     """Whether the checkpoint of this identifier lies in a folder under this name, and nothing else does."""
-    return _found(folder, name, identifier) is not None
+    return _load_matching(folder, name, identifier) is not None
 
 
 def remove(folder: str, name: str, identifier: str) -> bool:
@@ -167,12 +167,12 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     Raises:
         OSError: the storage refuses.
     """
-    found = _found(folder, name, identifier)
+    found = _load_matching(folder, name, identifier)
     if found is None:
         return False
     filesystem, root = filesystem_of(child(folder, name))
-    if filesystem is None and all(map(is_ours, os.listdir(root))):
-        local_storage.discard(root)
+    if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
+        local_storage.remove_checkpoint(root)
         return True
     # Its manifest first: what is left of it without is none. Only its own files go, one by one.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
@@ -184,7 +184,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     return True
 
 
-def _found(folder: str, name: str, identifier: str) -> Checkpoint | None:
+def _load_matching(folder: str, name: str, identifier: str) -> Checkpoint | None:
     if not identifier or not is_plain_name(name):
         return None
     path = child(folder, name)
@@ -200,10 +200,10 @@ def _found(folder: str, name: str, identifier: str) -> Checkpoint | None:
     return checkpoint if checkpoint.manifest.identifier == identifier else None
 
 
-def point_to(folder: str, name: str) -> None:
+def write_latest(folder: str, name: str) -> None:
     """Say in a folder which of its checkpoints was written last."""
     filesystem, root = filesystem_of(folder)
     if filesystem is not None:
         filesystem.pipe_file(f"{root}/{LATEST}", name.encode())
         return
-    local_storage.write_name(os.path.join(root, LATEST), name)
+    local_storage.write_pointer(os.path.join(root, LATEST), name)

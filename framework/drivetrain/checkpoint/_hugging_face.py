@@ -13,7 +13,7 @@ from drivetrain.checkpoint._format import Checkpoint, load
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
-from drivetrain.checkpoint.consolidation import created, write_tensors
+from drivetrain.checkpoint.consolidation import create_file, write_tensors
 from drivetrain.errors import CheckpointError, listed, nearest
 
 Sources = Mapping[str, TensorSource]
@@ -36,27 +36,27 @@ def write_pretrained(
     max_shard_size: int | str = "50GB",
 ) -> str:
     """Do what `convert` says of ``to="hf"``; return the folder."""
-    limit, target = _bytes(max_shard_size), os.fspath(out).rstrip("/")
+    limit, target = _parse_size(max_shard_size), os.fspath(out).rstrip("/")
     if not target:  # else the files' names would begin at the root of the file system
         raise CheckpointError(f"out={os.fspath(out)!r} names no folder.", "", "give the folder to write.")
     checkpoint = load(path)
-    name, described = _model(checkpoint, prefix, config)
+    name, description = _select_model(checkpoint, prefix, config)
     # A model whose configuration does not tie them would leave what is not stored at its initial values.
-    untied = described.get("config", {}).get("tie_word_embeddings") is False
-    sources = _below(checkpoint, name, with_tied=untied)
-    _check_empty(target)
-    adapters = described.get("adapters")
+    untied = description.get("config", {}).get("tie_word_embeddings") is False
+    sources = _model_tensors(checkpoint, name, with_tied=untied)
+    _check_no_weights(target)
+    adapters = description.get("adapters")
     if adapters:
         for adapter, settings in adapters.items():
             folder = target if adapter == "default" or len(adapters) == 1 else f"{target}/{adapter}"
-            _write_adapter(checkpoint, folder, adapter, settings, described, sources)
+            _write_adapter(checkpoint, folder, adapter, settings, description, sources)
         return target
-    _check_whole(checkpoint, name)
+    _check_complete(checkpoint, name)
     dtype = next((str(one.dtype).partition(".")[2] for one in sources.values() if one.dtype.is_floating_point), None)
-    settings = {**described["config"], **({} if dtype is None else {"dtype": dtype})}
+    settings = {**description["config"], **({} if dtype is None else {"dtype": dtype})}
     _write_weights(target, sources, limit)
-    if described.get("generation_config"):
-        _write_json(f"{target}/generation_config.json", described["generation_config"])
+    if description.get("generation_config"):
+        _write_json(f"{target}/generation_config.json", description["generation_config"])
     _write_json(f"{target}/config.json", settings)
     return target
 
@@ -64,9 +64,9 @@ def write_pretrained(
 # Which model it is
 
 
-def _model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
+def _select_model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mapping[str, Any]]:
     """Return a model's name in the module, and what is known of it."""
-    known, name = checkpoint.manifest.facts.pretrained, prefix.rstrip(".")
+    known, name = checkpoint.manifest.metadata.pretrained, prefix.rstrip(".")
     if not prefix and len(known) == 1:
         (name,) = known
     elif not prefix and (known or config is None):
@@ -78,16 +78,16 @@ def _model(checkpoint: Checkpoint, prefix: str, config: Any) -> tuple[str, Mappi
             'name the attribute, prefix="model." (--prefix model.), and where the checkpoint knows no configuration '
             'config="path/to/config.json" (--config) as well.',
         )
-    described = known.get(name, {})
+    description = known.get(name, {})
     if config is not None:
-        return name, {**described, "config": _read_config(config)}
-    if not described:
+        return name, {**description, "config": _read_config(config)}
+    if not description:
         raise CheckpointError(
             f"{checkpoint.path!r} has no configuration of {prefix!r}.{nearest(name, known)}",
             f"it has those of {listed(sorted(known)) or 'no model'}.",
             'correct the prefix, or pass config="path/to/config.json" (--config).',
         )
-    return name, described
+    return name, description
 
 
 def _read_config(config: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _read_config(config: Any) -> dict[str, Any]:
     return settings
 
 
-def _below(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
+def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
     """The tensors of one model by its own names; of tied ones all, or the stored (else first) one."""
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
     found: dict[str, TensorSource] = {}
@@ -128,8 +128,8 @@ def _below(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, Tens
     return found
 
 
-def _check_whole(checkpoint: Checkpoint, name: str) -> None:
-    lacking = [one for one in checkpoint.manifest.facts.base if one.startswith(f"{name}." if name else "")]
+def _check_complete(checkpoint: Checkpoint, name: str) -> None:
+    lacking = [one for one in checkpoint.manifest.metadata.base if one.startswith(f"{name}." if name else "")]
     if lacking:
         raise CheckpointError(
             f"{checkpoint.path!r} lacks {listed(lacking)}.",
@@ -138,7 +138,7 @@ def _check_whole(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
-def _check_empty(target: str) -> None:
+def _check_no_weights(target: str) -> None:
     """Refuse a folder with weights in it: ``from_pretrained`` would take whichever it looks for first."""
     filesystem, root = filesystem_of(target)
     try:
@@ -165,7 +165,7 @@ def _check_empty(target: str) -> None:
 
 
 def _write_weights(target: str, sources: Sources, limit: int) -> None:
-    files = _shards(sources, limit)
+    files = _split_by_size(sources, limit)
     if len(files) == 1:
         _write_tensors(f"{target}/model.safetensors", files[0])
         return
@@ -180,7 +180,7 @@ def _write_weights(target: str, sources: Sources, limit: int) -> None:
     _write_json(f"{target}/model.safetensors.index.json", {"metadata": sizes, "weight_map": places})
 
 
-def _shards(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
+def _split_by_size(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
     """Deal tensors to files of at most ``limit`` bytes; a larger one has a file of its own."""
     files: list[dict[str, TensorSource]] = [{}]
     room = limit
@@ -194,7 +194,7 @@ def _shards(sources: Sources, limit: int) -> list[dict[str, TensorSource]]:
 
 
 def _write_adapter(
-    checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, described: Mapping[str, Any], sources: Sources
+    checkpoint: Checkpoint, folder: str, adapter: str, settings: Any, description: Mapping[str, Any], sources: Sources
 ) -> None:
     """Write what PEFT's ``save_pretrained`` writes: the adapter's weights, its name left out of theirs."""
     if not _ADAPTER.fullmatch(adapter):  # it becomes a folder's name, and nothing may lead out of that one
@@ -209,14 +209,14 @@ def _write_adapter(
             "load it into the module, TrainModule.load_from_checkpoint(path), and call save_pretrained of the model.",
         )
     held = {}
-    biases = _biases(sources, described["adapters"], settings)
+    biases = _trained_biases(sources, description["adapters"], settings)
     for name, source in sources.items():
         parts = name.split(".")
         if adapter in parts or name in biases:
             kept = [part for part in parts if part not in (adapter, "modules_to_save")]
             if kept[-2:] == ["lora_magnitude_vector", "weight"]:  # DoRA's, a parameter once, is stored as one
                 del kept[-1]
-            held[described.get("adapter_prefix", "") + ".".join(kept)] = source
+            held[description.get("adapter_prefix", "") + ".".join(kept)] = source
     if not held:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights of the adapter {adapter!r}.",
@@ -227,7 +227,7 @@ def _write_adapter(
     _write_json(f"{folder}/adapter_config.json", {**settings, "inference_mode": True})
 
 
-def _biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
+def _trained_biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
     """Names of the base model's biases that were trained with a LoRA adapter, whose file has them too."""
     which = settings.get("bias", "none")
     own = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
@@ -240,16 +240,16 @@ def _biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str
 
 
 def _write_tensors(target: str, sources: Sources) -> None:
-    with created(target) as sink:
+    with create_file(target) as sink:
         write_tensors(sources, sink)
 
 
 def _write_json(target: str, value: Any) -> None:
-    with created(target) as sink:
+    with create_file(target) as sink:
         sink.writelines([(json.dumps(value, indent=2, sort_keys=True) + "\n").encode()])
 
 
-def _bytes(size: int | str) -> int:
+def _parse_size(size: int | str) -> int:
     """Return a number of bytes: ``"5GB"`` is five thousand million, as in transformers."""
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     number = int(float(found[1]) * _UNITS[found[2].upper()]) if found else size

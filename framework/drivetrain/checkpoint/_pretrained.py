@@ -28,7 +28,7 @@ def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     found = {}
     for name, child in _outermost("", module):
         try:
-            found[name] = _described(child)
+            found[name] = _describe(child)
         except Exception:  # something else by these names, whose checkpoint must be written all the same
             logger.debug("What %r says of its configuration is not kept.", name, exc_info=True)
     return found
@@ -53,33 +53,33 @@ def _adapters(module: nn.Module) -> dict[str, Any]:
     return configured if isinstance(configured, dict) else {}
 
 
-def _described(model: Any) -> dict[str, Any]:
+def _describe(model: Any) -> dict[str, Any]:
     kind = plain_class(model).__name__
-    described: dict[str, Any] = {"class": kind}
+    description: dict[str, Any] = {"class": kind}
     if adapters := _adapters(model):
-        described["adapters"] = {name: _as_json(one.to_dict()) for name, one in adapters.items()}
+        description["adapters"] = {name: _as_json(one.to_dict()) for name, one in adapters.items()}
         # PEFT's own model has these names; one of transformers' that adapters were added to has shorter ones.
         wraps = hasattr(type(model), "get_base_model")
-        described["adapter_prefix"] = "" if wraps else "base_model.model."
+        description["adapter_prefix"] = "" if wraps else "base_model.model."
         if wraps:  # as its save_pretrained says what it is for where it has no task
             base = plain_class(model.get_base_model())
             kind_of_base = {"base_model_class": base.__name__, "parent_library": base.__module__}
-            for one in described["adapters"].values():
+            for one in description["adapters"].values():
                 if one.get("task_type") is None and one.get("auto_mapping") is None:
                     one["auto_mapping"] = kind_of_base
-        return described
-    described["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [kind]}
+        return description
+    description["config"] = _as_json(json.loads(model.config.to_json_string())) | {"architectures": [kind]}
     generation: Any = getattr(model, "generation_config", None)
     if callable(getattr(generation, "to_json_string", None)) and model.can_generate():
-        described["generation_config"] = _as_json(json.loads(generation.to_json_string()))
-    return described
+        description["generation_config"] = _as_json(json.loads(generation.to_json_string()))
+    return description
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     """As it stands in a JSON file, sets as lists; without secrets."""
-    public, _ = without_secrets(json.loads(json.dumps(values, default=_plain)))
+    public, _ = without_secrets(json.loads(json.dumps(values, default=_to_plain)))
     return public
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)

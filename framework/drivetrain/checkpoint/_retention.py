@@ -11,7 +11,7 @@ from drivetrain.checkpoint._folders import is_plain_name
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedCheckpoint:
     """A checkpoint that this run wrote.
 
     Attributes:
@@ -29,7 +29,7 @@ class Kept:
     step: int = 0
 
     @classmethod
-    def from_state(cls, document: Any) -> Kept:
+    def from_state(cls, document: Any) -> SavedCheckpoint:
         """Read what `dataclasses.asdict` gave, or a version before identifiers were kept.
 
         Raises:
@@ -63,44 +63,44 @@ class Retention:
         self._keep_last = keep_last
         self._sign = 1.0 if mode == "min" else -1.0
         self._count = 0
-        self.kept: list[Kept] = []
+        self.kept: list[SavedCheckpoint] = []
 
-    def wants(self, score: float | None) -> bool:
+    def would_keep(self, score: float | None) -> bool:
         """Whether a checkpoint with this score would be kept, be it for a while."""
-        coming = self._coming(score)
-        return coming in self._chosen([*self.kept, coming])
+        candidate = self._candidate(score)
+        return candidate in self._select([*self.kept, candidate])
 
-    def leaving(self, score: float | None) -> list[Kept]:
+    def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
         """What would go if a checkpoint with this score came: its name may take one of theirs."""
-        staying = self._chosen([*self.kept, self._coming(score)])
+        staying = self._select([*self.kept, self._candidate(score)])
         return [one for one in self.kept if one not in staying]
 
-    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[Kept]:
+    def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
         """Take note of a checkpoint; return those that go once it is whole, the one that it replaces apart."""
-        everything = [*self.kept, Kept(name, identifier, score, self._count, step)]
+        everything = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
-        self.kept = self._chosen(everything)
+        self.kept = self._select(everything)
         return [one for one in everything if one not in self.kept and one.name != name]
 
-    def drop_after(self, step: int) -> list[Kept]:
+    def drop_after(self, step: int) -> list[SavedCheckpoint]:
         """Forget what was written after a later step, and return it: the run has gone back to this one."""
         later = [one for one in self.kept if one.step > step]
         self.kept = [one for one in self.kept if one.step <= step]
         return later
 
     @property
-    def best(self) -> Kept | None:
+    def best(self) -> SavedCheckpoint | None:
         """The best that is kept."""
         return min(self.kept, key=self._rank, default=None)
 
     @property
-    def kth_best(self) -> Kept | None:
+    def kth_best(self) -> SavedCheckpoint | None:
         """The next to go for a better one; None while there is room."""
         best = sorted(self.kept, key=self._rank)[: self._top_k if self._top_k > 0 else None]
         return best[-1] if best and len(best) >= self._top_k else None
 
     @property
-    def newest(self) -> Kept | None:
+    def newest(self) -> SavedCheckpoint | None:
         """The newest that is kept."""
         return max(self.kept, key=lambda one: one.number, default=None)
 
@@ -117,20 +117,20 @@ class Retention:
         count, kept = state.get("count"), state.get("kept")
         if type(count) is not int or not isinstance(kept, Sequence):
             raise ValueError(f"count={count!r}, kept={kept!r}")
-        self.kept = [Kept.from_state(one) for one in kept]
+        self.kept = [SavedCheckpoint.from_state(one) for one in kept]
         self._count = max([count, *(one.number + 1 for one in self.kept)])
 
-    def _coming(self, score: float | None) -> Kept:
-        return Kept("", "", score, self._count)
+    def _candidate(self, score: float | None) -> SavedCheckpoint:
+        return SavedCheckpoint("", "", score, self._count)
 
-    def _chosen(self, everything: list[Kept]) -> list[Kept]:
+    def _select(self, everything: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         if self._top_k < 0:
             return everything
         best = sorted(everything, key=self._rank)[: self._top_k]
         newest = sorted(everything, key=lambda one: -one.number)[: self._keep_last]
         return [one for one in everything if one in best or one in newest]
 
-    def _rank(self, one: Kept) -> tuple[float, int]:
+    def _rank(self, one: SavedCheckpoint) -> tuple[float, int]:
         """Lower is better; of equals the newer one. What is no number is worse than any."""
         if one.score is None:
             return 0.0, -one.number

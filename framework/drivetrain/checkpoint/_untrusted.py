@@ -12,7 +12,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from drivetrain.errors import CheckpointError
 
 
-class Record:
+class Placeholder:
     """Stands for an object of a class that is not imported: does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -22,7 +22,7 @@ class Record:
         pass
 
 
-def load_safely(path: Path, known: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
+def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
     """Read a file of `torch.save` that holds a dict.
 
     Args:
@@ -34,8 +34,8 @@ def load_safely(path: Path, known: Callable[[str], bool] = lambda name: False) -
         CheckpointError: it holds anything else, or cannot be read.
     """
     try:
-        names = [name for name in get_unsafe_globals_in_checkpoint(path) if known(name)]
-        with safe_globals([(Record, name) for name in names]):
+        names = [name for name in get_unsafe_globals_in_checkpoint(path) if is_allowed(name)]
+        with safe_globals([(Placeholder, name) for name in names]):
             document = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         first = str(error).partition("\n")[0]

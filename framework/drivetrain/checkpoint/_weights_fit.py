@@ -13,7 +13,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Misfit:
+class WeightMismatch:
     """What of some weights does not fit a module.
 
     Attributes:
@@ -24,10 +24,10 @@ class Misfit:
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
-    misshaped: Sequence[str] = ()
+    wrong_shape: Sequence[str] = ()
 
     @classmethod
-    def between(cls, own: Mapping[str, Any], saved: Mapping[str, Any], partly: bool = False) -> Misfit:
+    def compare(cls, expected: Mapping[str, Any], saved: Mapping[str, Any], partial: bool = False) -> WeightMismatch:
         """Compare by name what a module has with what there is; what has no ``shape`` is compared by name alone.
 
         Args:
@@ -36,18 +36,18 @@ class Misfit:
             partly: it may be a part: what is not in it is not missing.
         """
         return cls(
-            [] if partly else [name for name in own if name not in saved],
-            [name for name in saved if name not in own],
+            [] if partial else [name for name in expected if name not in saved],
+            [name for name in saved if name not in expected],
             [
                 f"{name} ({tuple(saved[name].shape)} instead of {tuple(value.shape)})"
-                for name, value in own.items()
+                for name, value in expected.items()
                 if hasattr(value, "shape")
                 and hasattr(saved.get(name), "shape")
                 and tuple(saved[name].shape) != tuple(value.shape)
             ],
         )
 
-    def settle(self, weights: str, module: str, strict: bool = True, remedy: str = "pass strict=False") -> None:
+    def raise_or_warn(self, weights: str, module: str, strict: bool = True, remedy: str = "pass strict=False") -> None:
         """Refuse what does not fit, or say what is skipped. Another shape is always refused, as torch does.
 
         Args:
@@ -59,13 +59,14 @@ class Misfit:
         Raises:
             CheckpointError: lists the names.
         """
-        parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.misshaped}
+        parts = {"missing": self.missing, "unexpected": self.unexpected, "of another shape": self.wrong_shape}
         listed = ", ".join(f"{what} {_some(names)}" for what, names in parts.items() if names)
-        if self.misshaped or (listed and strict):
+        if self.wrong_shape or (listed and strict):
             raise CheckpointError(
                 f"{weights} do not fit {module}: {listed}.",
                 "weights are matched by name, and a tensor is taken as a whole or not at all.",
-                "build the module as it was trained" + ("." if self.misshaped else f", or {remedy} to take what fits."),
+                "build the module as it was trained"
+                + ("." if self.wrong_shape else f", or {remedy} to take what fits."),
             )
         if listed:
             warnings.warn(f"{weights} do not fit {module}; skipped, with strict=False: {listed}.", stacklevel=3)

@@ -17,7 +17,7 @@ import torch
 from drivetrain.checkpoint._untrusted import load_safely
 from drivetrain.errors import CheckpointError
 
-_WHOLE, _SHARDED = "single_partition_of_fp32_groups", "fp32_flat_groups"
+_STAGE_1_2_GROUPS, _STAGE_3_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
 
 
 def is_zero(folder: Path) -> bool:
@@ -31,9 +31,12 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: it is not whole, or was written under model parallelism.
     """
-    step = _step(folder)
-    models = [load_safely(path, _ours) for path in _by_rank(step.glob("*_model_states.pt"))]
-    parts = [load_safely(path, _ours)["optimizer_state_dict"] for path in _by_rank(step.glob("*_optim_states.pt"))]
+    step = _step_folder(folder)
+    models = [load_safely(path, _is_deepspeed_class) for path in _by_rank(step.glob("*_model_states.pt"))]
+    parts = [
+        load_safely(path, _is_deepspeed_class)["optimizer_state_dict"]
+        for path in _by_rank(step.glob("*_optim_states.pt"))
+    ]
     if not models:
         raise _unreadable(step, "no *_model_states.pt are there")
     if models[0].get("mp_world_size", 1) != 1:
@@ -41,33 +44,37 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
     if len(parts) != models[0].get("dp_world_size", len(parts)):
         raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt are there")
     try:
-        return _read(models, parts)
+        return _merge(models, parts)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _unreadable(step, f"{type(error).__name__}: {error}") from error
 
 
-def _read(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+def _merge(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     first = models[0]
     # Where a parameter is cut, nothing of it stands here.
     weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
-    cut = {name for name, value in weights.items() if not value.numel()}
+    partitioned = {name for name, value in weights.items() if not value.numel()}
     shapes = first["param_shapes"]
-    if parts and _SHARDED in parts[0]:
-        weights.update(_sharded(shapes, [part[_SHARDED] for part in parts]))
+    if parts and _STAGE_3_GROUPS in parts[0]:
+        weights.update(_merge_sharded_groups(shapes, [part[_STAGE_3_GROUPS] for part in parts]))
         for name, shape in (first.get("frozen_param_shapes") or {}).items():
             fragments = [model["frozen_param_fragments"][name] for model in models]
             weights[name] = torch.cat(fragments)[: math.prod(shape)].view(shape)
     elif parts:
-        weights.update(_whole(shapes, [part[_WHOLE] for part in parts], parts[0].get("param_alignment_paddings")))
+        weights.update(
+            _merge_flat_groups(
+                shapes, [part[_STAGE_1_2_GROUPS] for part in parts], parts[0].get("param_alignment_paddings")
+            )
+        )
         weights.update(first.get("frozen_param_fragments") or {})
     for tied, name in dict(first.get("shared_params") or {}).items():
         weights[tied] = weights[name]
-    lost = [name for name in cut if not weights[name].numel()]
+    unresolved = [name for name in partitioned if not weights[name].numel()]
     # A tied name that DeepSpeed does not tell is filled in by the module that ties it.
-    return {name: value for name, value in weights.items() if name not in lost}
+    return {name: value for name, value in weights.items() if name not in unresolved}
 
 
-def _whole(
+def _merge_flat_groups(
     shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]], paddings: Any
 ) -> dict[str, torch.Tensor]:
     found = {}
@@ -81,7 +88,9 @@ def _whole(
     return found
 
 
-def _sharded(shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _merge_sharded_groups(
+    shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     found = {}
     flats = [torch.cat(list(partition)) for partition in groups]
     offset = 0
@@ -93,7 +102,7 @@ def _sharded(shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torc
     return found
 
 
-def _step(folder: Path) -> Path:
+def _step_folder(folder: Path) -> Path:
     latest = folder / "latest"
     if not latest.is_file():
         return folder
@@ -107,7 +116,7 @@ def _by_rank(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
 
 
-def _ours(name: str) -> bool:
+def _is_deepspeed_class(name: str) -> bool:
     return name.startswith("deepspeed.")
 
 

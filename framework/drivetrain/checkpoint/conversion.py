@@ -13,10 +13,10 @@ import torch
 from drivetrain._config.secret_values import LeftOut
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint._dcp_checkpoint import is_dcp, read_dcp
-from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.checkpoint._format.documents import encode
 from drivetrain.checkpoint._hugging_face import write_pretrained
-from drivetrain.checkpoint._untrusted import Record, load_safely
+from drivetrain.checkpoint._untrusted import Placeholder, load_safely
 from drivetrain.checkpoint._zero_checkpoint import is_zero, read_zero
 from drivetrain.errors import CheckpointError
 
@@ -69,7 +69,7 @@ def convert(
             'it writes a checkpoint, or with to="hf" the layout of save_pretrained, which needs a configuration.',
             'give to="checkpoint" without config, or to="hf".',
         )
-    weights, hyper_parameters = _read(Path(path))
+    weights, hyper_parameters = _read_foreign(Path(path))
     if prefix:
         weights = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not weights:
@@ -78,14 +78,14 @@ def convert(
             "there is nothing to convert.",
             "check the path and the prefix.",
         )
-    weights, aliases = _untied(weights)
+    weights, aliases = _find_aliases(weights)
     hyper_parameters, left_out = LeftOut().take_out(hyper_parameters)
-    facts = Facts(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
-    save(os.fspath(out), Contents(weights, facts, aliases), LocalControl())
+    metadata = CheckpointMetadata(hyper_parameters=hyper_parameters, left_out=tuple(left_out), weights_only=True)
+    save(os.fspath(out), Contents(weights, metadata, aliases), LocalControl())
     return os.fspath(out)
 
 
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     if path.is_dir():
         if is_dcp(path):
             return read_dcp(path), {}
@@ -113,7 +113,7 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "weights are read from names and their tensors.",
             "check that this is the checkpoint, and not something saved beside it.",
         )
-    unknown = [str(name) for name, value in state.items() if isinstance(value, Record)]
+    unknown = [str(name) for name, value in state.items() if isinstance(value, Placeholder)]
     if unknown:
         raise CheckpointError(
             f"{str(path)!r} holds weights of classes that are not torch's own: {', '.join(unknown)}.",
@@ -121,10 +121,10 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "load it where the classes are known, and save plain tensors.",
         )
     tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return tensors, _kept(document.get("hyper_parameters"))
+    return tensors, _json_hyper_parameters(document.get("hyper_parameters"))
 
 
-def _kept(hyper_parameters: Any) -> dict[str, Any]:
+def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
     kept = {}
     for name, value in dict(hyper_parameters or {}).items():
         aside: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def _kept(hyper_parameters: Any) -> dict[str, Any]:
     return kept
 
 
-def _untied(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _find_aliases(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Find names of one and the same tensor, which the file held once."""
     first: dict[Any, str] = {}
     aliases = {}

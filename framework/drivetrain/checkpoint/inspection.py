@@ -21,22 +21,22 @@ _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 def show(path: str | os.PathLike[str]) -> str:
     """Return what a checkpoint says of itself: where it comes from, how large it is, and a table of its tensors."""
     checkpoint = load(path)
-    manifest, facts = checkpoint.manifest, checkpoint.manifest.facts
+    manifest, metadata = checkpoint.manifest, checkpoint.manifest.metadata
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, in_it = without_secrets(facts.hyper_parameters)  # earlier versions wrote them all
-    secrets = dict.fromkeys([*facts.left_out, *in_it])
+    arguments, in_it = without_secrets(metadata.hyper_parameters)  # earlier versions wrote them all
+    secrets = dict.fromkeys([*metadata.left_out, *in_it])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     lines = [
         f"{checkpoint.path}: {'weights alone' if checkpoint.weights_only else 'a whole checkpoint'}, written {written}",
-        f"  by      {facts.strategy or 'unknown'} on {manifest.world_size} rank(s), {facts.precision or 'unknown'}",
+        f"  by      {metadata.strategy or 'unknown'} on {manifest.world_size} rank(s), {metadata.precision or 'unknown'}",
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
-        f"  at      {_pairs(facts.progress)}",
+        f"  at      {_pairs(metadata.progress)}",
         f"  from    {_pairs(arguments)}",
         *([f"  without {', '.join(secrets)}"] if secrets else []),
-        *([f"  on      a base of {len(facts.base)} weights, which are not in it"] if facts.base else []),
-        *([f"  models  {_named_models(facts.pretrained)}"] if facts.pretrained else []),
+        *([f"  on      a base of {len(metadata.base)} weights, which are not in it"] if metadata.base else []),
+        *([f"  models  {_named_models(metadata.pretrained)}"] if metadata.pretrained else []),
         f"  weights {count:,} numbers, {size_in_words(_bytes(checkpoint, manifest.weights.files()))}",
     ]
     for index, part in enumerate(manifest.optimizers):

@@ -65,7 +65,7 @@ class RunDirectory:
     @property
     def place(self) -> str:
         """Where the directories of all runs of this name are."""
-        return place_of(self.root, self.name)
+        return runs_folder_of(self.root, self.name)
 
     @property
     def asked(self) -> str | None:
@@ -108,7 +108,7 @@ class RunDirectory:
         elif self._claim is not None:
             self._version = self._claim()
         else:
-            with alone_in(self.place):
+            with lock_folder(self.place):
                 self._version = claim_version(self.place, self._version)
         self.is_claimed = True
         return self.path
@@ -128,7 +128,7 @@ class RunDirectory:
             stream.write("\n")
 
 
-def place_of(root: str, name: str) -> str:
+def runs_folder_of(root: str, name: str) -> str:
     """Return where the directories of all runs of a name are: ``<root>/<name>``."""
     if not name:
         return root.rstrip("/") or root
@@ -138,7 +138,7 @@ def place_of(root: str, name: str) -> str:
 def free_version(place: str) -> str:
     """Return the name of a directory that is not there yet. Nothing is made: another run may take it meanwhile."""
     filesystem, root = filesystem_of(place)
-    return f"version_{_next_number(root)}" if filesystem is None else _stamp()
+    return f"version_{_next_number(root)}" if filesystem is None else _time_name()
 
 
 def claim_version(place: str, asked: str | None = None, expected: str | None = None) -> str:
@@ -154,20 +154,20 @@ def claim_version(place: str, asked: str | None = None, expected: str | None = N
     """
     filesystem, root = filesystem_of(place)
     if filesystem is not None:  # a store has no directory whose making could fail for there being one
-        return asked or expected or _stamp()
+        return asked or expected or _time_name()
     os.makedirs(root, exist_ok=True)
     if asked is not None:
         path = os.path.join(root, asked)
-        if _made(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
+        if _make_new(path) or (os.path.isdir(path) and not os.path.lexists(os.path.join(path, RECORD))):
             return asked  # whoever asked for it may have made it
     number = _next_number(root)
-    while not _made(os.path.join(root, f"version_{number}")):
+    while not _make_new(os.path.join(root, f"version_{number}")):
         number += 1
     return f"version_{number}"
 
 
 @contextmanager
-def alone_in(place: str) -> Iterator[None]:
+def lock_folder(place: str) -> Iterator[None]:
     """Keep other runs out that choose or claim a directory in ``place``, where it is on a local disk.
 
     Raises:
@@ -178,11 +178,11 @@ def alone_in(place: str) -> Iterator[None]:
         yield
         return
     os.makedirs(root, exist_ok=True)
-    with local_storage.alone_in(Path(root)):
+    with local_storage.lock_folder(Path(root)):
         yield
 
 
-def missing_above(path: str) -> list[str]:
+def missing_directories(path: str) -> list[str]:
     """Return the directories that making a local one will make: itself and those above it, the innermost first."""
     filesystem, root = filesystem_of(path)
     missing: list[str] = []
@@ -203,7 +203,7 @@ def make_directory(path: str) -> None:
         filesystem.makedirs(root, exist_ok=True)
 
 
-def _made(path: str) -> bool:
+def _make_new(path: str) -> bool:
     try:
         os.mkdir(path)
     except FileExistsError:
@@ -220,6 +220,6 @@ def _next_number(root: str) -> int:
     return max((int(match[1]) + 1 for match in found if match), default=0)
 
 
-def _stamp() -> str:
+def _time_name() -> str:
     letters = "".join(chr(ord("a") + byte % 26) for byte in os.urandom(_LETTERS))
     return f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}_{letters}"

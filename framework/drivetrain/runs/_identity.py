@@ -39,15 +39,15 @@ class Identity:
             hyper_parameters: of the module, without secrets.
             searched: the names of those that a search sets.
         """
-        return cls(class_path(kind), name, encoded(hyper_parameters), frozenset(searched))
+        return cls(class_path(kind), name, encode_hyper_parameters(hyper_parameters), frozenset(searched))
 
-    def why_not(self, module: str, name: str, hyper_parameters: Any) -> str | None:
+    def difference(self, module: str, name: str, hyper_parameters: Any) -> str | None:
         """Say what another run is that this one is not; None where it is the same experiment.
 
         Args:
             module: its class; "" where nobody knows.
             name: its name; likewise.
-            hyper_parameters: as `encoded` gives them; None where nobody knows.
+            hyper_parameters: as `encode_hyper_parameters` gives them; None where nobody knows.
         """
         if module and not is_same_class(module, self.module):
             return f"its module is {module}, and this one {self.module}"
@@ -61,9 +61,11 @@ class Identity:
         keys = [key for key in keys if key not in self.searched]
         if not keys and isinstance(hyper_parameters, Mapping):
             return None
-        told = ", ".join(f"{key}={_at(theirs, key)}, here {_at(ours, key)}" for key in keys[:3])
+        differences = ", ".join(
+            f"{key}={_format_value(theirs, key)}, here {_format_value(ours, key)}" for key in keys[:3]
+        )
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        return f"its hyper-parameters differ: {told}{more}"
+        return f"its hyper-parameters differ: {differences}{more}"
 
 
 def class_path(kind: type) -> str:
@@ -84,7 +86,7 @@ def is_same_class(one: str, other: str) -> bool:
     return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
-def encoded(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+def encode_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters as JSON, so that they can be compared with those of a file."""
     aside: dict[str, Any] = {}
     try:
@@ -98,5 +100,5 @@ def _stem(file: str) -> str:
     return os.path.splitext(os.path.basename(file))[0]
 
 
-def _at(values: Mapping[str, Any], key: str) -> str:
+def _format_value(values: Mapping[str, Any], key: str) -> str:
     return reprlib.repr(values[key]) if key in values else "not there"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from drivetrain.runs._process import Job, Process, must_have_ended
+from drivetrain.runs._process import Job, Process, has_replaced
 from drivetrain.runs._record import RUNNING, Record
 
-HEARTBEAT = 30.0
+HEARTBEAT_SECONDS = 30.0
 """Seconds between two updates of a run's record."""
 
-WATCH = 90.0
+WATCH_SECONDS = 90.0
 """Seconds for which a record that says "running" is watched, where its process cannot be looked for."""
 
-under_way: set[str] = set()
+running_ids: set[str] = set()
 """The ids of the runs that are under way in this process."""
 
 
@@ -32,13 +32,13 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     process = record.process
     lives = None if process is None else process.lives()
     if lives and process == Process.here():
-        return record.id in under_way
-    if lives is None and must_have_ended(list(jobs), record.jobs):
+        return record.id in running_ids
+    if lives is None and has_replaced(list(jobs), record.jobs):
         return False
     return lives
 
 
-class Watch:
+class HeartbeatWatch:
     """Watches the record of a run whose process is out of sight.
 
     Args:
@@ -50,7 +50,7 @@ class Watch:
     def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
         self.record = record
         self._read = read
-        self.after: Record | None = None
+        self.latest: Record | None = None
         """As it was read last."""
         self._until = time.monotonic() + seconds
         self.is_alive: bool | None = None
@@ -61,13 +61,13 @@ class Watch:
         """Whether nothing more can be learnt."""
         return self.is_alive is not None or time.monotonic() >= self._until
 
-    def look(self, pause: float) -> None:
+    def poll(self, pause: float) -> None:
         """Wait for so many seconds at most, and look once more.
 
         Raises:
             StorageError: the storage refuses.
         """
         time.sleep(max(0.0, min(pause, self._until - time.monotonic())))
-        after = self.after = self._read(self.record.folder)
-        if after is not None and after.document != self.record.document:
-            self.is_alive = after.status == RUNNING
+        latest = self.latest = self._read(self.record.folder)
+        if latest is not None and latest.document != self.record.document:
+            self.is_alive = latest.status == RUNNING

@@ -38,7 +38,7 @@ class Process:
     def here(cls) -> Self:
         """Return this process."""
         pid = os.getpid()
-        return cls(socket.gethostname(), pid, _began(pid), *_where())
+        return cls(socket.gethostname(), pid, _start_time(pid), *_boot_and_namespace())
 
     @classmethod
     def from_json(cls, document: Any) -> Self | None:
@@ -58,15 +58,15 @@ class Process:
 
     def lives(self) -> bool | None:
         """Whether it lives; None where that cannot be seen from here: on another machine, or in another container."""
-        if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_where()):
+        if (self.host, self.boot, self.namespace) != (socket.gethostname(), *_boot_and_namespace()):
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:  # it is somebody else's, and what is known of it may be hidden from us
-            return _began(self.pid) in (self.began, "")
-        return _began(self.pid) == self.began
+            return _start_time(self.pid) in (self.began, "")
+        return _start_time(self.pid) == self.began
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Job:
         """Whether ``other`` is this job, started as often or not."""
         return (self.kind, self.name) == (other.kind, other.name)
 
-    def outlives(self, other: Job) -> bool:
+    def replaces(self, other: Job) -> bool:
         """Whether this is the same job, and what ran as ``other`` must have ended for it to run.
 
         Two steps of a SLURM job that was queued once may run side by side.
@@ -126,16 +126,16 @@ class Job:
         return self.is_same(other) and not beside
 
 
-def must_have_ended(ours: list[Job], theirs: list[Job]) -> bool:
+def has_replaced(ours: list[Job], theirs: list[Job]) -> bool:
     """Whether we are the same job, and run in place of what it was."""
-    return any(one.outlives(other) for one in ours for other in theirs)
+    return any(one.replaces(other) for one in ours for other in theirs)
 
 
 def _number(text: str | None) -> int:
     return int(text) if text and text.isdecimal() else 0
 
 
-def _began(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """When a process began, in clock ticks since boot; "" where the system does not say.
 
     One that has ended, and whose parent has not asked for its exit code yet, has another answer than it ever had.
@@ -150,7 +150,7 @@ def _began(pid: int) -> str:
 
 
 @cache
-def _where() -> tuple[str, str]:
+def _boot_and_namespace() -> tuple[str, str]:
     """Which boot of which machine this is, and in which namespace processes are numbered."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

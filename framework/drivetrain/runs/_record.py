@@ -20,9 +20,9 @@ from drivetrain.runs._directory import RECORD
 from drivetrain.runs._process import Job, Process
 
 FORMAT = 1
-_LONGEST = 2**26  # bytes that are read
-_LONGEST_TEXT = 2000  # characters of a setting that is text
-_BESIDE = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
+_MAX_RECORD_BYTES = 2**26  # bytes that are read
+_MAX_TEXT = 2000  # characters of a setting that is text
+_TEMPORARY_NAME = re.compile(r"run\.json\.[0-9a-f]{8}\.new")
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -97,10 +97,10 @@ def read(folder: str) -> Record | None:
         with as_os_errors():
             if filesystem is None:
                 with open(root, "rb") as file:
-                    content = file.read(_LONGEST + 1)
+                    content = file.read(_MAX_RECORD_BYTES + 1)
             else:
                 filesystem.invalidate_cache()
-                content = filesystem.cat_file(root, start=0, end=min(int(filesystem.size(root)), _LONGEST + 1))
+                content = filesystem.cat_file(root, start=0, end=min(int(filesystem.size(root)), _MAX_RECORD_BYTES + 1))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
@@ -110,7 +110,7 @@ def read(folder: str) -> Record | None:
             "check the storage, the credentials and the network.",
         ) from error
     try:
-        document = parsed(content) if len(content) <= _LONGEST else None
+        document = parsed(content) if len(content) <= _MAX_RECORD_BYTES else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("format") != FORMAT or not _text(document.get("id")):
@@ -124,22 +124,22 @@ def write(folder: str, document: Mapping[str, Any]) -> None:
     Raises:
         OSError: the storage refuses.
     """
-    content = as_text(document)
+    content = encode_record(document)
     filesystem, root = filesystem_of(child(folder, RECORD))
     if filesystem is not None:
         with as_os_errors():
             filesystem.pipe_file(root, content)
         return
-    beside = f"{root}.{os.urandom(4).hex()}.new"
+    temporary = f"{root}.{os.urandom(4).hex()}.new"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())  # a machine that goes down must not leave an empty one
-        os.replace(beside, root)
+        os.replace(temporary, root)
     except BaseException:
         with suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 
@@ -154,12 +154,12 @@ def clear_leftovers(folder: str) -> None:
     """Remove what a writer has left that was killed as it wrote the record. None may be writing it."""
     filesystem, root = filesystem_of(folder)
     if filesystem is None:
-        for name in filter(_BESIDE.fullmatch, os.listdir(root)):
+        for name in filter(_TEMPORARY_NAME.fullmatch, os.listdir(root)):
             with suppress(OSError):
                 os.unlink(os.path.join(root, name))
 
 
-def put_aside(folder: str) -> str:
+def archive_record(folder: str) -> str:
     """Give the record of an earlier run another name, ``run-1.json`` and so on, and return it.
 
     Raises:
@@ -181,7 +181,7 @@ def put_aside(folder: str) -> str:
     return name
 
 
-def as_text(document: Mapping[str, Any]) -> bytes:
+def encode_record(document: Mapping[str, Any]) -> bytes:
     """Return a record as it is written."""
     return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
 
@@ -201,7 +201,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return float(value) if math.isfinite(value) else repr(float(value))
     if isinstance(value, str | os.PathLike):
         text = str(value) if isinstance(value, str) else str(os.fspath(value))
-        return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+        return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
     if isinstance(value, timedelta):
         return str(value)
     if depth < 8 and isinstance(value, Mapping):

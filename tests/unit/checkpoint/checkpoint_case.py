@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.control_plane import LocalControl
-from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 
 STATE = {
     "loop": {"position": (3, 4), 7: "a key that is no string", "best": float("inf"), "milestones": Counter({2: 1})},
@@ -34,7 +34,7 @@ def contents(scale: float = 1.0, size: int = 3) -> Contents:
             "quantizer._extra_state": {"range": (0.0, 1.0)},
         },
         aliases={"head.weight": "layer.weight"},
-        facts=Facts("DDPStrategy", "bf16-mixed", {"step": 5, "epoch": 1}, {"width": 3}),
+        metadata=CheckpointMetadata("DDPStrategy", "bf16-mixed", {"step": 5, "epoch": 1}, {"width": 3}),
         optimizers=[
             {
                 "state": {"layer.weight": adam},

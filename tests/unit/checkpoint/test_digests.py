@@ -22,7 +22,7 @@ from drivetrain.callbacks import Checkpoint
 from drivetrain.checkpoint import load, verify
 from drivetrain.checkpoint.__main__ import main
 from drivetrain.checkpoint._format import Contents, Sizes, commit, save, stage, verification
-from drivetrain.checkpoint._format.checksums import sums_of
+from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.file_writer import FileWriter
 
 
@@ -67,7 +67,7 @@ def test_a_large_file_in_pieces(tmp_path: Path) -> None:
         record = writer.record()
         writer.close()
     assert record.sha256 == hashlib.sha256(b"".join(pieces)).hexdigest()
-    assert record.crc32 == sums_of(b"".join(pieces)).text()
+    assert record.crc32 == checksums_of(b"".join(pieces)).text()
 
 
 def forged(folder: Path, name: str) -> None:
@@ -75,7 +75,7 @@ def forged(folder: Path, name: str) -> None:
     flip(folder / name, -1)
 
     def fit_for_it(document: dict[str, Any]) -> None:
-        document["files"][name]["crc32"] = sums_of((folder / name).read_bytes()).text()
+        document["files"][name]["crc32"] = checksums_of((folder / name).read_bytes()).text()
 
     resealed(folder, fit_for_it)
 
@@ -151,7 +151,7 @@ def test_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with open(folder / "model.safetensors", "wb") as stream:
         stream.write(content)
         stream.truncate(size)
-    first, zeros = sums_of(content + bytes(2**22 - 1024)), sums_of(bytes(2**22))
+    first, zeros = checksums_of(content + bytes(2**22 - 1024)), checksums_of(bytes(2**22))
 
     def grow(document: dict[str, Any]) -> None:
         record = {"size": size, "crc32": first.text() + zeros.text() * (size // 2**22 - 1), "sha256": "ab" * 32}

@@ -13,16 +13,16 @@ import torch
 
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import _discovery as finding
-from drivetrain.checkpoint._discovery import best_beside, newest
-from drivetrain.checkpoint._folders import children, is_taken, point_to
-from drivetrain.checkpoint._format import Checkpoint, Contents, Facts, StorageError, save
+from drivetrain.checkpoint._discovery import find_best, newest
+from drivetrain.checkpoint._folders import children, is_taken, write_latest
+from drivetrain.checkpoint._format import Checkpoint, CheckpointMetadata, Contents, StorageError, save
 from drivetrain.errors import CheckpointError
 from drivetrain.testing import FaultyStore
 
 
-def written(folder: Any, name: str, lineage: list[tuple[str, int]], **facts: Any) -> str:
+def written(folder: Any, name: str, lineage: list[tuple[str, int]], **metadata: Any) -> str:
     path = f"{folder}/{name}"
-    save(path, Contents({"w": torch.zeros(1)}, Facts(lineage=tuple(lineage), **facts)), LocalControl())
+    save(path, Contents({"w": torch.zeros(1)}, CheckpointMetadata(lineage=tuple(lineage), **metadata)), LocalControl())
     return path
 
 
@@ -73,7 +73,7 @@ def test_between_branches_the_time_decides(tmp_path: Path) -> None:
     ],
 )
 def test_descent(one: Any, other: Any, descends: bool) -> None:
-    assert Facts(lineage=tuple(one)).descends_from(Facts(lineage=tuple(other))) is descends
+    assert CheckpointMetadata(lineage=tuple(one)).descends_from(CheckpointMetadata(lineage=tuple(other))) is descends
 
 
 def test_what_is_torn_or_of_another_kind_is_passed_over(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_listing_that_lags_behind(tmp_path: Path) -> None:
     store = FaultyStore(tmp_path).mount()
     written(store.url, "older", [("a", 1)])
     written(store.url, "newer", [("a", 2)])
-    point_to(store.url, "newer")
+    write_latest(store.url, "newer")
     os.utime(store.folder / "older" / "manifest.json", (1, 1))
     for name in os.listdir(store.folder / "older"):
         os.utime(store.folder / "older" / name, (1, 1))
@@ -173,10 +173,10 @@ def test_the_best_lies_beside_the_one_that_names_it(tmp_path: Path) -> None:
     best = written(tmp_path / "run", "best", [("a", 1)])
     outside = written(tmp_path, "outside", [("b", 1)])
     folder = str(tmp_path / "run")
-    assert best_beside(folder, "best") == best
-    assert best_beside(folder, f"/somewhere/else/{Path(best).name}") == best  # as earlier versions wrote it
+    assert find_best(folder, "best") == best
+    assert find_best(folder, f"/somewhere/else/{Path(best).name}") == best  # as earlier versions wrote it
     for said in (outside, "../outside", "..", "", None, 7, "missing"):
-        assert best_beside(folder, said) is None
+        assert find_best(folder, said) is None
 
 
 def test_what_no_run_can_go_on_from_is_passed_over_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,7 +23,7 @@ from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert, load, show, verify
 from drivetrain.checkpoint._discovery import newest
 from drivetrain.checkpoint._format import Contents, save
-from drivetrain.checkpoint._format.checksums import sums_of
+from drivetrain.checkpoint._format.checksums import checksums_of
 from drivetrain.checkpoint._format.documents import decode, dumps, loads
 from drivetrain.checkpoint._format.tensor_file import read_header
 
@@ -31,7 +31,7 @@ from drivetrain.checkpoint._format.tensor_file import read_header
 def put(folder: Path, name: str, content: bytes) -> None:
     """Give a file another content, and the manifest the checksums of it."""
     (folder / name).write_bytes(content)
-    sums = sums_of(content)
+    sums = checksums_of(content)
     record = {"size": sums.size, "crc32": sums.text()}
     resealed(folder, lambda document: document["files"].update({name: record}))
 
@@ -197,7 +197,7 @@ class TestTensors:
         with open(folder / "model.safetensors", "wb") as stream:
             stream.write(content)
             stream.truncate(size)
-        first, zeros = sums_of(content + bytes(2**22 - 1024)), sums_of(bytes(2**22))
+        first, zeros = checksums_of(content + bytes(2**22 - 1024)), checksums_of(bytes(2**22))
 
         def grow(document: dict[str, Any]) -> None:
             record = {"size": size, "crc32": first.text() + zeros.text() * (size // 2**22 - 1)}

@@ -29,7 +29,7 @@ def test_what_was_left_out_is_shown_by_name(tmp_path: Path) -> None:
     path = written(tmp_path / "c")
     assert "without" not in show(path)
     resealed(tmp_path / "c", lambda document: document.update(left_out=["api_token", "auth.password"]))
-    assert load(path).manifest.facts.left_out == ("api_token", "auth.password")
+    assert load(path).manifest.metadata.left_out == ("api_token", "auth.password")
     assert "without api_token, auth.password" in show(path)
 
 

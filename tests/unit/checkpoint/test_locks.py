@@ -13,7 +13,7 @@ import pytest
 from checkpoint_case import written
 
 from drivetrain.checkpoint import load, verify
-from drivetrain.checkpoint._format.local_storage import claim
+from drivetrain.checkpoint._format.local_storage import claim_name
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
         second_looks.set()
         return _next_to(claimed)
 
-    second = threading.Thread(target=lambda: chosen.append(claim(str(tmp_path), second_choice)))
-    chosen.append(claim(str(tmp_path), first_choice))
+    second = threading.Thread(target=lambda: chosen.append(claim_name(str(tmp_path), second_choice)))
+    chosen.append(claim_name(str(tmp_path), first_choice))
     second.join(30)
     assert sorted(name for name, _ in chosen) == ["c", "c-v1"]
     for _, give_up in chosen:
@@ -70,7 +70,7 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
 @pytest.mark.usefixtures("_nfs")
 def test_one_who_was_killed_as_it_chose_keeps_nobody_out(tmp_path: Path) -> None:
     (tmp_path / ".choosing.lock").touch()
-    name, give_up = claim(str(tmp_path), _next_to)
+    name, give_up = claim_name(str(tmp_path), _next_to)
     give_up()
     assert name == "c"
     assert not list(tmp_path.iterdir())
@@ -81,7 +81,7 @@ def test_without_locks_checkpoints_are_whole_and_nothing_is_cleared(tmp_path: Pa
     token = "0123456789abcdef"
     (tmp_path / f".saving-{token}.lock").write_text("c")
     (tmp_path / f".saving-{token}").mkdir()
-    name, give_up = claim(str(tmp_path), _next_to)
+    name, give_up = claim_name(str(tmp_path), _next_to)
     path = written(tmp_path / name)
     give_up()
     assert name == "c-v1"

@@ -14,7 +14,7 @@ import torch
 from drivetrain import TrainModule
 from drivetrain._distributed.control_plane import LocalControl
 from drivetrain.checkpoint import convert
-from drivetrain.checkpoint._format import Contents, Facts, save
+from drivetrain.checkpoint._format import CheckpointMetadata, Contents, save
 from drivetrain.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ def saved(path: Path, **hyper_parameters: Any) -> Path:
     """A checkpoint of a `Net` that was built with these."""
     save(
         str(path / "c"),
-        Contents(Net().state_dict(), Facts(hyper_parameters=hyper_parameters, weights_only=True)),
+        Contents(Net().state_dict(), CheckpointMetadata(hyper_parameters=hyper_parameters, weights_only=True)),
         LocalControl(),
     )
     return path / "c"

@@ -228,11 +228,11 @@ def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, mon
     ended = record(trainer.log_dir)
     left_running(trainer.log_dir, host="elsewhere")
     monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.01)
-    original = _liveness.Watch.look
+    original = _liveness.HeartbeatWatch.look
 
     def look(self: Any, pause: float) -> None:
         (Path(str(trainer.log_dir)) / "run.json").write_text(json.dumps(ended))
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.Watch, "look", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "look", look)
     assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir

@@ -359,14 +359,14 @@ def test_elsewhere_a_heartbeat_tells(
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
     monkeypatch.setattr(_liveness, "WATCH", 0.3)
-    original = _liveness.Watch.look
+    original = _liveness.HeartbeatWatch.look
 
     def look(self: Any, pause: float) -> None:
         if beats:
             edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.Watch, "look", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "look", look)
     again = trained(tmp_path, "auto", max_epochs=2)
     assert "version_0 may be under way on another machine: its record is watched for 0 s" in caplog.text
     assert version(again) == ("version_1" if beats else "version_0")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from drivetrain.runs import _process
-from drivetrain.runs._liveness import is_alive, under_way
+from drivetrain.runs._liveness import is_alive, running_ids
 from drivetrain.runs._process import Job, Process
 from drivetrain.runs._record import Record
 from drivetrain.testing import requires_linux
@@ -24,7 +24,7 @@ pytestmark = requires_linux()
 
 def test_a_process_lives_until_it_has_ended() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    seen = replace(Process.here(), pid=child.pid, began=_process._began(child.pid))
+    seen = replace(Process.here(), pid=child.pid, began=_process._start_time(child.pid))
     assert seen.lives() is True
     assert Process.from_json(seen.as_json()) == seen
     child.send_signal(signal.SIGKILL)
@@ -98,16 +98,16 @@ def test_what_a_record_says_of_a_run() -> None:
     assert is_alive(Record("f", {"status": "finished"}), []) is False
     assert is_alive(Record("f", {"status": "running"}), []) is None  # it names no process
     assert is_alive(_running(here), []) is False  # this process, which has no such run
-    under_way.add("a")
+    running_ids.add("a")
     try:
         assert is_alive(_running(here), []) is True
     finally:
-        under_way.discard("a")
+        running_ids.discard("a")
     assert is_alive(_running(away), [ours]) is None
     assert is_alive(_running(away, ours), [ours]) is False
     assert is_alive(_running(away, ours), [requeued]) is False
-    assert is_alive(_running(replace(here, pid=1, began=_process._began(1)), ours), [requeued]) is False
-    assert is_alive(_running(replace(here, pid=1, began=_process._began(1)), ours), [ours]) is True
+    assert is_alive(_running(replace(here, pid=1, began=_process._start_time(1)), ours), [requeued]) is False
+    assert is_alive(_running(replace(here, pid=1, began=_process._start_time(1)), ours), [ours]) is True
     step = replace(ours, step="1")
     assert is_alive(_running(away, step), [replace(ours, step="2")]) is None
     assert is_alive(_running(away, Job("elastic", "x", 3)), [Job("elastic", "x", 3)]) is False

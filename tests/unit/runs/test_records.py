@@ -101,7 +101,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:  # J-13
 
 def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # H-01
     written: list[int] = []
-    original = _record.as_text
+    original = _record.encode_record
     trainer = fit(tmp_path, max_epochs=1, callbacks=Checkpoint(every_n_train_steps=4, save_top_k=-1))
     monkeypatch.setattr(
         _record,
@@ -214,7 +214,7 @@ def test_what_json_does_not_know_is_text() -> None:
     found = _record.plain(values)
     name = f"{__name__}.test_what_json_does_not_know_is_text.<locals>.Odd"
     assert found == {"nan": "nan", "big": str(2**70), "path": "a", "odd": name, "kind": name, "3": [1, [2]]}
-    assert json.loads(_record.as_text(found)) == found
+    assert json.loads(_record.encode_record(found)) == found
 
 
 def test_times_are_in_order() -> None:

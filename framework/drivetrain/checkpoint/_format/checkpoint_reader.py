@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region
-from drivetrain.checkpoint._format.documents import LONGEST_DOCUMENT, decode, loads
+from drivetrain.checkpoint._format.documents import MAX_DOCUMENT_BYTES, decode, loads
 from drivetrain.checkpoint._format.folder import Folder, folder_at, read_if_there
-from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, Part, unseal
-from drivetrain.checkpoint._format.parallel_io import side_by_side
-from drivetrain.checkpoint._format.read_memory import check_fits
-from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damaged, tensors_in
+from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, Part, decode_manifest
+from drivetrain.checkpoint._format.parallel_io import map_in_threads
+from drivetrain.checkpoint._format.read_memory import check_memory
+from drivetrain.checkpoint._format.tensor_reader import CheckedFile, TensorSource, damage_error, tensors_in
 from drivetrain.errors import CheckpointError, listed
 
 
@@ -37,26 +37,26 @@ class Checkpoint:
     @property
     def progress(self) -> dict[str, Any]:
         """The counters: epoch, steps, samples."""
-        return dict(self.manifest.facts.progress)
+        return dict(self.manifest.metadata.progress)
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:
         """The arguments that the module was built with."""
-        return dict(self.manifest.facts.hyper_parameters)
+        return dict(self.manifest.metadata.hyper_parameters)
 
     @property
     def weights_only(self) -> bool:
         """Whether there is nothing here that a run could go on from."""
-        return self.manifest.facts.weights_only
+        return self.manifest.metadata.weights_only
 
     def weights(self) -> Weights:
         """Every parameter and buffer by name, tied names too. A value is read when it is asked for."""
         part = self.manifest.weights
         sources = self._sources(part)
-        others = {} if part.document is None else self._document(part, sources)
+        others = {} if part.document is None else self._read_document(part, sources)
         if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
-            raise damaged(self.path, f"{part.document} is no dict of names")
-        own = {name: source for name, source in sources.items() if name not in self._set_aside(part)}
+            raise damage_error(self.path, f"{part.document} is no dict of names")
+        own = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
         return Weights({**own, **others}, self.manifest.aliases, self.readers)
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Checkpoint:
             for value in values.values():
                 if region is not None and isinstance(value, TensorSource) and value.shape == shapes.get(name):
                     wanted[id(value)] = region
-        filled: dict[str, Any] = _filled(document, wanted, self.readers)
+        filled: dict[str, Any] = _read_tensors(document, wanted, self.readers)
         return filled
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
@@ -100,10 +100,10 @@ class Checkpoint:
             CheckpointError: it is not in the form that is written; names what is not.
         """
         part = self.manifest.optimizers[index]
-        document: dict[str, Any] = {} if part.document is None else self._decoded(part, self._sources(part))
-        problem = _no_optimizer(document)
+        document: dict[str, Any] = {} if part.document is None else self._decode_with_sources(part, self._sources(part))
+        problem = _optimizer_state_problem(document)
         if problem is not None:
-            raise damaged(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
+            raise damage_error(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
         return document
 
     def callback_tensors(self, key: str) -> Weights:
@@ -114,14 +114,14 @@ class Checkpoint:
     def state(self) -> Any:
         """What rank 0 said of the run; None where it said nothing."""
         part = self.manifest.state
-        return None if part is None or part.document is None else self._document(part, self._sources(part))
+        return None if part is None or part.document is None else self._read_document(part, self._sources(part))
 
     def rank_state(self, rank: int) -> Any:
         """What one rank said of itself; None where it said nothing."""
         if rank >= len(self.manifest.ranks):
             return None
         part = self.manifest.ranks[rank]
-        return None if part.document is None else self._document(part, self._sources(part))
+        return None if part.document is None else self._read_document(part, self._sources(part))
 
     def close(self) -> None:
         """Let go of the files. Tensors that were read stay valid."""
@@ -138,7 +138,7 @@ class Checkpoint:
 
     def document(self, part: Part) -> Any:
         """Return a part's document with a `TensorSource` for each tensor; none is read."""
-        return self._decoded(part, self._sources(part))
+        return self._decode_with_sources(part, self._sources(part))
 
     def tensors(self, part: Part) -> dict[str, TensorSource]:
         """Return the tensors of a part as they are stored, by name."""
@@ -146,36 +146,38 @@ class Checkpoint:
 
     def _sources(self, part: Part) -> dict[str, TensorSource]:
         found: dict[str, TensorSource] = {}
-        for one in side_by_side(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
+        for one in map_in_threads(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
             twice = found.keys() & one.keys()
             if twice:
-                raise damaged(self.path, f"{listed(sorted(twice))} is in several of {listed(part.tensors)}")
+                raise damage_error(self.path, f"{listed(sorted(twice))} is in several of {listed(part.tensors)}")
             found.update(one)
         return found
 
-    def _loaded(self, part: Part) -> Any:
+    def _load_json(self, part: Part) -> Any:
         assert part.document is not None
         file = self.file(part.document)
-        if file.size > LONGEST_DOCUMENT:
-            raise damaged(self.path, f"{file.name} has {file.size} bytes, and no document has {LONGEST_DOCUMENT}")
+        if file.size > MAX_DOCUMENT_BYTES:
+            raise damage_error(
+                self.path, f"{file.name} has {file.size} bytes, and no document has {MAX_DOCUMENT_BYTES}"
+            )
         return loads(file.read(0, file.size), part.document)
 
-    def _document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
-        return _filled(self._decoded(part, sources), {}, self.readers)
+    def _read_document(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+        return _read_tensors(self._decode_with_sources(part, sources), {}, self.readers)
 
-    def _decoded(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
+    def _decode_with_sources(self, part: Part, sources: Mapping[str, TensorSource]) -> Any:
         return self._decode(part, sources.__getitem__)
 
     def _decode(self, part: Part, tensor: Callable[[str], Any]) -> Any:
-        document = self._loaded(part)
+        document = self._load_json(part)
         try:
             return decode(document, tensor)
         except KeyError as error:
-            raise damaged(self.path, f"{part.document} names the tensor {error}, which is not there") from error
+            raise damage_error(self.path, f"{part.document} names the tensor {error}, which is not there") from error
         except (ValueError, RecursionError) as error:
-            raise damaged(self.path, f"{part.document} cannot be read: {error}") from error
+            raise damage_error(self.path, f"{part.document} cannot be read: {error}") from error
 
-    def _set_aside(self, part: Part) -> set[str]:
+    def _document_tensor_names(self, part: Part) -> set[str]:
         names: set[str] = set()
         if part.document is not None:
             self._decode(part, names.add)
@@ -233,7 +235,7 @@ class Weights(Mapping[str, Any]):
         sources = ((source, wanted.get(name)) for name, source in self._values.items())
         _check_memory("the tensors", sources)
         stored = list(self._values)
-        found = dict(zip(stored, side_by_side(read, stored, self._readers), strict=True))
+        found = dict(zip(stored, map_in_threads(read, stored, self._readers), strict=True))
         return {**found, **{tied: found[first] for tied, first in self._aliases.items()}}
 
     def _stored(self, name: str) -> Any:
@@ -248,7 +250,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         StorageError: one of these, where the storage refuses to say.
     """
     folder = folder_at(os.fspath(path))
-    content = read_if_there(folder, MANIFEST, LONGEST_MANIFEST + 1)
+    content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES + 1)
     if content is None:
         raise CheckpointError(
             f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing, or no file.",
@@ -256,13 +258,13 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
             "check the path, or take an earlier checkpoint; for what another library wrote, see "
             "drivetrain.checkpoint.convert.",
         )
-    return Checkpoint(folder, unseal(content, folder.path))
+    return Checkpoint(folder, decode_manifest(content, folder.path))
 
 
-def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
+def _read_tensors(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
     """Replace each `TensorSource` in a decoded document by its values, or by the wanted part of them."""
     found: dict[int, TensorSource] = {}
-    _collect(value, found)
+    _collect_sources(value, found)
 
     _check_memory("what a document refers to", ((source, wanted.get(key)) for key, source in found.items()))
 
@@ -271,15 +273,15 @@ def _filled(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
         values = source.read(region)
         return values if region is None else ParameterShard(values, source.shape, region)
 
-    values = side_by_side(read, found.values(), readers)
-    return _replaced(value, dict(zip(found, values, strict=True)))
+    values = map_in_threads(read, found.values(), readers)
+    return _replace_sources(value, dict(zip(found, values, strict=True)))
 
 
 def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
-    check_fits(sum(one.nbytes(region) for one, region in sources if isinstance(one, TensorSource)), what)
+    check_memory(sum(one.nbytes(region) for one, region in sources if isinstance(one, TensorSource)), what)
 
 
-def _no_optimizer(document: Any) -> str | None:
+def _optimizer_state_problem(document: Any) -> str | None:
     """What is wrong with the form of an optimizer's document; None where nothing is."""
     if not isinstance(document, dict):
         return f"it is a {type(document).__name__}"
@@ -300,22 +302,22 @@ def _no_optimizer(document: Any) -> str | None:
     return None
 
 
-def _collect(value: Any, found: dict[int, TensorSource]) -> None:
+def _collect_sources(value: Any, found: dict[int, TensorSource]) -> None:
     if isinstance(value, TensorSource):
         found[id(value)] = value
     elif isinstance(value, dict):
         for part in value.values():
-            _collect(part, found)
+            _collect_sources(part, found)
     elif isinstance(value, list | tuple):
         for part in value:
-            _collect(part, found)
+            _collect_sources(part, found)
 
 
-def _replaced(value: Any, read: Mapping[int, Any]) -> Any:
+def _replace_sources(value: Any, read: Mapping[int, Any]) -> Any:
     if isinstance(value, TensorSource):
         return read[id(value)]
     if isinstance(value, dict):
-        return type(value)({key: _replaced(part, read) for key, part in value.items()})
+        return type(value)({key: _replace_sources(part, read) for key, part in value.items()})
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(part, read) for part in value)
+        return type(value)(_replace_sources(part, read) for part in value)
     return value

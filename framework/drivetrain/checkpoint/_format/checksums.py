@@ -13,7 +13,7 @@ except ImportError:
 
 from drivetrain.errors import ConfigurationError, nearest
 
-__all__ = ["BLOCK", "DIGESTS", "BlockSums", "block_count", "check_digest", "crc32", "sums_of"]
+__all__ = ["BLOCK", "DIGESTS", "BlockChecksums", "block_count", "check_digest", "checksums_of", "crc32"]
 
 BLOCK = 4 * 2**20
 """Bytes of a block in what we write; a reader takes the size from the manifest."""
@@ -36,7 +36,7 @@ def check_digest(owner: str, digest: Any) -> None:
         )
 
 
-class BlockSums:
+class BlockChecksums:
     """Takes a file's bytes in order, in portions of any size."""
 
     def __init__(self, block: int = BLOCK) -> None:
@@ -69,9 +69,9 @@ class BlockSums:
         self._sum = self._filled = 0
 
 
-def sums_of(content: bytes) -> BlockSums:
+def checksums_of(content: bytes) -> BlockChecksums:
     """Return the checksums of a whole content."""
-    sums = BlockSums()
+    sums = BlockChecksums()
     sums.update(content)
     return sums
 

@@ -11,7 +11,7 @@ from drivetrain.errors import CheckpointError
 T = TypeVar("T")
 
 
-def tell(control: ControlPlane, failing: str, value: Any, problem: Exception | None) -> list[Any]:
+def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Exception | None) -> list[Any]:
     """Return every rank's ``value``, unless one of them has a problem. Collective.
 
     Args:
@@ -23,15 +23,15 @@ def tell(control: ControlPlane, failing: str, value: Any, problem: Exception | N
     Raises:
         CheckpointError: naming the rank and the cause; a rank's own is raised there as it is.
     """
-    told, problems = _told(control, value, problem)
+    told, problems = _gather(control, value, problem)
     if not problems:
         return told
     if isinstance(problem, CheckpointError):
         raise problem
-    raise _error(failing, problems) from problem
+    raise _error_of_ranks(summary, problems) from problem
 
 
-def agreed(control: ControlPlane, failing: str, work: Callable[[], T]) -> T:
+def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T]) -> T:
     """Do ``work`` and return what it gives, once every rank has done its own. Collective.
 
     Args:
@@ -40,33 +40,33 @@ def agreed(control: ControlPlane, failing: str, work: Callable[[], T]) -> T:
         work: this rank's.
 
     Raises:
-        CheckpointError: as `tell` does.
+        CheckpointError: as `gather_or_raise` does.
     """
     try:
         result = work()
     except Exception as error:
-        problems = _told(control, None, error)[1]
+        problems = _gather(control, None, error)[1]
         if isinstance(error, CheckpointError):
             raise  # as it is: raised once more by another function it would show the same frames twice
-        raise _error(failing, problems) from error
-    tell(control, failing, None, None)
+        raise _error_of_ranks(summary, problems) from error
+    gather_or_raise(control, summary, None, None)
     return result
 
 
-def _told(
+def _gather(
     control: ControlPlane, value: Any, problem: Exception | None
 ) -> tuple[list[Any], dict[int, tuple[str, str, str]]]:
-    told = control.gather_objects((None, value) if problem is None else (_as_text(problem), None))
+    told = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
     return [one for _, one in told], {rank: one for rank, (one, _) in enumerate(told) if one is not None}
 
 
-def _error(failing: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
+def _error_of_ranks(summary: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
     rank, (what, why, fix) = next(iter(problems.items()))
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return CheckpointError(f"{failing}: rank {rank}{others}: {what}", why, fix)
+    return CheckpointError(f"{summary}: rank {rank}{others}: {what}", why, fix)
 
 
-def _as_text(problem: Exception) -> tuple[str, str, str]:
+def _error_texts(problem: Exception) -> tuple[str, str, str]:
     if isinstance(problem, CheckpointError):
         return problem.what, problem.why, problem.fix
     text = f"{type(problem).__name__}: {problem}"

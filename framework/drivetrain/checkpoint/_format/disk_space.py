@@ -10,7 +10,7 @@ from drivetrain.errors import CheckpointError
 _PER_FILE = 4096  # bytes that a file's header, its last block and its line in the manifest may take beside its tensors
 
 
-def check_room(target: Path, needed: int, files: int = 0) -> None:
+def check_disk_space(target: Path, needed: int, files: int = 0) -> None:
     """Refuse to begin what could not be ended.
 
     Args:

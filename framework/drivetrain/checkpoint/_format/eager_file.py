@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import Self
 
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE of linux/fs.h: begin, and do not wait
-_WORTH_IT = 2**20  # bytes
-_MOST = 1024  # contents that one call takes, IOV_MAX of limits.h
+_MIN_WRITEBACK = 2**20  # bytes
+_MAX_BUFFERS = 1024  # contents that one call takes, IOV_MAX of limits.h
 
 
 class EagerFile:
@@ -37,7 +37,7 @@ class EagerFile:
         """
         left, begin = [memoryview(content) for content in contents], self._written
         while left:
-            count = os.writev(self._file.fileno(), left[:_MOST])
+            count = os.writev(self._file.fileno(), left[:_MAX_BUFFERS])
             self._written += count
             whole = 0
             while whole < len(left) and count >= len(left[whole]):
@@ -47,7 +47,7 @@ class EagerFile:
             if count:
                 left[0] = left[0][count:]
         start_writing = _system_call()
-        if start_writing is not None and self._written - begin >= _WORTH_IT:
+        if start_writing is not None and self._written - begin >= _MIN_WRITEBACK:
             start_writing(self._file.fileno(), begin, self._written - begin)
 
     def __enter__(self) -> Self:

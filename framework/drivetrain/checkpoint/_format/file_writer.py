@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from drivetrain.checkpoint._format.checksums import DIGESTS, BlockSums
+from drivetrain.checkpoint._format.checksums import DIGESTS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
-COPIES = 2
+MAX_WAITING_PIECES = 2
 """Pieces made for a file alone that may wait for the disk while the next is gathered."""
 
-_TOGETHER = 16 * 2**20  # bytes that are written by one call, where as many wait
+_BATCH_BYTES = 16 * 2**20  # bytes that are written by one call, where as many wait
 
 _Content = bytes | memoryview
 
@@ -35,14 +35,14 @@ class FileWriter:
 
     def __init__(self, sink: Sink, digest: str | None = None) -> None:
         self._sink = sink
-        self._sums = BlockSums()
+        self._sums = BlockChecksums()
         self._writer = ThreadPoolExecutor(1, "checkpoint-write")
-        self._summer = ThreadPoolExecutor(1, "checkpoint-sum")
+        self._checksummer = ThreadPoolExecutor(1, "checkpoint-sum")
         self._digest: Any = None if digest is None else DIGESTS[digest]()
         self._digester = None if digest is None else ThreadPoolExecutor(1, "checkpoint-digest")
         self._waiting: deque[_Content] = deque()
         self._written: Future[None] | None = None
-        self._summed: Future[None] | None = None
+        self._checksummed: Future[None] | None = None
         self._digested: Future[None] | None = None
         self._undigested: deque[_Content] = deque()
         self._digest_is_due = False  # a call that has not begun yet will take all that waits
@@ -59,16 +59,16 @@ class FileWriter:
         Raises:
             Exception: what an earlier write raised.
         """
-        while not borrowed and len(self._copies) >= COPIES:
+        while not borrowed and len(self._copies) >= MAX_WAITING_PIECES:
             for future in self._copies.popleft():
                 future.result()
-        self._raise()
+        self._raise_error()
         self._waiting.append(content)
-        self._written = self._writer.submit(self._do, self._write_waiting)
-        self._summed = self._summer.submit(self._do, self._sums.update, content)
-        at_work = [self._written, self._summed]
+        self._written = self._writer.submit(self._run_unless_failed, self._write_waiting)
+        self._checksummed = self._checksummer.submit(self._run_unless_failed, self._sums.update, content)
+        at_work = [self._written, self._checksummed]
         if self._digester is not None:
-            at_work.append(self._digest_soon(self._digester, content))
+            at_work.append(self._submit_digest(self._digester, content))
         if not borrowed:
             self._copies.append(at_work)
 
@@ -80,40 +80,40 @@ class FileWriter:
         """
         if self._written is not None:
             self._written.result()
-        self._raise()
+        self._raise_error()
 
     def record(self) -> FileRecord:
         """Return what the file has become, once everything is written and summed."""
         self.flush()
-        for future in (self._summed, self._digested):
+        for future in (self._checksummed, self._digested):
             if future is not None:
                 future.result()
-        self._raise()
+        self._raise_error()
         return FileRecord(self._sums.size, self._sums.text(), "" if self._digest is None else self._digest.hexdigest())
 
     def close(self) -> None:
         """End the threads."""
         self._error = self._error or RuntimeError("the file was closed")
         self._writer.shutdown()
-        self._summer.shutdown()
+        self._checksummer.shutdown()
         if self._digester is not None:
             self._digester.shutdown()
 
     def _write_waiting(self) -> None:
         together: list[_Content] = []
         size = 0
-        while self._waiting and size < _TOGETHER:
+        while self._waiting and size < _BATCH_BYTES:
             together.append(self._waiting.popleft())
             size += len(together[-1])
         if together:  # else an earlier call took it along
             self._sink.writelines(together)
 
-    def _digest_soon(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
+    def _submit_digest(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
         """Have the digest go on with ``content``, and all that waits in one call: of small ones there may be many."""
         self._undigested.append(content)
         if self._digested is None or not self._digest_is_due:
             self._digest_is_due = True
-            self._digested = digester.submit(self._do, self._digest_waiting)
+            self._digested = digester.submit(self._run_unless_failed, self._digest_waiting)
         return self._digested
 
     def _digest_waiting(self) -> None:
@@ -121,13 +121,13 @@ class FileWriter:
         while self._undigested:
             self._digest.update(self._undigested.popleft())
 
-    def _do(self, work: Callable[..., Any], *contents: _Content) -> None:
+    def _run_unless_failed(self, work: Callable[..., Any], *contents: _Content) -> None:
         if self._error is None:
             try:
                 work(*contents)
             except Exception as error:
                 self._error = error
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain.checkpoint._format.local_file import NoFileError, OpenFiles, read_whole
-from drivetrain.checkpoint._format.local_storage import standing_in
-from drivetrain.checkpoint._format.storage import filesystem_of, is_there
+from drivetrain.checkpoint._format.local_storage import find_interrupted_replacement
+from drivetrain.checkpoint._format.storage import filesystem_of, path_exists
 from drivetrain.errors import CheckpointError
 
 
@@ -72,10 +72,10 @@ def folder_at(path: str) -> Folder:
     if filesystem is not None:
         return _object_folder(path, filesystem, root.rstrip("/"))
     if not os.path.lexists(root):
-        instead = standing_in(root)
-        if instead is None:
-            raise _nothing_at(path)
-        root = instead
+        moved_aside = find_interrupted_replacement(root)
+        if moved_aside is None:
+            raise _missing_error(path)
+        root = moved_aside
     if not os.path.isdir(root):
         raise CheckpointError(f"{path!r} is no checkpoint.", "it is a file, and a checkpoint is a folder.", _CONVERT)
     return _LocalFolder(path, Path(root))
@@ -102,7 +102,7 @@ def read_if_there(folder: Folder, name: str, limit: int) -> bytes | None:
 _CONVERT = "for what another library wrote, see drivetrain.checkpoint.convert."
 
 
-def _nothing_at(path: str) -> CheckpointError:
+def _missing_error(path: str) -> CheckpointError:
     return CheckpointError(f"There is no checkpoint at {path!r}.", "nothing is there.", "check the path.")
 
 
@@ -128,7 +128,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
     try:
         with as_os_errors():
             filesystem.invalidate_cache()
-            there = is_there(filesystem, root)
+            there = path_exists(filesystem, root)
     except OSError as error:
         raise StorageError(
             f"{path!r} cannot be reached: {error}.",
@@ -136,7 +136,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
             "check the URL, the credentials and the network.",
         ) from error
     if not there:
-        raise _nothing_at(path)
+        raise _missing_error(path)
     return _ObjectFolder(path, filesystem, root)
 
 
@@ -167,7 +167,7 @@ class _ObjectFolder:
         path = f"{self._root}/{name}"
         with as_os_errors():
             size = min(int(self._filesystem.size(path)), limit)
-            return _range(self._filesystem, path, 0, size)
+            return _read_range(self._filesystem, path, 0, size)
 
     def close(self) -> None:
         """An object store holds nothing."""
@@ -181,13 +181,13 @@ class _RemoteFile:
 
     def fill(self, begin: int, memory: memoryview) -> None:
         with as_os_errors():
-            memory[:] = _range(self._filesystem, self._path, begin, begin + len(memory))
+            memory[:] = _read_range(self._filesystem, self._path, begin, begin + len(memory))
 
     def is_hole(self, begin: int, end: int) -> bool:
         return False
 
 
-def _range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
+def _read_range(filesystem: Any, path: str, begin: int, end: int) -> bytes:
     """Return some bytes of an object, and no others whatever the store answers."""
     if begin >= end:
         return b""  # stores refuse an empty range

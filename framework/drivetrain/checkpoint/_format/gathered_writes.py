@@ -12,10 +12,19 @@ import torch
 
 from drivetrain._distributed.control_plane import ControlPlane
 from drivetrain._distributed.shards import ParameterShard, Region
-from drivetrain.checkpoint._format.file_writer import COPIES, FileWriter
+from drivetrain.checkpoint._format.file_writer import MAX_WAITING_PIECES, FileWriter
 from drivetrain.checkpoint._format.manifest import FileRecord
-from drivetrain.checkpoint._format.pieces import Piece, batches_of, bytes_of, overlap, put, rounds_of, rows_of, take
-from drivetrain.checkpoint._format.staging import Held
+from drivetrain.checkpoint._format.pieces import (
+    Piece,
+    batches_of,
+    bytes_of,
+    overlap,
+    read_overlap,
+    rounds_of,
+    rows_of,
+    write_overlap,
+)
+from drivetrain.checkpoint._format.staging import TensorOrShard
 from drivetrain.checkpoint._format.storage import Storage
 from drivetrain.checkpoint._format.tensor_file import header_of
 from drivetrain.checkpoint._format.write_plan import PlannedFile
@@ -23,7 +32,7 @@ from drivetrain.checkpoint._format.write_plan import PlannedFile
 Regions = Mapping[str, Region | None]
 """What one rank brings to a checkpoint, by name; only what is sharded stands here."""
 
-_Whole = tuple[torch.Tensor, bool]
+_FlatPiece = tuple[torch.Tensor, bool]
 """A piece, and whether it is memory that is there anyway."""
 
 _ALIGNED = 16  # bytes
@@ -31,7 +40,7 @@ _SMALL = 2**16  # bytes of a piece that is copied at less cost than two threads 
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class GatheredWriter:
     """How the tensors of one part come together.
 
     Args:
@@ -43,10 +52,10 @@ class Gathering:
         digest: of each file, besides its checksums.
     """
 
-    held: Mapping[str, Held]
+    held: Mapping[str, TensorOrShard]
     regions: Sequence[Regions]
     control: ControlPlane
-    place: Storage
+    storage: Storage
     piece: int
     digest: str | None = None
 
@@ -58,7 +67,7 @@ class Gathering:
         """
         records: dict[str, FileRecord] = {}
         problem: Exception | None = None
-        for wave in _waves(files):
+        for wave in _group_by_owner(files):
             try:
                 records.update(self._write_wave(wave))
             except _WriteFailedError as error:
@@ -71,16 +80,16 @@ class Gathering:
         """Write files of different owners side by side, one round of each at a time."""
         sharded = frozenset(self.regions[0])
         own = next((file for file in wave if file.owner == self.control.rank), None)
-        output = None if own is None else _Output(own, self.place, self.digest)
-        incoming, pieces_of_own = _Buffers(1), _Buffers(COPIES + 1)
+        output = None if own is None else _Output(own, self.storage, self.digest)
+        incoming, pieces_of_own = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
         rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
         try:
             while True:
-                now = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
-                if not now:
+                round_ = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
+                if not round_:
                     break
-                received = self._exchange(now, incoming)
-                for owner, pieces in now:
+                received = self._exchange(round_, incoming)
+                for owner, pieces in round_:
                     if owner == self.control.rank and output is not None:
                         output.write(self._assembled(pieces, received, pieces_of_own))
             return {} if output is None else output.finish()
@@ -88,11 +97,11 @@ class Gathering:
             if output is not None:
                 output.close()
 
-    def _exchange(self, now: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
+    def _exchange(self, round_: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
         """Send this rank's parts of the pieces to their owners; return the bytes that came, by the rank they are of."""
         control, sends = self.control, {}
         receives: dict[int, torch.Tensor] = {}
-        for owner, pieces in now:
+        for owner, pieces in round_:
             if owner != control.rank:
                 parts = [part.view(torch.uint8) for part in self._parts(pieces)]
                 if parts:
@@ -111,7 +120,7 @@ class Gathering:
             region = self.regions[self.control.rank].get(piece.spec.name)
             part = None if region is None else overlap(region, piece)
             if part is not None and region is not None and isinstance(held, ParameterShard):
-                yield take(held.local, region, part)
+                yield read_overlap(held.local, region, part)
 
     def _nbytes_from(self, rank: int, pieces: Sequence[Piece]) -> int:
         total = 0
@@ -123,7 +132,7 @@ class Gathering:
 
     def _assembled(
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
-    ) -> Iterator[_Whole]:
+    ) -> Iterator[_FlatPiece]:
         """Yield each piece whole and flat; small ones that this rank has, several as one."""
         taken = dict.fromkeys(received, 0)
         for batch in batches_of(pieces, self._is_small, self.piece):
@@ -145,12 +154,12 @@ class Gathering:
                 if part is None or region is None:
                     continue
                 if rank == self.control.rank:
-                    values = take(held.local, region, part)
+                    values = read_overlap(held.local, region, part)
                 else:
                     begin = taken[rank]
                     taken[rank] += part.numel * piece.spec.dtype.itemsize
                     values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
-                put(whole, piece, part, values)
+                write_overlap(whole, piece, part, values)
             yield whole, False
 
     def _is_small(self, piece: Piece) -> bool:
@@ -194,19 +203,19 @@ class _WriteFailedError(Exception):
 class _Output:
     """One file of this rank's. A failure is kept until the end, since the others still send."""
 
-    def __init__(self, file: PlannedFile, place: Storage, digest: str | None) -> None:
+    def __init__(self, file: PlannedFile, storage: Storage, digest: str | None) -> None:
         self._name = file.name
         self._problem: Exception | None = None
         self._stack = ExitStack()
         self._writer: FileWriter | None = None
         try:
-            sink = self._stack.enter_context(place.open(file.name))
+            sink = self._stack.enter_context(storage.open(file.name))
             self._writer = FileWriter(sink, digest)
             self._writer.write(header_of(file.specs))
         except Exception as error:
             self._fail(error)
 
-    def write(self, pieces: Iterator[_Whole]) -> None:
+    def write(self, pieces: Iterator[_FlatPiece]) -> None:
         for piece, borrowed in pieces:
             if self._writer is None:
                 return
@@ -244,7 +253,7 @@ class _Output:
             self._stack.__exit__(type(error), error, error.__traceback__)
 
 
-def _waves(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
+def _group_by_owner(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
     """Put files into groups that have no owner twice."""
     of_owner: dict[int, list[PlannedFile]] = {}
     for file in files:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_OPEN_AT_ONCE = 64
+_MAX_OPEN = 64
 """Descriptors that the files of one checkpoint hold: it may have thousands of files, and a process 1,024."""
 
 _SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
@@ -49,15 +49,15 @@ class OpenFiles:
             NoFileError: it is none.
             OSError: it is not there, or cannot be read.
         """
-        descriptor, found = _opened(path)
-        file = LocalFile(self, path, found)
+        descriptor, stat_result = _open_regular(path)
+        file = LocalFile(self, path, stat_result)
         with self._lock:
             self._keep(file, descriptor)
         return file
 
     def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
         """Fill ``memory`` from byte ``begin`` on, as far as the file goes; return how many bytes that were."""
-        with self._used(file) as descriptor:
+        with self._in_use_descriptor(file) as descriptor:
             done = 0
             while done < len(memory):
                 count = os.preadv(descriptor, [memory[done:]], begin + done)
@@ -70,14 +70,14 @@ class OpenFiles:
         """Whether nothing was ever written from ``begin`` to before ``end``, so that it reads as zeros."""
         if _SEEK_DATA is None:
             return False
-        with self._used(file) as descriptor:
+        with self._in_use_descriptor(file) as descriptor:
             try:
                 return os.lseek(descriptor, begin, _SEEK_DATA) >= end
             except OSError as error:  # there is no data behind it, or the disk cannot tell
                 return error.errno == errno.ENXIO and os.fstat(descriptor).st_size >= end
 
     @contextmanager
-    def _used(self, file: LocalFile) -> Iterator[int]:
+    def _in_use_descriptor(self, file: LocalFile) -> Iterator[int]:
         with self._lock:
             descriptor = self._descriptor(file)
             self._in_use[descriptor] += 1
@@ -91,8 +91,8 @@ class OpenFiles:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
-        descriptor, found = _opened(file.path)
-        if not os.path.samestat(found, file.found):
+        descriptor, stat_result = _open_regular(file.path)
+        if not os.path.samestat(stat_result, file.stat_result):
             os.close(descriptor)
             raise ChangedFileError(f"{file.path.name} was replaced while the checkpoint was read")
         self._keep(file, descriptor)
@@ -101,7 +101,7 @@ class OpenFiles:
     def _keep(self, file: LocalFile, descriptor: int) -> None:
         self._open[file] = descriptor
         idle = [one for one in self._open if one is not file and not self._in_use[self._open[one]]]
-        for one in idle[: len(self._open) - _OPEN_AT_ONCE] if len(self._open) > _OPEN_AT_ONCE else ():
+        for one in idle[: len(self._open) - _MAX_OPEN] if len(self._open) > _MAX_OPEN else ():
             os.close(self._open.pop(one))
 
 
@@ -114,11 +114,11 @@ class LocalFile:
         found: what the system said of it as it was opened.
     """
 
-    def __init__(self, files: OpenFiles, path: Path, found: os.stat_result) -> None:
+    def __init__(self, files: OpenFiles, path: Path, stat_result: os.stat_result) -> None:
         self._files = files
         self.path = path
-        self.found = found
-        self.size = found.st_size
+        self.stat_result = stat_result
+        self.size = stat_result.st_size
 
     def fill(self, begin: int, memory: memoryview) -> None:
         """Fill ``memory`` with the bytes from ``begin`` on.
@@ -142,12 +142,12 @@ def read_whole(path: Path, limit: int) -> bytes:
         NoFileError: it is none.
         OSError: it is not there, or cannot be read.
     """
-    descriptor, _ = _opened(path)
+    descriptor, _ = _open_regular(path)
     with open(descriptor, "rb") as stream:
         return stream.read(limit)
 
 
-def _opened(path: Path) -> tuple[int, os.stat_result]:
+def _open_regular(path: Path) -> tuple[int, os.stat_result]:
     """Open a regular file, and nothing else: a pipe would wait for a writer, and a device may act when it is opened."""
     try:
         _check_regular(path, os.stat(path))
@@ -157,14 +157,16 @@ def _opened(path: Path) -> tuple[int, os.stat_result]:
             raise NoFileError(f"{path.name} is a link to itself") from error
         raise
     try:
-        found = os.fstat(descriptor)
-        _check_regular(path, found)
+        stat_result = os.fstat(descriptor)
+        _check_regular(path, stat_result)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, found
+    return descriptor, stat_result
 
 
-def _check_regular(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise NoFileError(f"{path.name} is a {'directory' if stat.S_ISDIR(found.st_mode) else 'device or a pipe'}")
+def _check_regular(path: Path, stat_result: os.stat_result) -> None:
+    if not stat.S_ISREG(stat_result.st_mode):
+        raise NoFileError(
+            f"{path.name} is a {'directory' if stat.S_ISDIR(stat_result.st_mode) else 'device or a pipe'}"
+        )

@@ -13,22 +13,22 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from drivetrain.checkpoint._format.atomic_exchange import exchange
-from drivetrain.checkpoint._format.disk_space import check_room
+from drivetrain.checkpoint._format.disk_space import check_disk_space
 from drivetrain.checkpoint._format.eager_file import EagerFile
 from drivetrain.checkpoint._format.local_file import read_whole
 from drivetrain.checkpoint._format.manifest import MANIFEST
-from drivetrain.checkpoint._format.storage import Ticket, is_ours
+from drivetrain.checkpoint._format.storage import JoinInfo, is_checkpoint_file
 from drivetrain.errors import CheckpointError
 
 # Beside the target, on the same file system: a folder that is being written, one that was moved out of the way, and
 # the file that its writer holds locked. The lock file is there before the folders and goes after them, and holds the
 # name of the target.
-_LONGEST_NAME = 1024  # bytes
-_LOCK = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
-_CHOOSING = ".choosing.lock"  # a file, opened for writing: NFS locks nothing else
+_MAX_NAME_BYTES = 1024  # bytes
+_LOCK_NAME = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
+_CLAIM_LOCK = ".choosing.lock"  # a file, opened for writing: NFS locks nothing else
 
 
-class LocalPlace:
+class LocalStorage:
     """A folder that becomes a checkpoint.
 
     Args:
@@ -44,7 +44,7 @@ class LocalPlace:
         self._folder = target.parent / f".saving-{token}"
 
     @classmethod
-    def begin(cls, path: str, needed: int = 0, files: int = 0) -> LocalPlace:
+    def begin(cls, path: str, needed: int = 0, files: int = 0) -> LocalStorage:
         """Make the folder, and clear what dead writers left beside it.
 
         Args:
@@ -57,30 +57,30 @@ class LocalPlace:
             OSError: the folder cannot be made.
         """
         target = Path(os.path.realpath(path))
-        _refuse_what_is_not_ours(target)
+        _check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(target.parent)
-        check_room(target, needed, files)
+        check_disk_space(target, needed, files)
         token = secrets.token_hex(8)
-        lock = _locked(_lock_file(target.parent, token), target.name)
-        place = cls(target, token, lock)
+        lock = _create_locked(_lock_file(target.parent, token), target.name)
+        storage = cls(target, token, lock)
         try:
-            place._folder.mkdir()
+            storage._folder.mkdir()
         except BaseException:
-            place.abandon()
+            storage.abandon()
             raise
-        return place
+        return storage
 
     @classmethod
-    def join(cls, path: str, ticket: Ticket) -> LocalPlace:
+    def join(cls, path: str, join_info: JoinInfo) -> LocalStorage:
         """Write to the folder that rank 0 made."""
-        return cls(Path(os.path.realpath(path)), ticket["token"])
+        return cls(Path(os.path.realpath(path)), join_info["token"])
 
     @property
-    def ticket(self) -> Ticket:
+    def join_info(self) -> JoinInfo:
         return {"token": self._token}
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         return name
 
     def open(self, name: str) -> EagerFile:
@@ -111,11 +111,11 @@ class LocalPlace:
             # Only a folder that holds something is in the way.
             if not self._target.is_dir() or not any(self._target.iterdir()):
                 raise
-        _refuse_what_is_not_ours(self._target)
+        _check_replaceable(self._target)
         if exchange(str(self._folder), str(self._target)):
             return
-        # Killed between these two, the old one is found through the lock file, see `standing_in`.
-        aside = _aside(self._target.parent, self._token)
+        # Killed between these two, the old one is found through the lock file, see `find_interrupted_replacement`.
+        aside = _moved_aside_path(self._target.parent, self._token)
         os.rename(self._target, aside)
         try:
             os.rename(self._folder, self._target)
@@ -125,20 +125,20 @@ class LocalPlace:
 
     def _clean_up(self) -> None:
         if self._lock is not None:
-            _clear(_lock_file(self._target.parent, self._token), self._lock)
+            _remove_leftovers(_lock_file(self._target.parent, self._token), self._lock)
             self._lock = None
 
 
-def standing_in(path: str) -> str | None:
+def find_interrupted_replacement(path: str) -> str | None:
     """Return where the checkpoint of ``path`` is, if a writer died in the moment in which it had no name.
 
     That moment is there only where the disk cannot exchange two names in one step.
     """
     target = Path(os.path.realpath(path))
-    for lock in _locks_in(target.parent):
-        aside = _aside(target.parent, _token(lock))
+    for lock in _lock_files_in(target.parent):
+        aside = _moved_aside_path(target.parent, _token(lock))
         with suppress(OSError):
-            if _name_in(lock) == target.name and (aside / MANIFEST).exists():
+            if _read_target_name(lock) == target.name and (aside / MANIFEST).exists():
                 return str(aside)
     return None
 
@@ -146,29 +146,29 @@ def standing_in(path: str) -> str | None:
 # What else is done in a folder of checkpoints. Killed on the way, each leaves what the next save clears.
 
 
-def discard(path: str) -> None:
+def remove_checkpoint(path: str) -> None:
     """Remove a checkpoint, in one step."""
     target = Path(os.path.realpath(path))
     if target.exists():
         token = secrets.token_hex(8)
-        lock = _locked(_lock_file(target.parent, token), "")
+        lock = _create_locked(_lock_file(target.parent, token), "")
         with suppress(FileNotFoundError):
             os.rename(target, target.parent / f".saving-{token}")
-        _clear(_lock_file(target.parent, token), lock)
+        _remove_leftovers(_lock_file(target.parent, token), lock)
 
 
-def write_name(path: str, name: str) -> None:
+def write_pointer(path: str, name: str) -> None:
     """Write a small file that holds a name, in one step, whoever else does so too."""
     target = Path(os.path.realpath(path))
     lock_file = _lock_file(target.parent, secrets.token_hex(8))
-    lock = _locked(lock_file, name)
+    lock = _create_locked(lock_file, name)
     try:
         os.replace(lock_file, target)
     finally:
         os.close(lock)
 
 
-def claim(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
+def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
     """Choose a name for a checkpoint, and keep it from other runs.
 
     Args:
@@ -180,31 +180,31 @@ def claim(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Call
     """
     parent = Path(os.path.realpath(folder))
     parent.mkdir(parents=True, exist_ok=True)
-    with alone_in(parent):
+    with lock_folder(parent):
         clear_leftovers(parent)
-        name = free(_names_held_in(parent))
+        name = free(_claimed_names(parent))
         lock_file = _lock_file(parent, secrets.token_hex(8))
-        lock = _locked(lock_file, name)
-    return name, lambda: _clear(lock_file, lock)
+        lock = _create_locked(lock_file, name)
+    return name, lambda: _remove_leftovers(lock_file, lock)
 
 
-def _names_held_in(folder: Path) -> set[str]:
+def _claimed_names(folder: Path) -> set[str]:
     names = set()
-    for lock in _locks_in(folder):
+    for lock in _lock_files_in(folder):
         with suppress(FileNotFoundError):  # it is whole by now
-            names.add(_name_in(lock))
+            names.add(_read_target_name(lock))
     return names
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Keep others out who choose a name in ``folder``, by a file that is there meanwhile.
 
     Raises:
         OSError: it cannot be written there.
     """
-    path = folder / _CHOOSING
-    lock = _locked(path, "")
+    path = folder / _CLAIM_LOCK
+    lock = _create_locked(path, "")
     try:
         yield
     finally:
@@ -215,7 +215,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what dead writers left in ``folder``. Those who live hold their locks, and keep theirs."""
-    for path in _locks_in(folder):
+    for path in _lock_files_in(folder):
         with suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -223,27 +223,27 @@ def clear_leftovers(folder: Path) -> None:
             except OSError:
                 os.close(lock)
             else:
-                _clear(path, lock)
+                _remove_leftovers(path, lock)
 
 
-def _locks_in(folder: Path) -> list[Path]:
+def _lock_files_in(folder: Path) -> list[Path]:
     with suppress(OSError):
-        entries = [entry for entry in os.scandir(folder) if _LOCK.fullmatch(entry.name)]
+        entries = [entry for entry in os.scandir(folder) if _LOCK_NAME.fullmatch(entry.name)]
         return [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
     return []
 
 
-def _name_in(lock_file: Path) -> str:
+def _read_target_name(lock_file: Path) -> str:
     """The name that a lock file holds; "" where it holds none."""
-    name = os.fsdecode(read_whole(lock_file, _LONGEST_NAME + 1))
-    return "" if len(name) > _LONGEST_NAME or "/" in name or "\0" in name or name in (".", "..") else name
+    name = os.fsdecode(read_whole(lock_file, _MAX_NAME_BYTES + 1))
+    return "" if len(name) > _MAX_NAME_BYTES or "/" in name or "\0" in name or name in (".", "..") else name
 
 
-def _clear(lock_file: Path, lock: int) -> None:
+def _remove_leftovers(lock_file: Path, lock: int) -> None:
     """Remove the folders that ``lock_file`` stands for, and it too; ``lock`` is closed."""
     folder, token = lock_file.parent, _token(lock_file)
     with suppress(OSError):
-        target, aside = folder / _name_in(lock_file), _aside(folder, token)
+        target, aside = folder / _read_target_name(lock_file), _moved_aside_path(folder, token)
         if aside.exists() and not target.exists():
             os.rename(aside, target)
         shutil.rmtree(aside, ignore_errors=True)
@@ -264,7 +264,7 @@ def _lock_file(folder: Path, token: str) -> Path:
     return folder / f".saving-{token}.lock"
 
 
-def _aside(folder: Path, token: str) -> Path:
+def _moved_aside_path(folder: Path, token: str) -> Path:
     return folder / f".replaced-{token}"
 
 
@@ -272,7 +272,7 @@ def _token(lock_file: Path) -> str:
     return lock_file.name.removeprefix(".saving-").removesuffix(".lock")
 
 
-def _locked(path: Path, name: str) -> int:
+def _create_locked(path: Path, name: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # a disk that knows no locks: docs/checkpoints.md says what holds then
@@ -285,7 +285,7 @@ def _locked(path: Path, name: str) -> int:
         os.close(lock)
 
 
-def _refuse_what_is_not_ours(target: Path) -> None:
+def _check_replaceable(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -293,7 +293,7 @@ def _refuse_what_is_not_ours(target: Path) -> None:
             f"{str(target)!r} is a file.", "a checkpoint is a folder.", "save to another path, or move the file away."
         )
     names = sorted(os.listdir(target))
-    foreign = [name for name in names if not is_ours(name)]
+    foreign = [name for name in names if not is_checkpoint_file(name)]
     if names and (foreign or MANIFEST not in names):
         raise CheckpointError(
             f"{str(target)!r} holds {', '.join(foreign[:5]) or 'files without a manifest'}, which is no part of a "

@@ -15,17 +15,20 @@ from typing import Any
 import torch
 
 from drivetrain.checkpoint._format.checksums import BLOCK, block_count
-from drivetrain.checkpoint._format.documents import decode, encode, parsed
-from drivetrain.checkpoint._format.sealed_json import is_sealed, sealed
+from drivetrain.checkpoint._format.documents import decode, encode, parse_json
+from drivetrain.checkpoint._format.sealed_json import dump_with_checksum, has_valid_checksum
 from drivetrain.errors import CheckpointError, listed
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-LONGEST_MANIFEST = 2**26
+MAX_MANIFEST_BYTES = 2**26
 """Bytes: the checksums of 32 TiB take so many."""
-_BLOCKS = (2**12, 2**26)  # the bytes that a block may have: of smaller ones there are too many, larger ones fill memory
-_MOST_RANKS = 2**24
-_LAST_SECOND = 2**36  # of `written`: in the year 4147
+_BLOCK_SIZE_RANGE = (
+    2**12,
+    2**26,
+)  # the bytes that a block may have: of smaller ones there are too many, larger ones fill memory
+_MAX_RANKS = 2**24
+_MAX_TIME = 2**36  # of `written`: in the year 4147
 
 # One folder holds one checkpoint, and nothing that a checkpoint says may point out of it.
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
@@ -66,7 +69,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointMetadata:
     """What the run says about a checkpoint.
 
     Attributes:
@@ -105,7 +108,7 @@ class Facts:
     data_hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     data_argument: str = ""
 
-    def descends_from(self, other: Facts) -> bool:
+    def descends_from(self, other: CheckpointMetadata) -> bool:
         """Whether a run wrote this after it had written, or gone on from, ``other``."""
         last = len(other.lineage) - 1
         if last < 0 or len(self.lineage) <= last or self.lineage[:last] != other.lineage[:last]:
@@ -120,7 +123,7 @@ class Manifest:
 
     identifier: str
     world_size: int
-    facts: Facts
+    metadata: CheckpointMetadata
     files: Mapping[str, FileRecord]
     weights: Part
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -155,30 +158,30 @@ def versions() -> dict[str, str]:
 # As JSON
 
 
-def seal(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's text, which ends with a checksum of all that comes before."""
-    facts = manifest.facts
-    nothing_aside: dict[str, Any] = {}
+    metadata = manifest.metadata
+    tensors: dict[str, Any] = {}
     document: dict[str, Any] = {
         "format": FORMAT,
         "id": manifest.identifier,
         "written": manifest.written,
         "versions": dict(manifest.versions),
         "world_size": manifest.world_size,
-        "strategy": facts.strategy,
-        "precision": facts.precision,
-        "weights_only": facts.weights_only,
-        "progress": encode(facts.progress, nothing_aside, "progress"),
-        "hyper_parameters": encode(facts.hyper_parameters, nothing_aside, "hyper_parameters"),
-        "argument": facts.argument,
-        "data_hyper_parameters": encode(facts.data_hyper_parameters, nothing_aside, "data_hyper_parameters"),
-        "data_argument": facts.data_argument,
-        "left_out": list(facts.left_out),
-        "pretrained": encode(facts.pretrained, nothing_aside, "pretrained"),
-        "parent": facts.parent,
-        "lineage": [list(one) for one in facts.lineage],
-        "run": dict(facts.run),
-        "base": dict(facts.base),
+        "strategy": metadata.strategy,
+        "precision": metadata.precision,
+        "weights_only": metadata.weights_only,
+        "progress": encode(metadata.progress, tensors, "progress"),
+        "hyper_parameters": encode(metadata.hyper_parameters, tensors, "hyper_parameters"),
+        "argument": metadata.argument,
+        "data_hyper_parameters": encode(metadata.data_hyper_parameters, tensors, "data_hyper_parameters"),
+        "data_argument": metadata.data_argument,
+        "left_out": list(metadata.left_out),
+        "pretrained": encode(metadata.pretrained, tensors, "pretrained"),
+        "parent": metadata.parent,
+        "lineage": [list(one) for one in metadata.lineage],
+        "run": dict(metadata.run),
+        "base": dict(metadata.base),
         "weights": _part_as_json(manifest.weights),
         "aliases": dict(manifest.aliases),
         "optimizers": [_part_as_json(part) for part in manifest.optimizers],
@@ -188,17 +191,17 @@ def seal(manifest: Manifest) -> bytes:
         "block_size": manifest.block_size,
         "files": {name: record_as_json(one) for name, one in manifest.files.items()},
     }
-    if nothing_aside:
+    if tensors:
         raise CheckpointError(
-            f"The manifest cannot hold the tensors {', '.join(nothing_aside)}.",
+            f"The manifest cannot hold the tensors {', '.join(tensors)}.",
             "progress and hyper-parameters are JSON.",
             "keep tensors in the module, or give them to on_save_checkpoint.",
         )
-    content = sealed(document)
-    if len(content) > LONGEST_MANIFEST:
+    content = dump_with_checksum(document)
+    if len(content) > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             f"{MANIFEST} would have {len(content)} bytes.",
-            f"it may have {LONGEST_MANIFEST}, and holds the checksums of all files and the hyper-parameters.",
+            f"it may have {MAX_MANIFEST_BYTES}, and holds the checksums of all files and the hyper-parameters.",
             "keep large hyper-parameters in a file, and its name in the module.",
         )
     return content
@@ -209,34 +212,34 @@ def record_as_json(record: FileRecord) -> dict[str, Any]:
     return {**described, "sha256": record.sha256} if record.sha256 else described
 
 
-def check_facts(facts: Facts) -> None:
+def check_metadata(metadata: CheckpointMetadata) -> None:
     """Refuse what a run would say of its checkpoints and no manifest can hold, before there is one.
 
     Raises:
         CheckpointError: it is too long, or holds what JSON does not know.
     """
-    seal(Manifest("", 1, facts, {}, Part()))
+    encode_manifest(Manifest("", 1, metadata, {}, Part()))
 
 
 def _part_as_json(part: Part) -> dict[str, Any]:
     return {"document": part.document, "tensors": list(part.tensors), "index": part.index}
 
 
-def unseal(content: bytes, path: str) -> Manifest:
+def decode_manifest(content: bytes, path: str) -> Manifest:
     """Return the manifest from its text.
 
     Raises:
         CheckpointError: it is damaged, of another format, or points out of its folder.
     """
     try:
-        if len(content) > LONGEST_MANIFEST:
-            raise ValueError(f"it has more than {LONGEST_MANIFEST} bytes")
-        document = parsed(content)
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+        document = parse_json(content)
         if not isinstance(document, dict) or "format" not in document:
             raise ValueError("it says no format")
         found = document["format"]
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"it cannot be read: {type(error).__name__}: {error}") from error
+        raise _damage_error(path, f"it cannot be read: {type(error).__name__}: {error}") from error
     if type(found) is not int or found != FORMAT:
         raise CheckpointError(
             f"{path!r} is of format {reprlib.repr(found)}.",
@@ -245,17 +248,17 @@ def unseal(content: bytes, path: str) -> Manifest:
             if found == 0
             else "load it with a newer version of drivetrain.",
         )
-    if not is_sealed(content):
-        raise _damaged(path, "its checksum is another")
+    if not has_valid_checksum(content):
+        raise _damage_error(path, "its checksum is another")
     try:
         return _from_json(document)
     except KeyError as error:
-        raise _damaged(path, f"it lacks {error}") from error
+        raise _damage_error(path, f"it lacks {error}") from error
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from error
+        raise _damage_error(path, str(error)) from error
 
 
-def _damaged(path: str, problem: str) -> CheckpointError:
+def _damage_error(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{MANIFEST} of {path!r} is damaged: {problem}.",
         "it says what the checkpoint consists of.",
@@ -265,7 +268,7 @@ def _damaged(path: str, problem: str) -> CheckpointError:
 
 def _from_json(document: dict[str, Any]) -> Manifest:
     block_size = _count(document["block_size"])
-    if not _BLOCKS[0] <= block_size <= _BLOCKS[1]:
+    if not _BLOCK_SIZE_RANGE[0] <= block_size <= _BLOCK_SIZE_RANGE[1]:
         raise ValueError(f"blocks of {block_size} bytes")
     files = {}
     for name, one in _dict(document["files"], "files").items():
@@ -280,7 +283,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     manifest = Manifest(
         identifier=_text(document["id"]),
         world_size=_count(document["world_size"]),
-        facts=Facts(
+        metadata=CheckpointMetadata(
             strategy=_text(document["strategy"]),
             precision=_text(document["precision"]),
             progress=_dict(decode(document["progress"], _no_tensor), "progress"),
@@ -310,7 +313,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         block_size=block_size,
         versions={name: _text(text) for name, text in _dict(document["versions"], "versions").items()},
     )
-    if not 1 <= manifest.world_size <= _MOST_RANKS or len(manifest.ranks) not in (0, manifest.world_size):
+    if not 1 <= manifest.world_size <= _MAX_RANKS or len(manifest.ranks) not in (0, manifest.world_size):
         raise ValueError(f"{len(manifest.ranks)} ranks of {manifest.world_size} have something in it")
     used = Counter(name for part in manifest.parts() for name in part.files())
     unlisted, shared = sorted(used.keys() - files.keys()), sorted(name for name, count in used.items() if count > 1)
@@ -366,7 +369,7 @@ def _count(number: Any) -> int:
 
 
 def _time(number: Any) -> float:
-    if type(number) not in (int, float) or not 0 <= number < _LAST_SECOND:
+    if type(number) not in (int, float) or not 0 <= number < _MAX_TIME:
         raise ValueError(f"{reprlib.repr(number)} is no time since 1970")
     return float(number)
 

@@ -25,7 +25,7 @@ def make_folder(filesystem: Any, root: str) -> None:
 
 
 @contextmanager
-def put(filesystem: Any, path: str) -> Iterator[Any]:
+def open_object(filesystem: Any, path: str) -> Iterator[Any]:
     """Give a stream to write to; once it is left without an error, what was written is there.
 
     The last of it is sent as the stream is closed. Where that fails, the store may have taken it all the same: it is
@@ -34,7 +34,7 @@ def put(filesystem: Any, path: str) -> Iterator[Any]:
     stream = filesystem.open(path, "wb")
     try:
         yield stream
-        nbytes = stream.tell()
+        nbytes = stream.gather_or_raise()
         try:
             stream.close()
         except Exception:
@@ -50,22 +50,22 @@ def put(filesystem: Any, path: str) -> Iterator[Any]:
 
 
 @contextmanager
-def replaced(filesystem: Any, path: str) -> Iterator[Any]:
-    """Give a stream as `put` does, of an object that may be there: until this one is whole it stays as it is."""
+def open_replacement(filesystem: Any, path: str) -> Iterator[Any]:
+    """Give a stream as `open_object` does, of an object that may be there: until this one is whole it stays as it is."""
     if is_object_store(filesystem):
-        with put(filesystem, path) as stream:
+        with open_object(filesystem, path) as stream:
             yield stream
         return
     folder, slash, name = path.rpartition("/")
-    half = f"{folder}{slash}.{name}-{secrets.token_hex(8)}"
+    temporary = f"{folder}{slash}.{name}-{secrets.token_hex(8)}"
     make_folder(filesystem, folder)
     try:
-        with put(filesystem, half) as stream:
+        with open_object(filesystem, temporary) as stream:
             yield stream
-        filesystem.mv(half, path)
+        filesystem.mv(temporary, path)
     except BaseException:
         with suppress(Exception):
-            filesystem.rm_file(half)
+            filesystem.rm_file(temporary)
         raise
 
 

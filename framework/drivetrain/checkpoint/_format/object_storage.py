@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from drivetrain.checkpoint._format.manifest import LONGEST_MANIFEST, MANIFEST, Manifest, unseal
-from drivetrain.checkpoint._format.object_file import make_folder, put
-from drivetrain.checkpoint._format.storage import Ticket
+from drivetrain.checkpoint._format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, decode_manifest
+from drivetrain.checkpoint._format.object_file import make_folder, open_object
+from drivetrain.checkpoint._format.storage import JoinInfo
 from drivetrain.errors import CheckpointError
 
 _PAUSES = (0.5, 1.0, 2.0, 4.0)  # seconds between tries to put the manifest, and between looks whether it is there
 
 
-def put_surely(filesystem: Any, path: str, content: bytes, is_there: Callable[[], bool]) -> None:
+def put_with_retries(filesystem: Any, path: str, content: bytes, is_stored: Callable[[], bool]) -> None:
     """Put a small object, and again where the store refuses, or gives no answer and does not have it.
 
     Args:
@@ -33,14 +33,14 @@ def put_surely(filesystem: Any, path: str, content: bytes, is_there: Callable[[]
             filesystem.pipe_file(path, content)
             return
         except Exception as error:  # each store's library has errors of its own
-            if is_there():
+            if is_stored():
                 return
             if pause is None or isinstance(error, PermissionError):
                 raise
         time.sleep(pause)
 
 
-class ObjectPlace:
+class ObjectStorage:
     """A prefix in an object store.
 
     Whoever else writes there, files of two writers are never under one name, and the manifest that is there names
@@ -60,27 +60,27 @@ class ObjectPlace:
         self._created: list[str] = []
 
     @classmethod
-    def begin(cls, filesystem: Any, root: str) -> ObjectPlace:
+    def begin(cls, filesystem: Any, root: str) -> ObjectStorage:
         """Choose names of its own."""
         make_folder(filesystem, root)
         return cls(filesystem, root, f"-{secrets.token_hex(8)}")
 
     @classmethod
-    def join(cls, filesystem: Any, root: str, ticket: Ticket) -> ObjectPlace:
+    def join(cls, filesystem: Any, root: str, join_info: JoinInfo) -> ObjectStorage:
         """Write beside rank 0."""
-        return cls(filesystem, root, ticket["suffix"])
+        return cls(filesystem, root, join_info["suffix"])
 
     @property
-    def ticket(self) -> Ticket:
+    def join_info(self) -> JoinInfo:
         return {"suffix": self._suffix}
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         stem, dot, extension = name.partition(".")
         return f"{stem}{self._suffix}{dot}{extension}"
 
     def open(self, name: str) -> AbstractContextManager[Any]:
         self._created.append(name)
-        return put(self._filesystem, self._path(name))
+        return open_object(self._filesystem, self._path(name))
 
     def size(self, name: str) -> int:
         self._filesystem.invalidate_cache()
@@ -90,9 +90,9 @@ class ObjectPlace:
         self._created.clear()
 
     def commit(self, manifest: bytes, identifier: str) -> None:
-        before = self._there()
+        before = self._read_manifest()
         self._put_manifest(manifest, identifier)
-        now = self._there()
+        now = self._read_manifest()
         # What another writer's manifest names, which came after this one, is that writer's to remove.
         if before is not None and now is not None and now.identifier == identifier:
             self._remove(before.files.keys() - now.files.keys())
@@ -103,19 +103,19 @@ class ObjectPlace:
     def _put_manifest(self, content: bytes, identifier: str) -> None:
         """Put it; where the store refuses, or gives no answer, ask what is there, and put it again."""
 
-        def is_out() -> bool:
-            there = self._there()
+        def is_stored() -> bool:
+            there = self._read_manifest()
             return there is not None and there.identifier == identifier
 
-        put_surely(self._filesystem, self._path(MANIFEST), content, is_out)
+        put_with_retries(self._filesystem, self._path(MANIFEST), content, is_stored)
 
-    def _there(self) -> Manifest | None:
+    def _read_manifest(self) -> Manifest | None:
         """The manifest that is there now; None where none is, or it cannot be read: what it names is left alone."""
         with suppress(Exception):
             self._filesystem.invalidate_cache()
-            content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=LONGEST_MANIFEST + 1)
+            content = self._filesystem.cat_file(self._path(MANIFEST), start=0, end=MAX_MANIFEST_BYTES + 1)
             with suppress(CheckpointError):
-                return unseal(content, self._root)
+                return decode_manifest(content, self._root)
         return None
 
     def _remove(self, names: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def side_by_side(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
+def map_in_threads(work: Callable[[Any], Any], items: Iterable[Any], threads: int) -> list[Any]:
     """Return ``[work(item) for item in items]``, as many at a time as there are ``threads``."""
     items = list(items)
     threads = min(threads, len(items))

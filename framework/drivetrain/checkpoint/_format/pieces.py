@@ -12,7 +12,7 @@ from drivetrain._distributed.shards import Region, Span
 from drivetrain._runtime.transfer import row_major
 from drivetrain.checkpoint._format.tensor_file import Spec
 
-_WHOLE = 16 * 2**20  # bytes of a piece that does not travel: on the CPU it is memory that is there anyway
+_LOCAL_PIECE = 16 * 2**20  # bytes of a piece that does not travel: on the CPU it is memory that is there anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Ite
     gathered: list[Piece] = []
     filled = 0
     for spec in specs:
-        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _WHOLE)):
+        for piece in pieces_of(spec, limit if spec.name in sharded else max(limit, _LOCAL_PIECE)):
             nbytes = piece.nbytes if spec.name in sharded else 0
             if filled and filled + nbytes > limit:
                 yield gathered
@@ -131,7 +131,7 @@ def overlap(region: Region, piece: Piece) -> Overlap | None:
     )
 
 
-def take(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
+def read_overlap(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
     """Return the elements of ``part`` from what a rank holds, flat and on the CPU."""
     held = local.detach()
     if part.flat:
@@ -140,7 +140,7 @@ def take(local: torch.Tensor, region: Region, part: Overlap) -> torch.Tensor:
     return row_major(held.reshape(region.sizes or (1,))[part.source]).cpu()
 
 
-def put(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
+def write_overlap(whole: torch.Tensor, piece: Piece, part: Overlap, values: torch.Tensor) -> None:
     """Write flat ``values`` into the piece, of shape (piece.numel,), where ``part`` says."""
     if part.flat:
         whole[part.target].copy_(values)
@@ -162,7 +162,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     return memoryview(row_major(flat).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def covered(regions: Sequence[Region | None]) -> int:
+def count_elements(regions: Sequence[Region | None]) -> int:
     """Return how many elements the ranks' regions of one tensor hold together."""
     count = 0
     for region in regions:

@@ -34,20 +34,20 @@ def blocks(sizes: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
     Returns:
         for each block its size, and the index and offset of each thing in it.
     """
-    left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    remaining = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     packed = []
-    while left:
-        total = sum(sizes[index] for index in left)
-        capacity = max(_power_below(total), _power_above(sizes[left[0]]))
+    while remaining:
+        total = sum(sizes[index] for index in remaining)
+        capacity = max(_power_below(total), _power_above(sizes[remaining[0]]))
         members, others, start = [], [], 0
-        for index in left:
+        for index in remaining:
             if start + sizes[index] <= capacity:
                 members.append((index, start))
                 start += sizes[index]
             else:
                 others.append(index)
         packed.append((capacity, members))
-        left = others
+        remaining = others
     return packed
 
 

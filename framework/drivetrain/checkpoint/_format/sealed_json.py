@@ -7,16 +7,16 @@ import re
 import zlib
 from typing import Any
 
-_SEAL = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
+_CHECKSUM_END = re.compile(rb',\n "crc32": "([0-9a-f]{8})"\n}\n\Z')
 
 
-def sealed(document: dict[str, Any]) -> bytes:
+def dump_with_checksum(document: dict[str, Any]) -> bytes:
     """Return a document, of values that JSON knows, as text with its checksum."""
     body = json.dumps(document, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
     return body + f',\n "crc32": "{zlib.crc32(body):08x}"\n}}\n'.encode()
 
 
-def is_sealed(content: bytes) -> bool:
-    """Whether a text is as `sealed` made it."""
-    end = _SEAL.search(content)
+def has_valid_checksum(content: bytes) -> bool:
+    """Whether a text is as `dump_with_checksum` made it."""
+    end = _CHECKSUM_END.search(content)
     return end is not None and int(end[1], 16) == zlib.crc32(content[: end.start()])

@@ -11,13 +11,13 @@ import torch
 
 from drivetrain._distributed.shards import ParameterShard, Region, Span
 from drivetrain.checkpoint._format.documents import dumps, encode
-from drivetrain.checkpoint._format.manifest import Facts
+from drivetrain.checkpoint._format.manifest import CheckpointMetadata
 from drivetrain.checkpoint._format.pinned_copies import pinned_copies
 from drivetrain.checkpoint._format.tensor_file import Spec, check_storable, in_file_order
-from drivetrain.checkpoint._format.write_plan import USUAL, PlannedFile, Sizes, deal
+from drivetrain.checkpoint._format.write_plan import DEFAULT_SIZES, PlannedFile, Sizes, plan_files
 from drivetrain.errors import CheckpointError
 
-Held = torch.Tensor | ParameterShard
+TensorOrShard = torch.Tensor | ParameterShard
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Contents:
     """
 
     weights: Mapping[str, Any]
-    facts: Facts = field(default_factory=Facts)
+    metadata: CheckpointMetadata = field(default_factory=CheckpointMetadata)
     aliases: Mapping[str, str] = field(default_factory=dict)
     optimizers: Sequence[Mapping[str, Any]] = ()
     callbacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class StagedPart:
     stem: str
     role: str
     document: bytes | None
-    tensors: dict[str, Held]
+    tensors: dict[str, TensorOrShard]
     sizes: Sizes
     key: str = ""
     specs: list[Spec] = field(init=False)
@@ -86,13 +86,13 @@ class StagedPart:
         """Return the files of the tensors (or of ``specs`` instead), and who writes them."""
         specs = self.specs if specs is None else specs
         if self.role in ("weights", "optimizer", "callback"):
-            return deal(self.stem, specs, world_size, self.sizes)
+            return plan_files(self.stem, specs, world_size, self.sizes)
         owner = 0 if self.role == "state" else rank
         return [PlannedFile(f"{self.stem}.safetensors", owner, tuple(in_file_order(specs)))] if specs else []
 
 
 @dataclass(slots=True)
-class Staged:
+class StagedCheckpoint:
     """A checkpoint that is ready to be written.
 
     Attributes:
@@ -105,7 +105,7 @@ class Staged:
     """
 
     parts: list[StagedPart]
-    facts: Facts
+    metadata: CheckpointMetadata
     aliases: dict[str, str]
     sizes: Sizes
     digest: str | None = None
@@ -130,10 +130,10 @@ def stage(
     contents: Contents,
     rank: int,
     world_size: int,
-    shard_of: Callable[[Any], Held] = lambda held: held,
+    shard_of: Callable[[Any], TensorOrShard] = lambda held: held,
     snapshot: bool = False,
-    sizes: Sizes = USUAL,
-) -> Staged:
+    sizes: Sizes = DEFAULT_SIZES,
+) -> StagedCheckpoint:
     """Make a checkpoint's contents ready to be written. Talks to nobody.
 
     What cannot be stored is not raised here, where the other ranks would wait, but by `commit`, on all of them.
@@ -148,21 +148,21 @@ def stage(
     """
     try:
         parts = list(_parts(contents, rank, shard_of, sizes))
-        nothing_aside: dict[str, Any] = {}
-        encode(contents.facts.progress, nothing_aside, "progress")
-        encode(contents.facts.hyper_parameters, nothing_aside, "hyper_parameters")
-        encode(contents.facts.data_hyper_parameters, nothing_aside, "data_hyper_parameters")
+        unexpected: dict[str, Any] = {}
+        encode(contents.metadata.progress, unexpected, "progress")
+        encode(contents.metadata.hyper_parameters, unexpected, "hyper_parameters")
+        encode(contents.metadata.data_hyper_parameters, unexpected, "data_hyper_parameters")
         for part in parts:
             for name, held in part.tensors.items():
                 _check(part, name, held)
         if snapshot:
             _copy(parts, rank, world_size)
     except CheckpointError as error:
-        return Staged([], contents.facts, {}, sizes, problem=error)
-    return Staged(parts, contents.facts, dict(contents.aliases), sizes, contents.digest)
+        return StagedCheckpoint([], contents.metadata, {}, sizes, problem=error)
+    return StagedCheckpoint(parts, contents.metadata, dict(contents.aliases), sizes, contents.digest)
 
 
-def _check(part: StagedPart, name: str, held: Held) -> None:
+def _check(part: StagedPart, name: str, held: TensorOrShard) -> None:
     if not isinstance(held, ParameterShard):
         check_storable(f"{part.stem}: {name}", held)
         return
@@ -175,7 +175,9 @@ def _check(part: StagedPart, name: str, held: Held) -> None:
         )
 
 
-def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes: Sizes) -> Iterator[StagedPart]:
+def _parts(
+    contents: Contents, rank: int, shard_of: Callable[[Any], TensorOrShard], sizes: Sizes
+) -> Iterator[StagedPart]:
     first = rank == 0
 
     def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> StagedPart:
@@ -208,7 +210,7 @@ def _parts(contents: Contents, rank: int, shard_of: Callable[[Any], Held], sizes
     yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
 
 
-def speaks_for(shard: ParameterShard) -> Region | None:
+def contributed_region(shard: ParameterShard) -> Region | None:
     """Return the region that this rank brings to a checkpoint; None where it has nothing, or another speaks for it."""
     region = shard.region
     empty = region.start >= region.stop if isinstance(region, Span) else 0 in region.sizes
@@ -223,7 +225,7 @@ def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
         for name, held in part.tensors.items():
             if isinstance(held, ParameterShard):
                 part.tensors[name] = replace(held, gather=None)
-                if speaks_for(held) is not None:
+                if contributed_region(held) is not None:
                     places.append((part, name, held.local))
             elif name in mine:
                 places.append((part, name, held))

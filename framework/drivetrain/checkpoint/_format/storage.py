@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from drivetrain.checkpoint._format.file_writer import Sink
 from drivetrain.errors import CheckpointError
 
-Ticket = dict[str, str]
+JoinInfo = dict[str, str]
 
-_OURS = re.compile(
+_CHECKPOINT_FILE = re.compile(
     r"manifest\.json|weights\.safetensors"  # the second one of format 0
     r"|(model|optimizer-\d+|callback-\d+|state|rank-\d+)(-\d{5}-of-\d{5})?(-[0-9a-f]{16})?(\.json|\.safetensors(\.index\.json)?)"
 )
@@ -25,10 +25,10 @@ class Storage(Protocol):
     """A checkpoint that is being written. Rank 0 begins it; the others join with its ticket."""
 
     @property
-    def ticket(self) -> Ticket:
+    def join_info(self) -> JoinInfo:
         """What the other ranks need to write to the same place."""
 
-    def named(self, name: str) -> str:
+    def file_name(self, name: str) -> str:
         """Return the name that a file gets here, fresh where a file of that name may be in use."""
 
     def open(self, name: str) -> AbstractContextManager[Sink]:
@@ -55,9 +55,9 @@ class Storage(Protocol):
         """Remove what this rank wrote and nobody has committed, as well as can be: the storage itself may fail."""
 
 
-def is_ours(name: str) -> bool:
+def is_checkpoint_file(name: str) -> bool:
     """Whether a file name is one that a checkpoint of ours may hold."""
-    return _OURS.fullmatch(name) is not None
+    return _CHECKPOINT_FILE.fullmatch(name) is not None
 
 
 def filesystem_of(path: str) -> tuple[Any, str]:
@@ -100,7 +100,7 @@ def _is_url(path: str) -> bool:
     return chained in registry or chained in known_implementations
 
 
-def is_there(filesystem: Any, path: str) -> bool:
+def path_exists(filesystem: Any, path: str) -> bool:
     """Whether there is an object, or a folder; fsspec's own ``exists`` takes an error for no.
 
     Raises:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from drivetrain.checkpoint._format.documents import METADATA, parsed
+from drivetrain.checkpoint._format.documents import METADATA, parse_json
 from drivetrain.errors import CheckpointError
 
-LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
+MAX_HEADER_BYTES = 100_000_000  # bytes, the library's own limit
 _ALIGNMENT = 64  # bytes; where the first tensor begins
-_MOST = 2**63 - 1  # what a number of elements, bytes or a dimension of a tensor may be
-_MOST_DIMENSIONS = 64
+_MAX_COUNT = 2**63 - 1  # what a number of elements, bytes or a dimension of a tensor may be
+_MAX_DIMENSIONS = 64
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -131,14 +131,14 @@ def read_header(name: str, size: int, read: Callable[[int, int], bytes | bytearr
         if size < 8:
             raise ValueError(f"it has {size} bytes")
         length = int.from_bytes(read(0, 8), "little")
-        if not 0 < length <= min(size - 8, LONGEST_HEADER):
+        if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"its header is said to take {length} bytes of {size}")
-        places = parsed(bytes(read(8, 8 + length)), _without_repeats)
+        places = parse_json(bytes(read(8, 8 + length)), _without_repeats)
         if not isinstance(places, dict):
             raise ValueError("its header is no JSON object")
         _check_metadata(places.pop(METADATA, {}))
         entries = {key: _entry(key, place, 8 + length, size) for key, place in places.items()}
-        _check_side_by_side(entries.values(), 8 + length, size)
+        _check_contiguous(entries.values(), 8 + length, size)
         return entries
     except ValueError as error:
         raise CheckpointError(
@@ -166,10 +166,10 @@ def _entry(name: str, place: Any, data: int, size: int) -> Entry:
     dtype, shape, offsets = place["dtype"], place["shape"], place["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"{_brief(name)} is of the unknown type {reprlib.repr(dtype)}")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MOST_DIMENSIONS:
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > _MAX_DIMENSIONS:
         raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)} at {reprlib.repr(offsets)}")
     # With no dimension taken for zero, since strides are computed so.
-    if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MOST:
+    if math.prod(max(length, 1) for length in shape) * DTYPES[dtype].itemsize > _MAX_COUNT:
         raise ValueError(f"{_brief(name)} has shape {reprlib.repr(shape)}, which no tensor can have")
     entry = Entry(name, DTYPES[dtype], tuple(shape), data + offsets[0], data + offsets[1])
     if entry.end > size or entry.end - entry.begin != entry.nbytes:
@@ -178,10 +178,10 @@ def _entry(name: str, place: Any, data: int, size: int) -> Entry:
 
 
 def _are_counts(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MOST for number in numbers)
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number <= _MAX_COUNT for number in numbers)
 
 
-def _check_side_by_side(entries: Iterable[Entry], begin: int, size: int) -> None:
+def _check_contiguous(entries: Iterable[Entry], begin: int, size: int) -> None:
     """Refuse tensors that share bytes, and bytes that are no tensor's: the format knows neither."""
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != begin:

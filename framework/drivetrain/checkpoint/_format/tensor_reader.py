@@ -21,14 +21,16 @@ from drivetrain.checkpoint._format.folder import Folder, Source, StorageError
 from drivetrain.checkpoint._format.local_file import ChangedFileError, NoFileError
 from drivetrain.checkpoint._format.manifest import FileRecord
 from drivetrain.checkpoint._format.pieces import as_rows, bytes_of, row_size
-from drivetrain.checkpoint._format.read_memory import new_bytes, room_for
+from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_tensor
 from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
 from drivetrain.errors import CheckpointError
 
-_KEPT = 4  # blocks of a file that are kept, or as many as there are readers: tensors share the one in which they meet
+_CACHED_BLOCKS = (
+    4  # blocks of a file that are kept, or as many as there are readers: tensors share the one in which they meet
+)
 
 
-class Found(NamedTuple):
+class CheckResult(NamedTuple):
     """What reading a file has shown.
 
     Attributes:
@@ -37,19 +39,19 @@ class Found(NamedTuple):
         unknown: whether its digest was not computed, for the zeros in it that the disk does not keep are too many.
     """
 
-    wrong: list[int]
-    forged: bool
-    unknown: bool
+    bad_blocks: list[int]
+    digest_differs: bool
+    digest_skipped: bool
 
 
-class Allowance:
+class ZeroBudget:
     """How many bytes that take no place on the disk may be worked through: they cost nobody anything to make."""
 
     def __init__(self, left: int) -> None:
         self._left = left
         self._lock = threading.Lock()
 
-    def digested(self, digest: Any, size: int) -> Any:
+    def add_zeros(self, digest: Any, size: int) -> Any:
         """Return the digest with so many zeros at its end; None where they are too many."""
         with self._lock:
             self._left -= size
@@ -77,11 +79,11 @@ class CheckedFile:
         self._path = folder.path
         self._record = record
         self._block = block
-        self._source: Source = _opened(folder, name)
+        self._source: Source = _open_source(folder, name)
         if self._source.size != record.size:
-            raise damaged(folder.path, f"{name} has {self._source.size} bytes instead of {record.size}")
-        self._most_kept = max(_KEPT, folder.readers)
-        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+            raise damage_error(folder.path, f"{name} has {self._source.size} bytes instead of {record.size}")
+        self._max_cached = max(_CACHED_BLOCKS, folder.readers)
+        self._cached: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -114,15 +116,15 @@ class CheckedFile:
             else:
                 self._read_shared(number, low - start, part)
 
-    def check(self, zeros: Allowance) -> Found:
+    def check(self, zeros: ZeroBudget) -> CheckResult:
         """Read everything, and compare it with the checksums and with the digest, where there is one.
 
         Args:
             zeros: that the digest may be computed of, though the disk does not even keep them.
         """
-        wrong = []
+        bad_blocks = []
         digest = DIGESTS["sha256"]() if self._record.sha256 else None
-        unknown = False
+        digest_skipped = False
         memory = memoryview(bytearray(min(self._block, self.size)))
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
@@ -130,16 +132,16 @@ class CheckedFile:
                 if self._source.is_hole(begin, end):  # the disk does not even keep it
                     self._compare(number, _sum_of_zeros(end - begin))
                     if digest is not None:
-                        digest = zeros.digested(digest, end - begin)
-                        unknown = digest is None
+                        digest = zeros.add_zeros(digest, end - begin)
+                        digest_skipped = digest is None
                 else:
                     self._read(number, memory[: end - begin])
                     if digest is not None:
                         digest.update(memory[: end - begin])
             except Exception:
-                wrong.append(number)
+                bad_blocks.append(number)
                 digest = None
-        return Found(wrong, digest is not None and digest.hexdigest() != self._record.sha256, unknown)
+        return CheckResult(bad_blocks, digest is not None and digest.hexdigest() != self._record.sha256, digest_skipped)
 
     def _bounds(self, number: int) -> tuple[int, int]:
         return number * self._block, min((number + 1) * self._block, self.size)
@@ -147,36 +149,36 @@ class CheckedFile:
     def _read_shared(self, number: int, begin: int, memory: memoryview) -> None:
         """Fill ``memory`` with a part of a block, which is kept for a while: the next tensor has the rest."""
         with self._lock:
-            if self._copied(number, begin, memory):
+            if self._copy_cached(number, begin, memory):
                 return
-            full = len(self._kept) >= self._most_kept
-            content = self._kept.popitem(last=False)[1] if full else new_bytes(min(self._block, self.size))
+            full = len(self._cached) >= self._max_cached
+            content = self._cached.popitem(last=False)[1] if full else allocate_bytes(min(self._block, self.size))
         self._read(number, content[: min(self._block, self.size - number * self._block)])
         with self._lock:
-            self._kept[number] = content
-            self._copied(number, begin, memory)
+            self._cached[number] = content
+            self._copy_cached(number, begin, memory)
 
-    def _copied(self, number: int, begin: int, memory: memoryview) -> bool:
-        if number not in self._kept:
+    def _copy_cached(self, number: int, begin: int, memory: memoryview) -> bool:
+        if number not in self._cached:
             return False
-        self._kept.move_to_end(number)
-        memory[:] = self._kept[number][begin : begin + len(memory)]
+        self._cached.move_to_end(number)
+        memory[:] = self._cached[number][begin : begin + len(memory)]
         return True
 
     def _read(self, number: int, memory: memoryview) -> None:
         try:
             self._source.fill(number * self._block, memory)
         except (FileNotFoundError, ChangedFileError) as error:
-            raise damaged(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
+            raise damage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         except Exception as error:  # of whatever library serves the store
-            raise _refused(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
+            raise _storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         self._compare(number, crc32(memory))
 
     def _compare(self, number: int, found: int) -> None:
         expected = self._record.crc32[8 * number : 8 * number + 8]
         if f"{found:08x}" != expected:
             begin, end = self._bounds(number)
-            raise damaged(self._path, f"{self.name} was altered between bytes {begin} and {end}")
+            raise damage_error(self._path, f"{self.name} was altered between bytes {begin} and {end}")
 
 
 @functools.cache
@@ -184,18 +186,18 @@ def _sum_of_zeros(size: int) -> int:
     return crc32(bytes(size))
 
 
-def _opened(folder: Folder, name: str) -> Source:
+def _open_source(folder: Folder, name: str) -> Source:
     try:
         return folder.open(name)
     except FileNotFoundError:
-        raise damaged(folder.path, f"{name} is missing") from None
+        raise damage_error(folder.path, f"{name} is missing") from None
     except NoFileError as error:
-        raise damaged(folder.path, f"{error}, and no file") from None
+        raise damage_error(folder.path, f"{error}, and no file") from None
     except OSError as error:
-        raise _refused(folder.path, f"{name} cannot be read: {error}") from error
+        raise _storage_error(folder.path, f"{name} cannot be read: {error}") from error
 
 
-def _refused(path: str, problem: str) -> StorageError:
+def _storage_error(path: str, problem: str) -> StorageError:
     return StorageError(
         f"The checkpoint {path!r} cannot be read: {problem}.",
         "the storage refused, or does not answer: what it has may be whole.",
@@ -203,7 +205,7 @@ def _refused(path: str, problem: str) -> StorageError:
     )
 
 
-def damaged(path: str, problem: str) -> CheckpointError:
+def damage_error(path: str, problem: str) -> CheckpointError:
     """Return the error for a checkpoint that is not as it was written."""
     return CheckpointError(
         f"The checkpoint {path!r} is damaged: {problem}.",
@@ -250,22 +252,22 @@ class TensorSource:
             CheckpointError: what is there is not what was written, or there is no memory for it.
         """
         if region is None:
-            return self._run(0, self.entry.numel).view(self.shape)
+            return self._read_elements(0, self.entry.numel).view(self.shape)
         if isinstance(region, Span):
-            return self._run(region.start, max(region.start, region.stop))
+            return self._read_elements(region.start, max(region.start, region.stop))
         if 0 in region.sizes:
             return torch.empty(region.sizes, dtype=self.dtype)
         # The rows that it touches lie together; what it leaves out of them is read and dropped.
         shape, row = as_rows(self.shape), row_size(self.shape)
         first, count = (*region.offsets, 0)[0], (*region.sizes, 1)[0]
-        rows = self._run(first * row, (first + count) * row).view(count, *shape[1:])
+        rows = self._read_elements(first * row, (first + count) * row).view(count, *shape[1:])
         across = tuple(slice(start, start + size) for start, size in zip(region.offsets, region.sizes, strict=True))
         return rows[(slice(None), *across[1:])].contiguous().view(region.sizes)
 
-    def _run(self, start: int, stop: int) -> torch.Tensor:
+    def _read_elements(self, start: int, stop: int) -> torch.Tensor:
         if not 0 <= start <= stop <= self.entry.numel:
             raise IndexError(f"elements {start} to {stop} of {self.entry.name!r}, which has {self.entry.numel}")
-        values = room_for(stop - start, self.dtype, f"{self.entry.name!r} in {self.file.name}")
+        values = allocate_tensor(stop - start, self.dtype, f"{self.entry.name!r} in {self.file.name}")
         if start < stop:
             self.file.fill(self.entry.begin + start * self.dtype.itemsize, bytes_of(values))
         return values

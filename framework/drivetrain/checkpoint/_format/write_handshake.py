@@ -9,12 +9,12 @@ from typing import Any, Self
 from drivetrain._distributed.shards import Box, Region, Span
 from drivetrain.checkpoint._format.gathered_writes import Regions
 from drivetrain.checkpoint._format.manifest import FileRecord, Part
-from drivetrain.checkpoint._format.storage import Ticket
+from drivetrain.checkpoint._format.storage import JoinInfo
 from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class WriteRequest:
     """What a rank brings.
 
     Attributes:
@@ -27,34 +27,34 @@ class Greeting:
     """
 
     path: str
-    ticket: Ticket | None = None
+    join_info: JoinInfo | None = None
     digests: list[str] = field(default_factory=list)
     regions: list[Regions] = field(default_factory=list)
     state: list[Spec] = field(default_factory=list)
     digest: str | None = None
 
-    def said(self) -> tuple[Any, ...]:
+    def encode(self) -> tuple[Any, ...]:
         """Return it as plain values."""
-        regions = [{name: _said_of_region(region) for name, region in part.items()} for part in self.regions]
+        regions = [{name: _encode_region(region) for name, region in part.items()} for part in self.regions]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
-        return self.path, self.ticket, self.digests, regions, state, self.digest
+        return self.path, self.join_info, self.digests, regions, state, self.digest
 
     @classmethod
-    def decode(cls, said: tuple[Any, ...]) -> Self:
-        """Return what `said` gave."""
-        path, ticket, digests, regions, state, digest = said
+    def decode(cls, encode: tuple[Any, ...]) -> Self:
+        """Return what `encode` gave."""
+        path, join_info, digests, regions, state, digest = encode
         return cls(
             path,
-            ticket,
+            join_info,
             digests,
-            [{name: _heard_of_region(region) for name, region in part.items()} for part in regions],
+            [{name: _decode_region(region) for name, region in part.items()} for part in regions],
             [Spec(name, DTYPES[dtype], shape) for name, dtype, shape in state],
             digest,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteResult:
     """What a rank has written.
 
     Attributes:
@@ -65,22 +65,22 @@ class Outcome:
     written: dict[str, FileRecord]
     parts: Sequence[tuple[str, Part]]
 
-    def said(self) -> tuple[Any, ...]:
+    def encode(self) -> tuple[Any, ...]:
         """Return it as plain values."""
         written = {name: (record.size, record.crc32, record.sha256) for name, record in self.written.items()}
         return written, [(role, part.document, part.tensors, part.index) for role, part in self.parts]
 
     @classmethod
-    def decode(cls, said: tuple[Any, ...]) -> Self:
-        """Return what `said` gave."""
-        written, parts = said
+    def decode(cls, encode: tuple[Any, ...]) -> Self:
+        """Return what `encode` gave."""
+        written, parts = encode
         return cls(
             {name: FileRecord(*record) for name, record in written.items()},
             [(role, Part(*part)) for role, *part in parts],
         )
 
 
-def _said_of_region(region: Region | None) -> list[Any] | None:
+def _encode_region(region: Region | None) -> list[Any] | None:
     if region is None:
         return None
     if isinstance(region, Span):
@@ -88,8 +88,8 @@ def _said_of_region(region: Region | None) -> list[Any] | None:
     return ["box", [*region.offsets], [*region.sizes]]
 
 
-def _heard_of_region(said: list[Any] | None) -> Region | None:
-    if said is None:
+def _decode_region(encode: list[Any] | None) -> Region | None:
+    if encode is None:
         return None
-    kind, first, second = said
+    kind, first, second = encode
     return Span(first, second) if kind == "span" else Box(tuple(first), tuple(second))

@@ -23,7 +23,7 @@ class Sizes:
     piece: int = 2 * 2**20
 
 
-USUAL = Sizes()
+DEFAULT_SIZES = Sizes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PlannedFile:
     specs: tuple[Spec, ...]
 
 
-def deal(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) -> list[PlannedFile]:
+def plan_files(stem: str, specs: Sequence[Spec], world_size: int, sizes: Sizes) -> list[PlannedFile]:
     """Deal tensors to files in their order, balanced by bytes, and the files to the ranks.
 
     Args:
