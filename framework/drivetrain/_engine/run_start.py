@@ -142,13 +142,13 @@ def _watch(control: Any, search: RunSearch | None, check: Check) -> None:
             search.finish_watch(watch)
             watch = None
         if watch is None:
-            find_undecided = search.find_undecided(check)
-            if find_undecided is None:
+            undecided = search.undecided(check)
+            if undecided is None:
                 return True
-            watch = HeartbeatWatch(find_undecided, _liveness.WATCH_SECONDS, search.reread)
+            watch = HeartbeatWatch(undecided, _liveness.WATCH_SECONDS, search.reread)
             logger.warning(
                 "%s may be under way on another machine: its record is watched for %.0f s.",
-                find_undecided.name,
+                undecided.name,
                 _liveness.WATCH_SECONDS,
             )
         return False

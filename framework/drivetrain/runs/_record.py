@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.checkpoint._folders import child
 from drivetrain.checkpoint._format import StorageError
-from drivetrain.checkpoint._format.documents import parsed
+from drivetrain.checkpoint._format.documents import parse_json
 from drivetrain.checkpoint._format.folder import as_os_errors
 from drivetrain.checkpoint._format.storage import filesystem_of
 from drivetrain.runs._directory import RECORD
@@ -110,7 +110,7 @@ def read(folder: str) -> Record | None:
             "check the storage, the credentials and the network.",
         ) from error
     try:
-        document = parsed(content) if len(content) <= _MAX_RECORD_BYTES else None
+        document = parse_json(content) if len(content) <= _MAX_RECORD_BYTES else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("format") != FORMAT or not _text(document.get("id")):

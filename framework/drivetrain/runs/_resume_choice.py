@@ -184,7 +184,7 @@ class RunSearch:
 
     # Who lives
 
-    def find_undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
+    def undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
         """Return a run that may live, on another machine, where it would be chosen if it were dead; None for none.
 
         Args:
@@ -199,7 +199,7 @@ class RunSearch:
         return record if record in out_of_sight else None
 
     def finish_watch(self, watch: HeartbeatWatch) -> None:
-        """Take what a watch over the run that was `find_undecided` has shown."""
+        """Take what a watch over the run that was `undecided` has shown."""
         record = watch.record
         self._alive[record.folder] = bool(watch.is_alive)
         if watch.latest is not None and self._known.get(record.id) is record:

@@ -133,7 +133,7 @@ def test_a_record_with_strange_lists_can_be_gone_on_with(tmp_path: Path) -> None
 def test_a_checkpoint_whose_run_is_out_of_reach_can_be_gone_on_from(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # J-13: it was copied from a store, say, which "auto" could not ask for the run's record
-    monkeypatch.setattr(_resume_choice, "_PATIENCE_ELSEWHERE", 0.0)
+    monkeypatch.setattr(_resume_choice, "_SHORT_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(checkpoints, "_lasting", lambda path: folder)
     trained(tmp_path / "there", callbacks=Checkpoint(dirpath=tmp_path / "copied"))
     again = trained(tmp_path / "here", "auto", callbacks=Checkpoint(dirpath=tmp_path / "copied"), max_epochs=2)
@@ -150,7 +150,7 @@ def test_a_folder_by_name_is_not_taken_from_a_run_on_another_machine(
     trainer = trained(tmp_path, logger=CSVLogger(tmp_path, version=4))
     folder = trainer.log_dir
     left_running(folder, host="elsewhere")
-    monkeypatch.setattr(_liveness, "WATCH", 0.6)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.6)
     monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.3)
     ended = threading.Event()
 
@@ -228,11 +228,11 @@ def test_a_run_that_ends_while_it_is_watched_is_gone_on_with(tmp_path: Path, mon
     ended = record(trainer.log_dir)
     left_running(trainer.log_dir, host="elsewhere")
     monkeypatch.setattr(run_start, "_LOOK_EVERY", 0.01)
-    original = _liveness.HeartbeatWatch.look
+    original = _liveness.HeartbeatWatch.poll
 
     def look(self: Any, pause: float) -> None:
         (Path(str(trainer.log_dir)) / "run.json").write_text(json.dumps(ended))
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "look", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", look)
     assert trained(tmp_path, "auto", max_epochs=2).log_dir == trainer.log_dir

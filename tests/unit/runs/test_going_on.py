@@ -343,7 +343,7 @@ def test_a_job_that_had_saved_nothing_begins_again_in_its_folder(tmp_path: Path,
 
 
 def test_two_steps_of_one_slurm_job_may_run_side_by_side(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_liveness, "WATCH", 0.2)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.2)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_STEP_ID", "1")
     beside = stopped(tmp_path, step=5, callbacks=every(2))
@@ -358,15 +358,15 @@ def test_elsewhere_a_heartbeat_tells(
 ) -> None:  # J-13
     first = trained(tmp_path)
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH", 0.3)
-    original = _liveness.HeartbeatWatch.look
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.3)
+    original = _liveness.HeartbeatWatch.poll
 
     def look(self: Any, pause: float) -> None:
         if beats:
             edit(first.log_dir, heartbeat="2026-01-01T00:00:00Z")
         original(self, pause)
 
-    monkeypatch.setattr(_liveness.HeartbeatWatch, "look", look)
+    monkeypatch.setattr(_liveness.HeartbeatWatch, "poll", look)
     again = trained(tmp_path, "auto", max_epochs=2)
     assert "version_0 may be under way on another machine: its record is watched for 0 s" in caplog.text
     assert version(again) == ("version_1" if beats else "version_0")
@@ -374,7 +374,7 @@ def test_elsewhere_a_heartbeat_tells(
 
 def test_heartbeats_are_written_while_a_step_takes_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # J-13, N-06
-    monkeypatch.setattr(_liveness, "HEARTBEAT", 0.02)
+    monkeypatch.setattr(_liveness, "HEARTBEAT_SECONDS", 0.02)
     beats: set[str] = set()
     trainer = fit(tmp_path)
 
@@ -403,7 +403,7 @@ def test_only_a_run_that_would_be_taken_is_watched(
 ) -> None:
     older, _ = trained(tmp_path), trained(tmp_path)
     left_running(older.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH", 1000.0)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
     newer = trained(tmp_path, "auto", max_epochs=2)
     assert version(newer) == "version_1"
     path = newer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
@@ -416,7 +416,7 @@ def test_an_evaluation_watches_nothing(
 ) -> None:
     first = trained(tmp_path / "first", callbacks=Checkpoint(tmp_path / "chosen in setup"))
     left_running(first.log_dir, host="another")
-    monkeypatch.setattr(_liveness, "WATCH", 1000.0)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 1000.0)
 
     class Late(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:

@@ -54,7 +54,7 @@ def test_a_process_of_somebody_elses_lives(monkeypatch: pytest.MonkeyPatch) -> N
     here = Process.here()
     assert here.lives() is True
     assert replace(here, began="1").lives() is False
-    monkeypatch.setattr(_process, "_began", lambda pid: "")  # the system hides it
+    monkeypatch.setattr(_process, "_start_time", lambda pid: "")  # the system hides it
     assert here.lives() is True
 
 

@@ -105,7 +105,7 @@ def test_a_step_writes_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer = fit(tmp_path, max_epochs=1, callbacks=Checkpoint(every_n_train_steps=4, save_top_k=-1))
     monkeypatch.setattr(
         _record,
-        "as_text",
+        "encode_record",
         lambda document: (written.append(trainer.global_step), original(document))[1],  # type: ignore[func-returns-value]
     )
     trainer.fit(Net(), data())
@@ -195,7 +195,7 @@ def test_a_record_of_any_content_is_no_obstacle(
 ) -> None:  # J-13
     from drivetrain.runs import _liveness
 
-    monkeypatch.setattr(_liveness, "WATCH", 0.0)
+    monkeypatch.setattr(_liveness, "WATCH_SECONDS", 0.0)
     trained(tmp_path)
     neighbour = tmp_path / "drivetrain_logs" / "version_1"
     neighbour.mkdir()
@@ -232,7 +232,7 @@ def test_a_store_that_refuses_is_asked_again_and_never_taken_for_empty(
     store.fail("get", "*/run.json", times=3)
     again = trained(store.url, "auto", max_epochs=2)
     assert (again.log_dir, again.global_step) == (first.log_dir, 12)
-    monkeypatch.setattr(_discovery, "PATIENCE", 0.05)
+    monkeypatch.setattr(_discovery, "RETRY_SECONDS", 0.05)
     store.fail("get", "*/run.json", times=None)
     with pytest.raises(StorageError, match=r"run\.json' cannot be read"):
         trained(store.url, "auto", max_epochs=3)

@@ -125,7 +125,7 @@ def _agree_on_plan(
         state=shared[-1].specs if shared and control.rank == 0 else [],
         digest=staged.digest,
     )
-    words = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.encode(), problem)
+    words = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
     told = [WriteRequest.decode(one) for one in words]
     paths = [one.path for one in told]
     if len(set(paths)) > 1:
@@ -219,7 +219,7 @@ def _write(
         index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
     words = gather_or_raise(
-        control, f"The checkpoint {path!r} could not be written", WriteResult(written, parts).encode(), problem
+        control, f"The checkpoint {path!r} could not be written", WriteResult(written, parts).plain_values(), problem
     )
     told = [WriteResult.decode(one) for one in words]
     everything: dict[str, FileRecord] = {}

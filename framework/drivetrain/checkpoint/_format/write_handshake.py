@@ -33,16 +33,16 @@ class WriteRequest:
     state: list[Spec] = field(default_factory=list)
     digest: str | None = None
 
-    def encode(self) -> tuple[Any, ...]:
+    def plain_values(self) -> tuple[Any, ...]:
         """Return it as plain values."""
         regions = [{name: _encode_region(region) for name, region in part.items()} for part in self.regions]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
         return self.path, self.join_info, self.digests, regions, state, self.digest
 
     @classmethod
-    def decode(cls, encode: tuple[Any, ...]) -> Self:
-        """Return what `encode` gave."""
-        path, join_info, digests, regions, state, digest = encode
+    def decode(cls, plain_values: tuple[Any, ...]) -> Self:
+        """Return what `plain_values` gave."""
+        path, join_info, digests, regions, state, digest = plain_values
         return cls(
             path,
             join_info,
@@ -65,15 +65,15 @@ class WriteResult:
     written: dict[str, FileRecord]
     parts: Sequence[tuple[str, Part]]
 
-    def encode(self) -> tuple[Any, ...]:
+    def plain_values(self) -> tuple[Any, ...]:
         """Return it as plain values."""
         written = {name: (record.size, record.crc32, record.sha256) for name, record in self.written.items()}
         return written, [(role, part.document, part.tensors, part.index) for role, part in self.parts]
 
     @classmethod
-    def decode(cls, encode: tuple[Any, ...]) -> Self:
-        """Return what `encode` gave."""
-        written, parts = encode
+    def decode(cls, plain_values: tuple[Any, ...]) -> Self:
+        """Return what `plain_values` gave."""
+        written, parts = plain_values
         return cls(
             {name: FileRecord(*record) for name, record in written.items()},
             [(role, Part(*part)) for role, *part in parts],
@@ -88,8 +88,8 @@ def _encode_region(region: Region | None) -> list[Any] | None:
     return ["box", [*region.offsets], [*region.sizes]]
 
 
-def _decode_region(encode: list[Any] | None) -> Region | None:
-    if encode is None:
+def _decode_region(encoded: list[Any] | None) -> Region | None:
+    if encoded is None:
         return None
-    kind, first, second = encode
+    kind, first, second = encoded
     return Span(first, second) if kind == "span" else Box(tuple(first), tuple(second))
