@@ -1,7 +1,7 @@
-"""Folders of `torch.distributed.checkpoint`, read without unpickling anything but plain data.
+"""Reads folders of `torch.distributed.checkpoint` without executing code from them.
 
-Their ``.metadata`` is a pickle. It is taken apart by an unpickler that knows the names of DCP's classes and puts
-records of its own in their place: nothing is imported and nothing is called but these.
+Their ``.metadata`` is a pickle. A restricted unpickler replaces DCP's classes by placeholders and rejects every other
+name, so that unpickling imports and calls nothing else.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from drivetrain.errors import CheckpointError
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether a folder looks like one of DCP's."""
+    """Return whether a folder looks like a DCP checkpoint."""
     return (folder / ".metadata").is_file()
 
 
 def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor by its name, whole; what is no tensor is left out.
+    """Return every tensor of a DCP checkpoint by name, unsharded; entries that are not tensors are skipped.
 
     Raises:
-        CheckpointError: it is damaged, written with extensions, or its metadata holds more than DCP puts there.
+        CheckpointError: the folder is damaged, was written with extensions, or its metadata names other classes than DCP's.
     """
     try:
         with open(folder / ".metadata", "rb") as stream:
             metadata = _Unpickler(stream).load()
         tensors, stored = metadata.state["state_dict_metadata"], _storage_by_offset(metadata.state["storage_data"])
         return {
-            name: _read_tensor(folder, name, one.state, stored)
-            for name, one in tensors.items()
-            if "chunks" in (one.state or {})
+            name: _read_tensor(folder, name, entry.state, stored)
+            for name, entry in tensors.items()
+            if "chunks" in (entry.state or {})
         }
     except CheckpointError:
         raise
@@ -47,13 +47,13 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a folder of torch.distributed.checkpoint: {problem}.",
-        "its metadata is a pickle, of which only DCP's own records are read.",
+        "its metadata is a pickle, of which only DCP's own classes are read.",
         "if you trust it, load it with torch.distributed.checkpoint and save the state dict with safetensors.",
     )
 
 
 class _Placeholder:
-    """Stands for an object of one of DCP's classes: keeps what it was made of, and does nothing."""
+    """Stands in for an object of a DCP class: stores its state and does nothing."""
 
     state: Any = None
 
@@ -65,7 +65,7 @@ class _Placeholder:
 
 
 def _layout(*name: Any) -> None:
-    """Stands for the function that finds a `torch.layout` by its name: all are strided."""
+    """Stands in for `torch.serialization._get_layout`; its result is unused, since all layouts are strided."""
 
 
 _DCP_CLASSES = {
@@ -102,7 +102,7 @@ def _storage_by_offset(storage_data: dict[Any, Any]) -> dict[tuple[str, tuple[in
 
 
 def _tensor_entries(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    # What is no tensor has no offset.
+    # Entries that are not tensors have no offset.
     for index, info in storage_data.items():
         if index.state.get("offset") is not None:
             yield index, info
@@ -122,7 +122,7 @@ def _read_tensor(
         whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] = part
         elements_read += part.numel()
     if elements_read < whole.numel():
-        raise _unreadable(folder, f"of {name!r}, {whole.numel()} elements, {elements_read} are there")
+        raise _unreadable(folder, f"{name!r} has {whole.numel()} elements, of which {elements_read} are stored")
     return whole
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the best by a value, and the newest."""
+"""Decides which checkpoints of a run to keep: the best by a monitored value, and the newest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class SavedCheckpoint:
     """A checkpoint that this run wrote.
 
     Attributes:
-        name: of its folder, directly within the callback's.
-        identifier: its manifest's; "" where that is not known, and then it is never removed.
-        score: the monitored value as it was saved; None where nothing is monitored.
-        number: counts the run's checkpoints.
-        step: the optimizer step that it was written after.
+        name: its folder's name, directly inside the callback's folder.
+        identifier: the identifier in its manifest; "" if unknown, and then it is never removed.
+        score: the monitored value at the save; None if nothing is monitored.
+        number: index of the save within the run.
+        step: the optimizer step after which it was written.
     """
 
     name: str
@@ -30,10 +30,10 @@ class SavedCheckpoint:
 
     @classmethod
     def from_state(cls, document: Any) -> SavedCheckpoint:
-        """Read what `dataclasses.asdict` gave, or a version before identifiers were kept.
+        """Build one from `dataclasses.asdict`, or from the path that earlier versions stored.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: the document is neither.
         """
         if not isinstance(document, Mapping):
             raise ValueError(f"{document!r} names no checkpoint")
@@ -50,12 +50,12 @@ class SavedCheckpoint:
 
 
 class Retention:
-    """Decides what is kept and what goes. Knows of nothing but what it was told of: only that is ever removed.
+    """Selects which checkpoints to keep, and returns the ones to remove. Only checkpoints added here are ever returned.
 
     Args:
-        top_k: how many of the best are kept; -1 for all. Where nothing is monitored the newest is the best.
-        keep_last: how many of the newest are kept besides.
-        mode: "min" where less is better, "max" where more is.
+        top_k: number of best checkpoints to keep; -1 keeps all. Without scores, the newest is the best.
+        keep_last: number of newest checkpoints to keep in addition.
+        mode: "min" if lower scores are better, "max" if higher ones are.
     """
 
     def __init__(self, top_k: int, keep_last: int, mode: str) -> None:
@@ -66,53 +66,53 @@ class Retention:
         self.kept: list[SavedCheckpoint] = []
 
     def would_keep(self, score: float | None) -> bool:
-        """Whether a checkpoint with this score would be kept, be it for a while."""
+        """Return whether a new checkpoint with this score would be kept."""
         candidate = self._candidate(score)
         return candidate in self._select([*self.kept, candidate])
 
     def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
-        """What would go if a checkpoint with this score came: its name may take one of theirs."""
+        """Return the checkpoints that a new one with this score would displace; it may reuse one of their names."""
         staying = self._select([*self.kept, self._candidate(score)])
         return [one for one in self.kept if one not in staying]
 
     def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
-        """Take note of a checkpoint; return those that go once it is whole, the one that it replaces apart."""
+        """Add a checkpoint and return the displaced ones, to be removed once it is complete, except one of the same name."""
         everything = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(everything)
         return [one for one in everything if one not in self.kept and one.name != name]
 
     def drop_after(self, step: int) -> list[SavedCheckpoint]:
-        """Forget what was written after a later step, and return it: the run has gone back to this one."""
+        """Drop and return the checkpoints written after ``step``, to which the run has rolled back."""
         later = [one for one in self.kept if one.step > step]
         self.kept = [one for one in self.kept if one.step <= step]
         return later
 
     @property
     def best(self) -> SavedCheckpoint | None:
-        """The best that is kept."""
+        """The best kept checkpoint."""
         return min(self.kept, key=self._rank, default=None)
 
     @property
     def kth_best(self) -> SavedCheckpoint | None:
-        """The next to go for a better one; None while there is room."""
+        """The worst of the ``top_k`` best, which a better one would replace; None until there are ``top_k``."""
         best = sorted(self.kept, key=self._rank)[: self._top_k if self._top_k > 0 else None]
         return best[-1] if best and len(best) >= self._top_k else None
 
     @property
     def newest(self) -> SavedCheckpoint | None:
-        """The newest that is kept."""
+        """The newest kept checkpoint."""
         return max(self.kept, key=lambda one: one.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
+        """Return the kept checkpoints and the save counter."""
         return {"count": self._count, "kept": [asdict(one) for one in self.kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the state has another form.
         """
         count, kept = state.get("count"), state.get("kept")
         if type(count) is not int or not isinstance(kept, Sequence):
@@ -131,7 +131,7 @@ class Retention:
         return [one for one in everything if one in best or one in newest]
 
     def _rank(self, one: SavedCheckpoint) -> tuple[float, int]:
-        """Lower is better; of equals the newer one. What is no number is worse than any."""
+        """Return the sort key: lower is better, the newer of equal scores comes first, NaN comes last."""
         if one.score is None:
             return 0.0, -one.number
         return (math.inf if math.isnan(one.score) else self._sign * one.score), -one.number

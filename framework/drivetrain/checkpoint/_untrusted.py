@@ -1,4 +1,4 @@
-"""Files of `torch.save` from anywhere: tensors and plain values are read, and nothing is run."""
+"""Reads `torch.save` files from untrusted sources: only tensors and plain values, without executing code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivetrain.errors import CheckpointError
 
 
 class Placeholder:
-    """Stands for an object of a class that is not imported: does nothing."""
+    """Stands in for an object of a class that is not imported; does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         pass
@@ -23,15 +23,15 @@ class Placeholder:
 
 
 def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: False) -> dict[str, Any]:
-    """Read a file of `torch.save` that holds a dict.
+    """Read a `torch.save` file that holds a dict.
 
     Args:
-        path: of the file.
-        known: tells by its full name whether a class may be named in it besides. It is not imported: empty records
-            stand for its objects.
+        path: the file.
+        is_allowed: whether the file may name a class, given its full name. The class is not imported: its objects become
+            placeholders.
 
     Raises:
-        CheckpointError: it holds anything else, or cannot be read.
+        CheckpointError: the file holds other objects, or cannot be read.
     """
     try:
         names = [name for name in get_unsafe_globals_in_checkpoint(path) if is_allowed(name)]

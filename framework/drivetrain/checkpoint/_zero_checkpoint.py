@@ -1,7 +1,7 @@
-"""Folders that DeepSpeed's ``save_checkpoint`` wrote, read without running any of its classes.
+"""Reads folders that DeepSpeed's ``save_checkpoint`` wrote, without executing code from them.
 
-How the flat partitions lie is what ``deepspeed.utils.zero_to_fp32`` shows: at stages 1 and 2 the ranks' partitions of
-a group, one after the other, hold its parameters in order; at stage 3 each parameter is cut evenly over the ranks.
+The layout of the flat partitions follows ``deepspeed.utils.zero_to_fp32``: at stages 1 and 2 the concatenated
+partitions of a group hold its parameters in order; at stage 3 each parameter is split evenly over the ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _STAGE_1_2_GROUPS, _STAGE_3_GROUPS = "single_partition_of_fp32_groups", "fp32_fl
 
 
 def is_zero(folder: Path) -> bool:
-    """Whether a folder looks like one of DeepSpeed's."""
+    """Return whether a folder looks like a DeepSpeed checkpoint."""
     return (folder / "latest").is_file() or any(folder.glob("*_model_states.pt"))
 
 
 def read_zero(folder: Path) -> dict[str, torch.Tensor]:
-    """Return parameters in float32, where ZeRO kept them so, and buffers, by name.
+    """Return parameters (in float32 where ZeRO kept master weights) and buffers, by name.
 
     Raises:
-        CheckpointError: it is not whole, or was written under model parallelism.
+        CheckpointError: files are missing or damaged, or it was written under model parallelism.
     """
     step = _step_folder(folder)
     models = [load_safely(path, _is_deepspeed_class) for path in _by_rank(step.glob("*_model_states.pt"))]
@@ -38,7 +38,7 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
         for path in _by_rank(step.glob("*_optim_states.pt"))
     ]
     if not models:
-        raise _unreadable(step, "no *_model_states.pt are there")
+        raise _unreadable(step, "there are no *_model_states.pt")
     if models[0].get("mp_world_size", 1) != 1:
         raise _unreadable(step, f"it was written under model parallelism over {models[0]['mp_world_size']} ranks")
     if len(parts) != models[0].get("dp_world_size", len(parts)):
@@ -51,7 +51,7 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
 
 def _merge(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     first = models[0]
-    # Where a parameter is cut, nothing of it stands here.
+    # Partitioned parameters are empty tensors here.
     weights = {name: value for name, value in first["module"].items() if isinstance(value, torch.Tensor)}
     partitioned = {name for name, value in weights.items() if not value.numel()}
     shapes = first["param_shapes"]
@@ -70,7 +70,7 @@ def _merge(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any
     for tied, name in dict(first.get("shared_params") or {}).items():
         weights[tied] = weights[name]
     unresolved = [name for name in partitioned if not weights[name].numel()]
-    # A tied name that DeepSpeed does not tell is filled in by the module that ties it.
+    # Tied names that DeepSpeed does not record are restored by the module that ties them.
     return {name: value for name, value in weights.items() if name not in unresolved}
 
 
@@ -108,7 +108,7 @@ def _step_folder(folder: Path) -> Path:
         return folder
     name = latest.read_text().strip()
     if Path(name).name != name or not (folder / name).is_dir():
-        raise _unreadable(folder, f"latest names {name!r}, which is no folder in it")
+        raise _unreadable(folder, f"latest names {name!r}, which is not a folder in it")
     return folder / name
 
 
@@ -123,6 +123,6 @@ def _is_deepspeed_class(name: str) -> bool:
 def _unreadable(folder: Path, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{str(folder)!r} cannot be read as a folder of DeepSpeed: {problem}.",
-        "its parameters are put together from every rank's files.",
-        "check that all of them are there, or run DeepSpeed's own zero_to_fp32.py where you trust it.",
+        "its parameters are assembled from the files of all ranks.",
+        "check that all of them exist, or run DeepSpeed's own zero_to_fp32.py where you trust it.",
     )
