@@ -277,9 +277,9 @@ def test_what_cannot_be_is_refused_by_name(by_one_process: Path, tmp_path: Path)
         (lambda out: convert(plain, out, to="hf", prefix="tail", config={"model_type": "llama"}), "begin with 'tail.'"),
         (lambda out: convert(by_one_process, out, to="hf", prefix="modle."), "Did you mean 'model'"),
         (lambda out: convert(by_one_process, out, to="hf", config=tmp_path / "none.json"), "cannot be read"),
-        (lambda out: convert(by_one_process, out, to="hf", max_shard_size="much"), "no size of a file"),
+        (lambda out: convert(by_one_process, out, to="hf", max_shard_size="much"), "not a file size"),
         (lambda out: convert(by_one_process, out, to="hugging face"), "convert.to='hugging face'"),
-        (lambda out: convert(by_one_process, "", to="hf"), "names no folder"),
+        (lambda out: convert(by_one_process, "", to="hf"), "does not name a folder"),
         (lambda out: convert(by_one_process, out), "--to hf"),
     ]:
         with pytest.raises(CheckpointError, match=said):

@@ -216,7 +216,10 @@ def _write_adapter(
         parts = name.split(".")
         if adapter in parts or name in biases:
             kept = [part for part in parts if part not in (adapter, "modules_to_save")]
-            if kept[-2:] == ["lora_magnitude_vector", "weight"]:  # DoRA's magnitude; PEFT's files name it without .weight
+            if kept[-2:] == [
+                "lora_magnitude_vector",
+                "weight",
+            ]:  # DoRA's magnitude; PEFT's files name it without .weight
                 del kept[-1]
             held[description.get("adapter_prefix", "") + ".".join(kept)] = source
     if not held:
@@ -256,7 +259,5 @@ def _parse_size(size: int | str) -> int:
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     number = int(float(found[1]) * _UNITS[found[2].upper()]) if found else size
     if not isinstance(number, int) or number <= 0:
-        raise CheckpointError(
-            f"max_shard_size={size!r} is not a file size.", "", 'give bytes, or text such as "5GB".'
-        )
+        raise CheckpointError(f"max_shard_size={size!r} is not a file size.", "", 'give bytes, or text such as "5GB".')
     return number

@@ -42,7 +42,7 @@ def read_zero(folder: Path) -> dict[str, torch.Tensor]:
     if models[0].get("mp_world_size", 1) != 1:
         raise _unreadable(step, f"it was written under model parallelism over {models[0]['mp_world_size']} ranks")
     if len(parts) != models[0].get("dp_world_size", len(parts)):
-        raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt are there")
+        raise _unreadable(step, f"{len(parts)} of {models[0]['dp_world_size']} *_optim_states.pt exist")
     try:
         return _merge(models, parts)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:

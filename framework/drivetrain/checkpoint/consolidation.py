@@ -1,4 +1,4 @@
-"""All weights of a checkpoint in one safetensors file, for those who want to carry one."""
+"""Writes the weights of a checkpoint into a single safetensors file."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from drivetrain.checkpoint._format.tensor_file import Spec, header_of, in_file_o
 from drivetrain.checkpoint._format.tensor_reader import TensorSource
 from drivetrain.errors import CheckpointError
 
-_PIECE = 16 * 2**20  # bytes in memory at once, unless a row is larger
+_PIECE = 16 * 2**20  # bytes in memory at a time, unless a row is larger
 
 
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
-    """Write the weights of a checkpoint into one file, which `safetensors.torch.load_file` opens.
+    """Write the weights of a checkpoint into one file that `safetensors.torch.load_file` opens.
 
-    Of tied names one is stored, as in the checkpoint; what is no tensor (an ``_extra_state``) is left out.
+    One name per tied tensor is stored, as in the checkpoint; values that are not tensors (``_extra_state``) are left out.
 
     Args:
         path: the checkpoint's path or URL.
-        out: the path or URL of the file, or of a folder, in which it becomes ``model.safetensors``.
+        out: path or URL of the file; if it does not end with ``.safetensors``, a folder that gets ``model.safetensors``.
 
     Returns:
         The path of the file.
@@ -56,7 +56,7 @@ def _stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorSource]:
 
 
 def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
-    """Write tensors of a checkpoint as one safetensors file, under names that may be others than there."""
+    """Write tensors of a checkpoint as one safetensors file, under the names that are the keys of ``sources``."""
     specs = in_file_order(Spec(name, source.dtype, source.shape) for name, source in sources.items())
     writer = FileWriter(sink)
     try:
@@ -72,7 +72,7 @@ def write_tensors(sources: Mapping[str, TensorSource], sink: Any) -> None:
 
 @contextmanager
 def create_file(target: str) -> Iterator[Any]:
-    """Give a file that is there once it is whole, and not before.
+    """Yield a stream for ``target``, which appears under its name only once it is complete.
 
     Raises:
         CheckpointError: it cannot be written.

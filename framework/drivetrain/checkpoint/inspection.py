@@ -1,4 +1,4 @@
-"""Checkpoints as text: what one holds, and what two have in common."""
+"""Describes and compares checkpoints as text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TYPES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def show(path: str | os.PathLike[str]) -> str:
-    """Return what a checkpoint says of itself: where it comes from, how large it is, and a table of its tensors."""
+    """Return a text description of a checkpoint: its origin, sizes, and a table of its tensors."""
     checkpoint = load(path)
     manifest, metadata = checkpoint.manifest, checkpoint.manifest.metadata
     written = datetime.datetime.fromtimestamp(manifest.written).astimezone().isoformat(" ", "seconds")
     weights = checkpoint.weights()
     sources = weights.sources()
-    arguments, in_it = without_secrets(metadata.hyper_parameters)  # earlier versions wrote them all
+    arguments, in_it = without_secrets(metadata.hyper_parameters)  # earlier versions stored secrets too
     secrets = dict.fromkeys([*metadata.left_out, *in_it])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     lines = [
@@ -52,14 +52,14 @@ def show(path: str | os.PathLike[str]) -> str:
 
 
 def _named_models(models: Mapping[str, Mapping[str, Any]]) -> str:
-    return ", ".join(f"{name} ({one.get('class', 'unknown')})" for name, one in models.items())
+    return ", ".join(f"{name} ({model.get('class', 'unknown')})" for name, model in models.items())
 
 
 def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
-    """Compare the weights and the optimizers' states of two checkpoints by name.
+    """Compare the weights, optimizer states and callback tensors of two checkpoints by name.
 
     Returns:
-        A line for each name that only one of them has, or that they have otherwise; nothing where they are equal.
+        A line for each name that only one of them has, or whose values differ; empty if they are equal.
     """
     one, two = load(path), load(other)
     lines = list(_different("", one.weights().sources(), two.weights().sources()))
@@ -106,7 +106,7 @@ def _bytes(checkpoint: Checkpoint, names: Iterable[str]) -> int:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "nothing said"
+    return ", ".join(f"{name}={value!r}" for name, value in values.items()) or "unknown"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

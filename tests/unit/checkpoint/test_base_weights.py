@@ -156,7 +156,7 @@ def test_a_module_without_a_part_of_the_base_is_refused(tmp_path: Path) -> None:
             self.base = nn.Sequential(self.base[0])
 
     _, path = saved(tmp_path)
-    with pytest.raises(CheckpointError, match=r"base\.1\.bias.* is not here"):
+    with pytest.raises(CheckpointError, match=r"base\.1\.bias.* is missing here"):
         Smaller.load_from_checkpoint(path)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint on disk: what its files hold, how they are written and read. Knows nothing of modules or runs."""
+"""The on-disk format of checkpoints, and its reading and writing. Independent of modules and runs."""
 
 from drivetrain.checkpoint._format.checkpoint_reader import Checkpoint, Weights, load
 from drivetrain.checkpoint._format.checkpoint_writer import commit, save

@@ -1,4 +1,4 @@
-"""Two names for two folders, exchanged in one step where the system knows how."""
+"""Exchanges the names of two folders in one system call, where the system supports it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def exchange(one: str, other: str) -> bool:
-    """Let two paths on one file system change places in one step; False where this system or disk cannot.
+    """Swap two paths on one file system atomically; return False if the system or file system cannot.
 
     Raises:
-        OSError: it can, and it failed.
+        OSError: the exchange is supported, and failed.
     """
     call = _system_call()
     if call is None:

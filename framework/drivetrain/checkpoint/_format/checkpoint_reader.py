@@ -1,4 +1,4 @@
-"""A checkpoint as it lies there: opened at once, read where it is asked."""
+"""Opens checkpoints and reads their parts lazily."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from drivetrain.errors import CheckpointError, listed
 
 
 class Checkpoint:
-    """A checkpoint, of which only the manifest has been read so far. `load` opens one.
+    """A checkpoint opened for reading; at first only its manifest is read. `load` opens one.
 
     Args:
-        folder: where it is.
-        manifest: what it consists of.
+        folder: the folder it is read from.
+        manifest: its manifest.
     """
 
     def __init__(self, folder: Folder, manifest: Manifest) -> None:
@@ -36,7 +36,7 @@ class Checkpoint:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The counters: epoch, steps, samples."""
+        """The saved counters: epoch, steps, samples."""
         return dict(self.manifest.metadata.progress)
 
     @property
@@ -46,26 +46,26 @@ class Checkpoint:
 
     @property
     def weights_only(self) -> bool:
-        """Whether there is nothing here that a run could go on from."""
+        """Whether the checkpoint holds only weights, so that no run can resume from it."""
         return self.manifest.metadata.weights_only
 
     def weights(self) -> Weights:
-        """Every parameter and buffer by name, tied names too. A value is read when it is asked for."""
+        """Return every parameter and buffer by name, including tied names. Each is read on access."""
         part = self.manifest.weights
         sources = self._sources(part)
         others = {} if part.document is None else self._read_document(part, sources)
         if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
-            raise damage_error(self.path, f"{part.document} is no dict of names")
-        own = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
-        return Weights({**own, **others}, self.manifest.aliases, self.readers)
+            raise damage_error(self.path, f"{part.document} is not a dict of names")
+        tensors = {name: source for name, source in sources.items() if name not in self._document_tensor_names(part)}
+        return Weights({**tensors, **others}, self.manifest.aliases, self.readers)
 
     def optimizer_state(self, index: int = 0, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
-        """Return an optimizer's state in its named form.
+        """Return an optimizer's state, keyed by parameter name.
 
         Args:
-            index: which optimizer.
-            regions: which part of the values that have their parameter's shape is wanted, by parameter name; these
-                come as `ParameterShard`. All others come whole.
+            index: index of the optimizer.
+            regions: by parameter name, the region to read of state tensors with their parameter's shape; those are returned
+                as `ParameterShard`, all others whole.
 
         Raises:
             CheckpointError: there is no such optimizer, or its state is damaged.
@@ -78,7 +78,7 @@ class Checkpoint:
                 "take another checkpoint, or load the weights alone.",
             )
         document = self.optimizer_document(index)
-        # Without regions the weights' file is not even opened.
+        # Without regions the files of the weights are not opened.
         shapes = {name: value.shape for name, value in self.weights().sources().items()} if regions else {}
         wanted: dict[int, Region] = {}
         for name, values in document["state"].items():
@@ -90,67 +90,69 @@ class Checkpoint:
         return filled
 
     def optimizer_groups(self, index: int = 0) -> list[list[str]]:
-        """Return the names of the parameters in each of an optimizer's groups; no tensor is read."""
+        """Return the parameter names of each group of an optimizer, without reading tensors."""
         return [list(group["params"]) for group in self.optimizer_document(index)["param_groups"]]
 
     def optimizer_document(self, index: int) -> dict[str, Any]:
-        """Return an optimizer's state with a `TensorSource` for each tensor; none is read.
+        """Return an optimizer's state with a `TensorSource` in place of each tensor; no tensor is read.
 
         Raises:
-            CheckpointError: it is not in the form that is written; names what is not.
+            CheckpointError: the document does not have the form of an optimizer's state.
         """
         part = self.manifest.optimizers[index]
         document: dict[str, Any] = {} if part.document is None else self._decode_with_sources(part, self._sources(part))
         problem = _optimizer_state_problem(document)
         if problem is not None:
-            raise damage_error(self.path, f"{part.document or f'optimizer {index}'} is no optimizer's state: {problem}")
+            raise damage_error(
+                self.path, f"{part.document or f'optimizer {index}'} is not an optimizer's state: {problem}"
+            )
         return document
 
     def callback_tensors(self, key: str) -> Weights:
-        """The tensors of a callback by name, by its key; empty where it has saved none."""
+        """Return the tensors of the callback with this key by name; empty if it saved none."""
         part = self.manifest.callbacks.get(key)
         return Weights({} if part is None else self._sources(part), {}, self.readers)
 
     def state(self) -> Any:
-        """What rank 0 said of the run; None where it said nothing."""
+        """Return the run's state, which rank 0 saved; None if there is none."""
         part = self.manifest.state
         return None if part is None or part.document is None else self._read_document(part, self._sources(part))
 
     def rank_state(self, rank: int) -> Any:
-        """What one rank said of itself; None where it said nothing."""
+        """Return the state that one rank saved of itself; None if there is none."""
         if rank >= len(self.manifest.ranks):
             return None
         part = self.manifest.ranks[rank]
         return None if part.document is None else self._read_document(part, self._sources(part))
 
     def close(self) -> None:
-        """Let go of the files. Tensors that were read stay valid."""
+        """Close the files. Tensors that were read stay valid."""
         self._files.clear()
         self._folder.close()
 
-    # Parts and files
+    # Files and documents
 
     def file(self, name: str) -> CheckedFile:
-        """Return one of the files, which is opened once."""
+        """Return the file ``name``, opened on first use."""
         if name not in self._files:
             self._files[name] = CheckedFile(self._folder, name, self.manifest.files[name], self.manifest.block_size)
         return self._files[name]
 
     def document(self, part: Part) -> Any:
-        """Return a part's document with a `TensorSource` for each tensor; none is read."""
+        """Return a part's document with a `TensorSource` in place of each tensor; no tensor is read."""
         return self._decode_with_sources(part, self._sources(part))
 
     def tensors(self, part: Part) -> dict[str, TensorSource]:
-        """Return the tensors of a part as they are stored, by name."""
+        """Return the tensors of a part by stored name, unread."""
         return self._sources(part)
 
     def _sources(self, part: Part) -> dict[str, TensorSource]:
         found: dict[str, TensorSource] = {}
-        for one in map_in_threads(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
-            twice = found.keys() & one.keys()
-            if twice:
-                raise damage_error(self.path, f"{listed(sorted(twice))} is in several of {listed(part.tensors)}")
-            found.update(one)
+        for sources in map_in_threads(lambda name: tensors_in(self.file(name)), part.tensors, self.readers):
+            duplicates = found.keys() & sources.keys()
+            if duplicates:
+                raise damage_error(self.path, f"{listed(sorted(duplicates))} is in several of {listed(part.tensors)}")
+            found.update(sources)
         return found
 
     def _load_json(self, part: Part) -> Any:
@@ -158,7 +160,7 @@ class Checkpoint:
         file = self.file(part.document)
         if file.size > MAX_DOCUMENT_BYTES:
             raise damage_error(
-                self.path, f"{file.name} has {file.size} bytes, and no document has {MAX_DOCUMENT_BYTES}"
+                self.path, f"{file.name} has {file.size} bytes, and a document has at most {MAX_DOCUMENT_BYTES}"
             )
         return loads(file.read(0, file.size), part.document)
 
@@ -173,7 +175,7 @@ class Checkpoint:
         try:
             return decode(document, tensor)
         except KeyError as error:
-            raise damage_error(self.path, f"{part.document} names the tensor {error}, which is not there") from error
+            raise damage_error(self.path, f"{part.document} names the tensor {error}, which does not exist") from error
         except (ValueError, RecursionError) as error:
             raise damage_error(self.path, f"{part.document} cannot be read: {error}") from error
 
@@ -185,12 +187,12 @@ class Checkpoint:
 
 
 class Weights(Mapping[str, Any]):
-    """Parameters and buffers by name; each is read, and checked, when it is asked for.
+    """Parameters and buffers by name; each is read and verified on access.
 
     Args:
-        values: what is stored.
-        aliases: tied names and what they are tied to.
-        readers: how many reads at once pay.
+        values: stored values, with a `TensorSource` for each tensor.
+        aliases: ``{tied: first}`` for tied names.
+        readers: number of parallel reads that pay off.
     """
 
     def __init__(self, values: Mapping[str, Any], aliases: Mapping[str, str], readers: int) -> None:
@@ -212,17 +214,17 @@ class Weights(Mapping[str, Any]):
         return len(self._values) + len(self._aliases)
 
     def sources(self) -> dict[str, TensorSource]:
-        """Return where the tensors are, with shape and dtype, tied names too; nothing is read."""
+        """Return a `TensorSource` (with shape and dtype) per tensor, including tied names; nothing is read."""
         return {name: source for name in self if isinstance(source := self._stored(name), TensorSource)}
 
     def staged(self, regions: Mapping[str, Region] | None = None) -> dict[str, Any]:
-        """Read everything, or of some tensors a region each; tied names give one object.
+        """Read all values, or only a region of some; tied names share one object.
 
         Args:
-            regions: which part is wanted, by name; these come as `ParameterShard`. All others come whole.
+            regions: the region to read, by name; those tensors are returned as `ParameterShard`, all others whole.
 
         Raises:
-            CheckpointError: what is there is not what was written.
+            CheckpointError: the stored bytes are damaged, or do not fit into memory.
         """
         wanted = {} if regions is None else dict(regions)
 
@@ -246,23 +248,23 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint at a path or URL. Only its manifest is read.
 
     Raises:
-        CheckpointError: there is none, it is not whole, or it is of another format.
-        StorageError: one of these, where the storage refuses to say.
+        CheckpointError: there is none, it is incomplete, or it has another format.
+        StorageError: a `CheckpointError` for a storage that refuses or does not answer.
     """
     folder = folder_at(os.fspath(path))
     content = read_if_there(folder, MANIFEST, MAX_MANIFEST_BYTES + 1)
     if content is None:
         raise CheckpointError(
-            f"{folder.path!r} is no whole checkpoint: {MANIFEST} is missing, or no file.",
-            "the manifest is written last, and without it the rest may be anything.",
-            "check the path, or take an earlier checkpoint; for what another library wrote, see "
+            f"{folder.path!r} is not a complete checkpoint: {MANIFEST} is missing, or not a regular file.",
+            "the manifest is written last, so without it the save did not finish.",
+            "check the path, or use an earlier checkpoint; for files of another library, see "
             "drivetrain.checkpoint.convert.",
         )
     return Checkpoint(folder, decode_manifest(content, folder.path))
 
 
 def _read_tensors(value: Any, wanted: Mapping[int, Region], readers: int) -> Any:
-    """Replace each `TensorSource` in a decoded document by its values, or by the wanted part of them."""
+    """Return a decoded document with each `TensorSource` replaced by its values, or by the wanted region of them."""
     found: dict[int, TensorSource] = {}
     _collect_sources(value, found)
 
@@ -278,25 +280,25 @@ def _read_tensors(value: Any, wanted: Mapping[int, Region], readers: int) -> Any
 
 
 def _check_memory(what: str, sources: Iterable[tuple[Any, Region | None]]) -> None:
-    check_memory(sum(one.nbytes(region) for one, region in sources if isinstance(one, TensorSource)), what)
+    check_memory(sum(source.nbytes(region) for source, region in sources if isinstance(source, TensorSource)), what)
 
 
 def _optimizer_state_problem(document: Any) -> str | None:
-    """What is wrong with the form of an optimizer's document; None where nothing is."""
+    """Return what is wrong with the form of an optimizer's document, or None."""
     if not isinstance(document, dict):
         return f"it is a {type(document).__name__}"
     state, groups = document.get("state"), document.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
-        return "'state' is no dict" if not isinstance(state, dict) else "'param_groups' is no list"
+        return "'state' is not a dict" if not isinstance(state, dict) else "'param_groups' is not a list"
     for name, values in state.items():
         if not isinstance(name, str) or not isinstance(values, dict):
             return f"'state' has no dict for {reprlib.repr(name)}"
     names: list[str] = []
     for number, group in enumerate(groups):
-        held = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+        params = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
             return f"group {number} has no list of names as 'params'"
-        names += held
+        names += params
     if len(set(names)) != len(names):
         return "a parameter is in it twice"
     return None

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: all ranks together, and either all of it or nothing."""
+"""Writes a checkpoint collectively and atomically: either all of it is committed or nothing."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ def save(
     """Write a checkpoint. Collective.
 
     Args:
-        path: a path or an fsspec URL; a checkpoint that is there is replaced in one step.
-        contents: what this rank has.
-        control: between the ranks.
-        shard_of: the strategy's.
-        sizes: how it is split.
+        path: a path or an fsspec URL; an existing checkpoint there is replaced atomically.
+        contents: this rank's contents.
+        control: the control plane.
+        shard_of: the strategy's function that turns a sharded value into a `ParameterShard`.
+        sizes: how tensors are split into files.
 
     Raises:
-        CheckpointError: on every rank, with the rank and the cause; what was at ``path`` is as it was.
+        CheckpointError: on every rank, naming the failed rank and the cause; what was at ``path`` is unchanged.
     """
     commit(path, stage(contents, control.rank, control.world_size, shard_of, sizes=sizes), control)
 
 
 def commit(path: str, staged: StagedCheckpoint, control: ControlPlane) -> None:
-    """Write what was staged. Collective; may run in a thread with a ``control`` of its own.
+    """Write a staged checkpoint. Collective; may run in a background thread that has its own ``control``.
 
     Raises:
-        CheckpointError: as `save` does.
+        CheckpointError: as for `save`.
     """
     storage: Storage | None = None
     problem: Exception | None = staged.problem
@@ -93,18 +93,18 @@ def _join(path: str, join_info: JoinInfo) -> Storage:
     return LocalStorage.join(root, join_info) if filesystem is None else ObjectStorage.join(filesystem, root, join_info)
 
 
-# The meeting: what each rank brings
+# Agreement before writing
 
 
 @dataclass(frozen=True, slots=True)
 class _SavePlan:
-    """What the ranks told each other before anything was written.
+    """What the ranks agreed on before anything is written.
 
     Attributes:
-        ticket: to the place that rank 0 began.
-        regions: for each part that is dealt among the ranks, what each rank brings.
-        state: what rank 0's state holds.
-        digest: what all of them compute of each file besides its checksums.
+        join_info: what the other ranks need to write to rank 0's storage.
+        regions: for each shared part, the regions that each rank contributes.
+        state: the tensors of rank 0's state.
+        digest: the digest to compute of each file, if any.
     """
 
     join_info: JoinInfo
@@ -126,24 +126,24 @@ def _agree_on_plan(
         digest=staged.digest,
     )
     words = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
-    told = [WriteRequest.decode(one) for one in words]
-    paths = [one.path for one in told]
+    requests = [WriteRequest.decode(answer) for answer in answers]
+    paths = [other.path for other in requests]
     if len(set(paths)) > 1:
         raise CheckpointError(
             "The ranks save to different paths: "
             + ", ".join(f"rank {rank} to {other!r}" for rank, other in enumerate(paths[:8]))
             + ".",
             "they write one checkpoint together.",
-            "make the path on rank 0 and broadcast it; a path with the time in it differs.",
+            "build the path on rank 0 and broadcast it; a path that contains the time differs between ranks.",
         )
-    if any(one.digests != told[0].digests for one in told):
+    if any(other.digests != requests[0].digests for other in requests):
         _raise_difference(shared, control)
-    assert told[0].join_info is not None
-    regions = [[one.regions[number] for one in told] for number in range(len(shared))]
-    state = told[0].state
+    assert requests[0].join_info is not None
+    regions = [[other.regions[number] for other in requests] for number in range(len(shared))]
+    state = requests[0].state
     for part, rank_regions in zip(shared, regions, strict=True):
         _check_coverage(path, state if part.role == "state" else part.specs, rank_regions)
-    return _SavePlan(told[0].join_info, regions, state, told[0].digest)
+    return _SavePlan(requests[0].join_info, regions, state, requests[0].digest)
 
 
 def _shared_parts(staged: StagedCheckpoint) -> list[StagedPart]:
@@ -164,11 +164,11 @@ def _raise_difference(shared: Sequence[StagedPart], control: ControlPlane) -> No
         for name in list(dict.fromkeys([*everyone[0], *theirs])):
             if everyone[0].get(name) != theirs.get(name):
                 lines.append(
-                    f"{name}: {everyone[0].get(name, 'lacks')} on rank 0, {theirs.get(name, 'lacks')} on {rank}"
+                    f"{name}: {everyone[0].get(name, 'missing')} on rank 0, {theirs.get(name, 'missing')} on rank {rank}"
                 )
     raise CheckpointError(
         "The ranks have different things to save: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
-        "they write one checkpoint together, each its part of every tensor.",
+        "they write one checkpoint together, each its shard of every tensor.",
         "build the same module, optimizers and callbacks on every rank.",
     )
 
@@ -180,20 +180,20 @@ def _check_coverage(path: str, specs: Sequence[Spec], rank_regions: Sequence[Reg
         count = count_elements([regions[spec.name] for regions in rank_regions])
         if count != spec.numel:
             raise CheckpointError(
-                f"The checkpoint {path!r} cannot be written: of {spec.name!r}, {spec.numel} elements, the ranks hold "
-                f"{count}.",
-                "each element must be spoken for by exactly one rank.",
+                f"The checkpoint {path!r} cannot be written: {spec.name!r} has {spec.numel} elements, and the "
+                f"ranks contribute {count}.",
+                "exactly one rank must contribute each element.",
                 "this is an error of the strategy's shard_of.",
             )
 
 
-# The files
+# Writing
 
 
 def _write(
     path: str, staged: StagedCheckpoint, plan: _SavePlan, storage: Storage, control: ControlPlane
 ) -> tuple[dict[str, FileRecord], list[tuple[str, Part]]]:
-    """Write this rank's share; return its files, and the parts of the checkpoint as this rank knows them."""
+    """Write this rank's files; return the records of all ranks' files, and the checkpoint's parts with their roles."""
     written: dict[str, FileRecord] = {}
     parts: list[tuple[str, Part]] = []
     problem: Exception | None = None
@@ -205,7 +205,7 @@ def _write(
         regions = [{}] * control.world_size if part.role == "rank" else next(shared_regions)
         document = None if part.document is None else storage.file_name(f"{part.stem}.json")
         try:
-            # In step with the other ranks, hence whatever has happened so far.
+            # Collective, so it runs even after an earlier part has failed.
             gathering = GatheredWriter(part.tensors, regions, control, storage, staged.sizes.piece, plan.digest)
             written.update(gathering.write(files))
             if part.document is not None and document is not None and problem is None:
@@ -230,7 +230,7 @@ def _write(
 
 
 def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
-    """The index that Hugging Face's libraries read, where there are several files."""
+    """Return the index file of a part with several files, as Hugging Face's libraries read it; None for one file."""
     if len(files) < 2:
         return None
     storage = {spec.name: file.name for file in files for spec in file.specs}
@@ -254,7 +254,7 @@ def _commit_manifest(
     parts: Sequence[tuple[str, Part]],
     control: ControlPlane,
 ) -> None:
-    """Write the manifest, which makes it a checkpoint."""
+    """Write the manifest, which commits the checkpoint."""
     identifier = staged.metadata.identifier or secrets.token_hex(16)
 
     def dump_with_checksum() -> bytes:
@@ -282,11 +282,11 @@ def _commit_manifest(
         return encode_manifest(manifest)
 
     content = run_collectively(control, f"The checkpoint {path!r} could not be written", dump_with_checksum)
-    # Whether the manifest is out, not even rank 0 knows where its answer is lost: nothing of it may be removed now.
+    # If the reply to the upload is lost, even rank 0 cannot know whether the manifest was stored: keep all files.
     storage.keep()
     run_collectively(
         control,
-        f"The checkpoint {path!r} could not be written, or nobody knows",
+        f"The checkpoint {path!r} may not have been written",
         lambda: storage.commit(content, identifier) if control.rank == 0 else None,
     )
 

@@ -1,4 +1,4 @@
-"""All ranks go on, or all of them raise."""
+"""Makes all ranks raise when one of them fails."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ T = TypeVar("T")
 
 
 def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Exception | None) -> list[Any]:
-    """Return every rank's ``value``, unless one of them has a problem. Collective.
+    """Return every rank's ``value``, or raise on all ranks if any has a problem. Collective.
 
     Args:
-        control: between the ranks.
-        failing: what does not come about if one of them has.
-        value: this rank's; a plain one, as for `ControlPlane.gather_objects`.
-        problem: this rank's.
+        control: the control plane.
+        summary: what failed as a whole; begins the error message.
+        value: this rank's value, plain as for `ControlPlane.gather_objects`.
+        problem: this rank's problem, or None.
 
     Raises:
-        CheckpointError: naming the rank and the cause; a rank's own is raised there as it is.
+        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError` raises that.
     """
-    told, problems = _gather(control, value, problem)
+    values, problems = _gather(control, value, problem)
     if not problems:
-        return told
+        return values
     if isinstance(problem, CheckpointError):
         raise problem
     raise _error_of_ranks(summary, problems) from problem
 
 
 def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T]) -> T:
-    """Do ``work`` and return what it gives, once every rank has done its own. Collective.
+    """Run ``work`` on this rank and return its result once every rank has succeeded. Collective.
 
     Args:
-        control: between the ranks.
-        failing: what does not come about if one of them fails.
-        work: this rank's.
+        control: the control plane.
+        summary: what failed as a whole; begins the error message.
+        work: this rank's work.
 
     Raises:
-        CheckpointError: as `gather_or_raise` does.
+        CheckpointError: as for `gather_or_raise`.
     """
     try:
         result = work()
     except Exception as error:
         problems = _gather(control, None, error)[1]
         if isinstance(error, CheckpointError):
-            raise  # as it is: raised once more by another function it would show the same frames twice
+            raise  # re-raised here, so that the traceback shows each frame once
         raise _error_of_ranks(summary, problems) from error
     gather_or_raise(control, summary, None, None)
     return result
@@ -56,8 +56,10 @@ def run_collectively(control: ControlPlane, summary: str, work: Callable[[], T])
 def _gather(
     control: ControlPlane, value: Any, problem: Exception | None
 ) -> tuple[list[Any], dict[int, tuple[str, str, str]]]:
-    told = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
-    return [one for _, one in told], {rank: one for rank, (one, _) in enumerate(told) if one is not None}
+    answers = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
+    return [result for _, result in answers], {
+        rank: texts for rank, (texts, _) in enumerate(answers) if texts is not None
+    }
 
 
 def _error_of_ranks(summary: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
@@ -71,5 +73,5 @@ def _error_texts(problem: Exception) -> tuple[str, str, str]:
         return problem.what, problem.why, problem.fix
     text = f"{type(problem).__name__}: {problem}"
     if isinstance(problem, OSError):
-        return text, "the storage refused.", "check the path, its permissions and the space that is left."
-    return text, "", "look at the cause above; the training state is as it was."
+        return text, "the storage refused.", "check the path, its permissions and the free space."
+    return text, "", "see the cause above; the training state is unchanged."

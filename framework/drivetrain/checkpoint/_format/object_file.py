@@ -34,7 +34,7 @@ def open_object(filesystem: Any, path: str) -> Iterator[Any]:
     stream = filesystem.open(path, "wb")
     try:
         yield stream
-        nbytes = stream.gather_or_raise()
+        nbytes = stream.tell()
         try:
             stream.close()
         except Exception:
