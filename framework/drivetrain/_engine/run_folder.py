@@ -71,7 +71,7 @@ class RunFolder:
         """Note which checkpoint the run begins with.
 
         Args:
-            facts: what the checkpoint says; None for a fresh start.
+            metadata: what the checkpoint says; None for a fresh start.
             path: where it is.
             parent: the id of the run that wrote it; "" for none.
             went_on: whether it is in the folder of that run.

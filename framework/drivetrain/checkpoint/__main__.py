@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     command("consolidate", "Write the weights into one safetensors file.").add_argument("out", metavar="OUT")
     converting = command(
         "convert",
-        "Convert another library's file or folder to a checkpoint of weights, or a checkpoint to the Hugging Face layout.",
+        "Convert another library's file or folder to a checkpoint, or a checkpoint to the Hugging Face layout.",
     )
     converting.add_argument("out", metavar="OUT")
     converting.add_argument("--prefix", default="", help="keep only names with this prefix, and strip it")

@@ -1,4 +1,4 @@
-"""Checksums that identify the base weights of a checkpoint that holds only trained parameters (``trainable_only=True``)."""
+"""Checksums that identify the base weights of a checkpoint with only trained parameters (``trainable_only=True``)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     """Return every tensor of a DCP checkpoint by name, unsharded; entries that are not tensors are skipped.
 
     Raises:
-        CheckpointError: the folder is damaged, was written with extensions, or its metadata names other classes than DCP's.
+        CheckpointError: the folder is damaged, was written with extensions, or its metadata names other classes than
+            DCP's.
     """
     try:
         with open(folder / ".metadata", "rb") as stream:

@@ -233,7 +233,7 @@ def _write_adapter(
 
 
 def _trained_biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
-    """Return names of the base model's biases that PEFT stores with a LoRA adapter (``bias="all"`` or ``"lora_only"``)."""
+    """Return the base model's biases that PEFT stores with a LoRA adapter (``bias="all"`` or ``"lora_only"``)."""
     which = settings.get("bias", "none")
     own = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
     if which == "all":

@@ -22,8 +22,8 @@ def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
     """Return, by name in ``module``, what ``save_pretrained`` of each outermost model writes besides its weights.
 
     Returns:
-        Dicts with "class", and where present "config", "generation_config", "adapters" (PEFT configurations by name) and
-        "adapter_prefix" (prefix of tensor names in adapter files).
+        Dicts with "class", and where present "config", "generation_config", "adapters" (PEFT configurations by name)
+        and "adapter_prefix" (prefix of tensor names in adapter files).
     """
     found = {}
     for name, child in _outermost("", module):

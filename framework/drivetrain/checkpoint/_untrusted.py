@@ -27,8 +27,8 @@ def load_safely(path: Path, is_allowed: Callable[[str], bool] = lambda name: Fal
 
     Args:
         path: the file.
-        is_allowed: whether the file may name a class, given its full name. The class is not imported: its objects become
-            placeholders.
+        is_allowed: whether the file may name a class, given its full name. The class is not imported: its objects
+            become placeholders.
 
     Raises:
         CheckpointError: the file holds other objects, or cannot be read.

@@ -27,11 +27,13 @@ _PIECE = 16 * 2**20  # bytes in memory at a time, unless a row is larger
 def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> str:
     """Write the weights of a checkpoint into one file that `safetensors.torch.load_file` opens.
 
-    One name per tied tensor is stored, as in the checkpoint; values that are not tensors (``_extra_state``) are left out.
+    One name per tied tensor is stored, as in the checkpoint; values that are not tensors (``_extra_state``) are left
+    out.
 
     Args:
         path: the checkpoint's path or URL.
-        out: path or URL of the file; if it does not end with ``.safetensors``, a folder that gets ``model.safetensors``.
+        out: path or URL of the file; if it does not end with ``.safetensors``, a folder that gets
+            ``model.safetensors``.
 
     Returns:
         The path of the file.

@@ -33,14 +33,14 @@ def convert(
     """Convert weights of another library to a checkpoint, or a checkpoint to the Hugging Face layout.
 
     With ``to="checkpoint"`` the result is a weights-only checkpoint for `TrainModule.load_from_checkpoint`. Supported
-    inputs: a Lightning ``.ckpt``, with its hyper-parameters as far as they are JSON-able and no secrets; a ``torch.save``
-    file that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``; and folders that
-    DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
+    inputs: a Lightning ``.ckpt``, with its hyper-parameters as far as they are JSON-able and no secrets; a
+    ``torch.save`` file that holds a state dict; ``.safetensors`` files; folders of ``torch.distributed.checkpoint``;
+    and folders that DeepSpeed's ``save_checkpoint`` wrote at any ZeRO stage, without model parallelism.
 
     With ``to="hf"`` the result is a folder as ``save_pretrained`` writes it, for ``from_pretrained``. The input is a
     checkpoint of a module that has a Hugging Face model as an attribute; the model's configuration comes from the
-    checkpoint. Names are the model's own, and one name per tied tensor is stored. For models with PEFT adapters only the
-    adapters are written, as ``save_pretrained`` does.
+    checkpoint. Names are the model's own, and one name per tied tensor is stored. For models with PEFT adapters only
+    the adapters are written, as ``save_pretrained`` does.
 
     Args:
         path: a local file or folder; with ``to="hf"`` a checkpoint's path or URL.
@@ -49,15 +49,15 @@ def convert(
             ``{"model": ...}``. With ``to="hf"`` the model's name in the module; detected if there is only one.
         to: "checkpoint" or "hf".
         config: with ``to="hf"``: a ``config.json``, its folder or its content, instead of the checkpoint's.
-        max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``; larger models are
-            split into several files with an index.
+        max_shard_size: with ``to="hf"``: maximum size of a file, in bytes or as text such as ``"5GB"``; larger models
+            are split into several files with an index.
 
     Returns:
         ``out`` as text.
 
     Raises:
-        CheckpointError: the input has an unsupported format, holds more than tensors and plain values, or lacks weights;
-            the model to convert is ambiguous; or ``out`` already holds weights.
+        CheckpointError: the input has an unsupported format, holds more than tensors and plain values, or lacks
+            weights; the model to convert is ambiguous; or ``out`` already holds weights.
     """
     if to == "hf":
         return write_pretrained(path, out, prefix, config, max_shard_size)
@@ -103,7 +103,7 @@ def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         from safetensors.torch import load_file
 
         return load_file(path), {}
-    document = load_safely(path, known=lambda name: True)  # objects outside the state_dict may be of any class
+    document = load_safely(path, is_allowed=lambda name: True)  # objects outside the state_dict may be of any class
     state = document.get("state_dict", document)
     if not isinstance(state, Mapping):
         raise CheckpointError(

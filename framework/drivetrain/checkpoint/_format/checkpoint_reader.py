@@ -64,8 +64,8 @@ class Checkpoint:
 
         Args:
             index: index of the optimizer.
-            regions: by parameter name, the region to read of state tensors with their parameter's shape; those are returned
-                as `ParameterShard`, all others whole.
+            regions: by parameter name, the region to read of state tensors with their parameter's shape; those are
+                returned as `ParameterShard`, all others whole.
 
         Raises:
             CheckpointError: there is no such optimizer, or its state is damaged.

@@ -125,7 +125,7 @@ def _agree_on_plan(
         state=shared[-1].specs if shared and control.rank == 0 else [],
         digest=staged.digest,
     )
-    words = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
+    answers = gather_or_raise(control, f"The checkpoint {path!r} could not be written", request.plain_values(), problem)
     requests = [WriteRequest.decode(answer) for answer in answers]
     paths = [other.path for other in requests]
     if len(set(paths)) > 1:
@@ -218,15 +218,15 @@ def _write(
             problem = problem or error
         index_name = storage.file_name(f"{part.stem}.safetensors.index.json") if len(files) > 1 else None
         parts.append((part.role, Part(document, tuple(file.name for file in files), index_name)))
-    words = gather_or_raise(
+    answers = gather_or_raise(
         control, f"The checkpoint {path!r} could not be written", WriteResult(written, parts).plain_values(), problem
     )
-    told = [WriteResult.decode(one) for one in words]
-    everything: dict[str, FileRecord] = {}
-    for one in told:
-        everything.update(one.written)
-    ranks = [part for one in told for part in one.parts if part[0] == "rank"]
-    return everything, [part for part in told[0].parts if part[0] != "rank"] + ranks
+    results = [WriteResult.decode(answer) for answer in answers]
+    records: dict[str, FileRecord] = {}
+    for result in results:
+        records.update(result.written)
+    ranks = [part for result in results for part in result.parts if part[0] == "rank"]
+    return records, [part for part in results[0].parts if part[0] != "rank"] + ranks
 
 
 def _index(part: StagedPart, files: Sequence[PlannedFile]) -> bytes | None:
@@ -298,12 +298,14 @@ def _check_size(path: str, storage: Storage, name: str, size: int, alone: bool) 
         seen = None
     if seen == size:
         return
-    there = "nothing" if seen is None else seen
-    what = f"{path!r} could not be written: {name} had {size} bytes, and rank 0 sees {there}."
+    found = "nothing" if seen is None else f"{seen} bytes"
+    what = f"{path!r} could not be written: {name} has {size} bytes, and rank 0 sees {found}."
     if alone:
-        raise CheckpointError(what, "something else removed or changed it.", "save where nothing else clears up.")
+        raise CheckpointError(
+            what, "another process removed or changed it.", "save where no other process deletes files."
+        )
     raise CheckpointError(
         what,
-        "all ranks must write to the same place.",
+        "all ranks must write to the same storage.",
         f"save to a disk that all nodes share, or to an object store; this host is {os.uname().nodename}.",
     )

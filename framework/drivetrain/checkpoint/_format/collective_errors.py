@@ -21,7 +21,8 @@ def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Ex
         problem: this rank's problem, or None.
 
     Raises:
-        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError` raises that.
+        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError` raises
+            that.
     """
     values, problems = _gather(control, value, problem)
     if not problems:

@@ -1,4 +1,4 @@
-"""A file that is written from beginning to end, its checksums computed beside."""
+"""Writes a file sequentially and computes its checksums in parallel."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from drivetrain.checkpoint._format.checksums import DIGESTS, BlockChecksums
 from drivetrain.checkpoint._format.manifest import FileRecord
 
 MAX_WAITING_PIECES = 2
-"""Pieces made for a file alone that may wait for the disk while the next is gathered."""
+"""Number of temporary pieces that may wait for the disk while the next one is gathered."""
 
-_BATCH_BYTES = 16 * 2**20  # bytes that are written by one call, where as many wait
+_BATCH_BYTES = 16 * 2**20  # maximum bytes per write call
 
 _Content = bytes | memoryview
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """Destination of bytes."""
 
     def writelines(self, contents: Sequence[_Content], /) -> Any:
-        """Take the next bytes, all of them."""
+        """Write all of ``contents``."""
 
 
 class FileWriter:
-    """Writes in one thread and sums in another: both leave the interpreter alone meanwhile.
+    """Writes a file in one thread and computes its checksums in another; both release the GIL while they work.
 
     Args:
-        sink: what the bytes are written to; closed by who opened it.
+        sink: the destination; the caller that opened it closes it.
         digest: one of `DIGESTS`, computed in a third thread; None for none.
     """
 
@@ -45,19 +45,19 @@ class FileWriter:
         self._checksummed: Future[None] | None = None
         self._digested: Future[None] | None = None
         self._undigested: deque[_Content] = deque()
-        self._digest_is_due = False  # a call that has not begun yet will take all that waits
+        self._digest_is_due = False  # a queued call will process all waiting contents
         self._copies: deque[list[Future[None]]] = deque()
         self._error: Exception | None = None
 
     def write(self, content: _Content, borrowed: bool = False) -> None:
-        """Write the next bytes, together with what else waits for the disk.
+        """Queue the next bytes; queued contents are written together.
 
         Args:
-            content: must stay as it is until `record` has returned.
-            borrowed: whether it is memory that is there anyway; of any other, only a few pieces may wait.
+            content: must not change until `record` has returned.
+            borrowed: whether the memory exists anyway. Of other memory, only `MAX_WAITING_PIECES` pieces may be queued.
 
         Raises:
-            Exception: what an earlier write raised.
+            Exception: an earlier write failed.
         """
         while not borrowed and len(self._copies) >= MAX_WAITING_PIECES:
             for future in self._copies.popleft():
@@ -73,17 +73,17 @@ class FileWriter:
             self._copies.append(at_work)
 
     def flush(self) -> None:
-        """Wait until everything is written; the sums may still be on their way, while the disk is at it.
+        """Wait until everything is written; checksums may still be in progress.
 
         Raises:
-            Exception: what a write raised.
+            Exception: a write failed.
         """
         if self._written is not None:
             self._written.result()
         self._raise_error()
 
     def record(self) -> FileRecord:
-        """Return what the file has become, once everything is written and summed."""
+        """Return the file's size, checksums and digest, once everything is written and summed."""
         self.flush()
         for future in (self._checksummed, self._digested):
             if future is not None:
@@ -92,7 +92,7 @@ class FileWriter:
         return FileRecord(self._sums.size, self._sums.text(), "" if self._digest is None else self._digest.hexdigest())
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._error = self._error or RuntimeError("the file was closed")
         self._writer.shutdown()
         self._checksummer.shutdown()
@@ -105,11 +105,11 @@ class FileWriter:
         while self._waiting and size < _BATCH_BYTES:
             together.append(self._waiting.popleft())
             size += len(together[-1])
-        if together:  # else an earlier call took it along
+        if together:  # an earlier call may have written it
             self._sink.writelines(together)
 
     def _submit_digest(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
-        """Have the digest go on with ``content``, and all that waits in one call: of small ones there may be many."""
+        """Queue ``content`` for the digest; one call processes all that is queued, because small contents are many."""
         self._undigested.append(content)
         if self._digested is None or not self._digest_is_due:
             self._digest_is_due = True

@@ -1,4 +1,4 @@
-"""Tensors that lie in parts on several ranks, written whole: piece by piece, through the owner of their file."""
+"""Writes sharded tensors whole: the rank that owns a file gathers it piece by piece from the others."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from drivetrain.checkpoint._format.tensor_file import header_of
 from drivetrain.checkpoint._format.write_plan import PlannedFile
 
 Regions = Mapping[str, Region | None]
-"""What one rank brings to a checkpoint, by name; only what is sharded stands here."""
+"""The regions of sharded tensors that one rank contributes, by name."""
 
 _FlatPiece = tuple[torch.Tensor, bool]
-"""A piece, and whether it is memory that is there anyway."""
+"""A flat piece, and whether its memory belongs to an existing tensor."""
 
 _ALIGNED = 16  # bytes
-_SMALL = 2**16  # bytes of a piece that is copied at less cost than two threads are asked to write and sum it
+_SMALL = 2**16  # bytes; copying smaller pieces together costs less than handing each to the writer's threads
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredWriter:
-    """How the tensors of one part come together.
+    """Writes the tensors of one part.
 
     Args:
-        held: what this rank has.
-        regions: what each rank brings, by rank.
-        control: between the ranks.
-        place: where the files go.
-        piece: bytes that are on their way at once.
-        digest: of each file, besides its checksums.
+        held: this rank's tensors and shards.
+        regions: the regions that each rank contributes, by rank.
+        control: the control plane.
+        storage: where the files are written.
+        piece: bytes that are exchanged at a time.
+        digest: digest to compute of each file, if any.
     """
 
     held: Mapping[str, TensorOrShard]
@@ -60,10 +60,10 @@ class GatheredWriter:
     digest: str | None = None
 
     def write(self, files: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        """Write the files that this rank owns and help with the others. Collective.
+        """Write the files that this rank owns, and send shards for the others. Collective.
 
         Raises:
-            Exception: whatever went wrong with one of this rank's own files, once all the others are done.
+            Exception: the first error of this rank's own files, raised after all files are done.
         """
         records: dict[str, FileRecord] = {}
         problem: Exception | None = None
@@ -77,7 +77,7 @@ class GatheredWriter:
         return records
 
     def _write_wave(self, wave: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        """Write files of different owners side by side, one round of each at a time."""
+        """Write files of different owners concurrently, one round of pieces each at a time."""
         sharded = frozenset(self.regions[0])
         own = next((file for file in wave if file.owner == self.control.rank), None)
         output = None if own is None else _Output(own, self.storage, self.digest)
@@ -98,7 +98,7 @@ class GatheredWriter:
                 output.close()
 
     def _exchange(self, round_: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
-        """Send this rank's parts of the pieces to their owners; return the bytes that came, by the rank they are of."""
+        """Send this rank's parts of the pieces to their owners; return the bytes received, by sending rank."""
         control, sends = self.control, {}
         receives: dict[int, torch.Tensor] = {}
         for owner, pieces in round_:
@@ -133,7 +133,7 @@ class GatheredWriter:
     def _assembled(
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
     ) -> Iterator[_FlatPiece]:
-        """Yield each piece whole and flat; small ones that this rank has, several as one."""
+        """Yield each piece whole and flat; small ones that this rank holds whole are joined into one."""
         taken = dict.fromkeys(received, 0)
         for batch in batches_of(pieces, self._is_small, self.piece):
             piece = batch[0]
@@ -172,28 +172,28 @@ class GatheredWriter:
 
 
 class _Buffers:
-    """Memory that is used in turn, since of what comes and goes an allocator keeps several times as much.
+    """A ring of reused receive buffers, because repeated allocation makes the allocator keep several times as much.
 
     Args:
-        count: after so many calls the memory of the first one is used again.
+        count: number of buffers; one is reused after ``count`` calls.
     """
 
     def __init__(self, count: int) -> None:
         self._buffers = deque([torch.empty(0, dtype=torch.uint8)] * count)
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return a tensor of each size in bytes, aligned for every type."""
+        """Return one tensor per size in bytes, aligned for every dtype."""
         places = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
         buffer = self._buffers.popleft()
         if buffer.numel() < places[-1]:
-            del buffer  # before there is another
+            del buffer  # free it before allocating a larger one
             buffer = torch.empty(places[-1], dtype=torch.uint8)
         self._buffers.append(buffer)
         return [buffer[begin : begin + size] for begin, size in zip(places, sizes, strict=False)]
 
 
 class _WriteFailedError(Exception):
-    """A file could not be written, while the ranks went on together."""
+    """Carries the error of one file to the end of its wave, since all ranks must finish the exchange."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(cause)
@@ -201,7 +201,7 @@ class _WriteFailedError(Exception):
 
 
 class _Output:
-    """One file of this rank's. A failure is kept until the end, since the others still send."""
+    """A file that this rank owns. An error is kept until `finish`, because the other ranks still send."""
 
     def __init__(self, file: PlannedFile, storage: Storage, digest: str | None) -> None:
         self._name = file.name
@@ -239,22 +239,22 @@ class _Output:
         raise _WriteFailedError(self._problem)
 
     def close(self) -> None:
-        """End the threads, and the file too, which is given up where it was not finished."""
+        """Stop the threads and close the file; a file that was not finished is discarded."""
         if self._writer is not None:
-            self._fail(RuntimeError("the save was broken off"))
+            self._fail(RuntimeError("the save was aborted"))
 
     def _fail(self, error: Exception) -> None:
         self._problem = self._problem or error
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-        # The file must learn of the error: it would be made to last else.
+        # Pass the error to the file's context, which would otherwise commit the file.
         with suppress(Exception):
             self._stack.__exit__(type(error), error, error.__traceback__)
 
 
 def _group_by_owner(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
-    """Put files into groups that have no owner twice."""
+    """Split files into groups that contain at most one file per owner."""
     of_owner: dict[int, list[PlannedFile]] = {}
     for file in files:
         of_owner.setdefault(file.owner, []).append(file)

@@ -1,4 +1,4 @@
-"""A file of a local checkpoint: a regular one, read into memory that the reader owns, with few descriptors open."""
+"""Reads regular files of a local checkpoint, with a bounded number of open descriptors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MAX_OPEN = 64
-"""Descriptors that the files of one checkpoint hold: it may have thousands of files, and a process 1,024."""
+"""Open descriptors per checkpoint: it may have thousands of files, and a process often at most 1,024 descriptors."""
 
 _SEEK_DATA = getattr(os, "SEEK_DATA", None)  # Linux and macOS have it
 
 
 class ChangedFileError(OSError):
-    """It is another file by now, or has become shorter."""
+    """The file was replaced or truncated while the checkpoint was open."""
 
 
 class NoFileError(OSError):
-    """What has the name of a file is a directory, a pipe, a device, or a link that leads nowhere."""
+    """The path is a directory, a pipe, a device or a broken link instead of a regular file."""
 
 
 class OpenFiles:
-    """The files of one checkpoint that are open; the one that was used longest ago is closed for another."""
+    """The open files of one checkpoint; the least recently used one is closed when there are too many."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close them; one that is read from again is opened again."""
+        """Close all files that are not being read; reading reopens them."""
         with self._lock:
             for file in [one for one, descriptor in self._open.items() if not self._in_use[descriptor]]:
                 os.close(self._open.pop(file))
@@ -46,8 +46,8 @@ class OpenFiles:
         """Open a file.
 
         Raises:
-            NoFileError: it is none.
-            OSError: it is not there, or cannot be read.
+            NoFileError: it is not a regular file.
+            OSError: it does not exist, or cannot be read.
         """
         descriptor, stat_result = _open_regular(path)
         file = LocalFile(self, path, stat_result)
@@ -56,7 +56,7 @@ class OpenFiles:
         return file
 
     def read(self, file: LocalFile, begin: int, memory: memoryview) -> int:
-        """Fill ``memory`` from byte ``begin`` on, as far as the file goes; return how many bytes that were."""
+        """Fill ``memory`` from offset ``begin``, up to the end of the file; return the number of bytes read."""
         with self._in_use_descriptor(file) as descriptor:
             done = 0
             while done < len(memory):
@@ -67,13 +67,13 @@ class OpenFiles:
         return done
 
     def is_hole(self, file: LocalFile, begin: int, end: int) -> bool:
-        """Whether nothing was ever written from ``begin`` to before ``end``, so that it reads as zeros."""
+        """Return whether ``begin`` up to ``end`` is a hole of a sparse file, which reads as zeros."""
         if _SEEK_DATA is None:
             return False
         with self._in_use_descriptor(file) as descriptor:
             try:
                 return os.lseek(descriptor, begin, _SEEK_DATA) >= end
-            except OSError as error:  # there is no data behind it, or the disk cannot tell
+            except OSError as error:  # no data after `begin` (ENXIO), or not supported
                 return error.errno == errno.ENXIO and os.fstat(descriptor).st_size >= end
 
     @contextmanager
@@ -106,12 +106,12 @@ class OpenFiles:
 
 
 class LocalFile:
-    """One of the open files.
+    """A file of `OpenFiles`.
 
     Args:
-        files: that it is one of.
-        path: where it is.
-        found: what the system said of it as it was opened.
+        files: the open files that it belongs to.
+        path: its path.
+        stat_result: its status when it was opened.
     """
 
     def __init__(self, files: OpenFiles, path: Path, stat_result: os.stat_result) -> None:
@@ -121,17 +121,17 @@ class LocalFile:
         self.size = stat_result.st_size
 
     def fill(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes from ``begin`` on.
+        """Fill ``memory`` with the bytes starting at ``begin``.
 
         Raises:
             OSError: the disk failed, or the file has become shorter.
         """
         count = self._files.read(self, begin, memory)
         if count < len(memory):
-            raise ChangedFileError(f"it had {self.size} bytes, and has become shorter")
+            raise ChangedFileError(f"it had {self.size} bytes and is shorter now")
 
     def is_hole(self, begin: int, end: int) -> bool:
-        """Whether the bytes from ``begin`` to before ``end`` are zeros that take no place on the disk."""
+        """Return whether the bytes from ``begin`` up to ``end`` are a hole of a sparse file."""
         return self._files.is_hole(self, begin, end)
 
 
@@ -139,8 +139,8 @@ def read_whole(path: Path, limit: int) -> bytes:
     """Return a file's first ``limit`` bytes.
 
     Raises:
-        NoFileError: it is none.
-        OSError: it is not there, or cannot be read.
+        NoFileError: it is not a regular file.
+        OSError: it does not exist, or cannot be read.
     """
     descriptor, _ = _open_regular(path)
     with open(descriptor, "rb") as stream:
@@ -148,7 +148,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file, and nothing else: a pipe would wait for a writer, and a device may act when it is opened."""
+    """Open a regular file only: opening a pipe blocks until there is a writer, and opening a device may have effects."""
     try:
         _check_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
