@@ -187,7 +187,7 @@ class TestLightning:
 
     def test_what_lightning_itself_wrote(self, tmp_path: Path) -> None:
         # By Lightning 2.6.6: two epochs of two batches, StepLR, ModelCheckpoint; a hyper-parameter is nn.ReLU.
-        with pytest.warns(UserWarning, match="'activation' is no JSON and is left out"):
+        with pytest.warns(UserWarning, match="'activation' cannot be stored as JSON and is left out"):
             convert(Path(__file__).parent / "lightning-2.6.6.ckpt", tmp_path / "c")
         checkpoint = load(tmp_path / "c")
         assert checkpoint.hyper_parameters == {"width": 3, "name": "lit"}
@@ -208,7 +208,7 @@ class TestLightning:
 
     def test_hyper_parameters_that_are_no_json_are_named(self, tmp_path: Path) -> None:
         lightning(tmp_path / "a.ckpt", hyper_parameters={"width": 4, "dtype": torch.float32})
-        with pytest.warns(UserWarning, match="'dtype' is no JSON and is left out"):
+        with pytest.warns(UserWarning, match="'dtype' cannot be stored as JSON and is left out"):
             convert(tmp_path / "a.ckpt", tmp_path / "c")
         assert load(tmp_path / "c").hyper_parameters == {"width": 4}
 

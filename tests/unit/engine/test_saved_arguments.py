@@ -186,7 +186,7 @@ def test_a_value_of_a_class_that_is_gone(tmp_path: Path) -> None:  # J-14
         def __init__(self, mode: Any, lr: float) -> None:
             super().__init__()
 
-    with pytest.warns(UserWarning, match="'mode' is no JSON and is left out"):
+    with pytest.warns(UserWarning, match="'mode' cannot be stored as JSON and is left out"):
         convert(tmp_path / "l.ckpt", tmp_path / "c")
     with pytest.raises(CheckpointError, match="Moded needs 'mode'") as caught:
         Moded.load_from_checkpoint(tmp_path / "c")

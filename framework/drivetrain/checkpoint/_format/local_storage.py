@@ -1,4 +1,4 @@
-"""A checkpoint on a local disk: written into a folder beside, and renamed into its place in one step."""
+"""Writes a checkpoint to a local disk: into a temporary folder that is then renamed into place."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from drivetrain.checkpoint._format.manifest import MANIFEST
 from drivetrain.checkpoint._format.storage import JoinInfo, is_checkpoint_file
 from drivetrain.errors import CheckpointError
 
-# Beside the target, on the same file system: a folder that is being written, one that was moved out of the way, and
-# the file that its writer holds locked. The lock file is there before the folders and goes after them, and holds the
-# name of the target.
+# A writer uses three entries in the target's parent folder: `.saving-<token>` (being written), `.replaced-<token>` (the
+# old checkpoint, moved aside) and a lock file that holds the target's name. The lock file is created first and removed
+# last.
 _MAX_NAME_BYTES = 1024  # bytes
 _LOCK_NAME = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
-_CLAIM_LOCK = ".choosing.lock"  # a file, opened for writing: NFS locks nothing else
+_CLAIM_LOCK = ".choosing.lock"  # locked while a name is chosen; opened for writing, as NFS requires
 
 
 class LocalStorage:
-    """A folder that becomes a checkpoint.
+    """A temporary folder that becomes a checkpoint.
 
     Args:
-        target: where the checkpoint is to be.
-        token: tells this writer's folders from all others.
-        lock: the descriptor of the locked file, on rank 0.
+        target: path of the checkpoint.
+        token: makes the names of this writer's folders unique.
+        lock: descriptor of the locked file, on rank 0.
     """
 
     def __init__(self, target: Path, token: str, lock: int | None = None) -> None:
@@ -45,16 +45,16 @@ class LocalStorage:
 
     @classmethod
     def begin(cls, path: str, needed: int = 0, files: int = 0) -> LocalStorage:
-        """Make the folder, and clear what dead writers left beside it.
+        """Create the temporary folder, and clean up what killed writers left in the parent folder.
 
         Args:
-            path: where the checkpoint is to be.
-            needed: bytes that all ranks are going to write, in so many ``files``.
-            files: how many.
+            path: path of the checkpoint.
+            needed: bytes that all ranks will write.
+            files: number of files that they will write.
 
         Raises:
-            CheckpointError: what is there now is no checkpoint, or the disk has no room for another.
-            OSError: the folder cannot be made.
+            CheckpointError: the target exists and is not a checkpoint, or the disk is too full.
+            OSError: the folder cannot be created.
         """
         target = Path(os.path.realpath(path))
         _check_replaceable(target)
@@ -73,7 +73,7 @@ class LocalStorage:
 
     @classmethod
     def join(cls, path: str, join_info: JoinInfo) -> LocalStorage:
-        """Write to the folder that rank 0 made."""
+        """Return the storage that rank 0 began."""
         return cls(Path(os.path.realpath(path)), join_info["token"])
 
     @property
@@ -90,7 +90,7 @@ class LocalStorage:
         return (self._folder / name).stat().st_size
 
     def keep(self) -> None:
-        """A folder that is not renamed is no checkpoint, and one that is has its name: nothing changes."""
+        """Do nothing: an uncommitted folder is never a checkpoint, and a committed one has been renamed."""
 
     def commit(self, manifest: bytes, identifier: str) -> None:
         with self.open(MANIFEST) as stream:
@@ -108,13 +108,13 @@ class LocalStorage:
             os.rename(self._folder, self._target)
             return
         except OSError:
-            # Only a folder that holds something is in the way.
+            # Renaming fails if the target is a folder with content, which is then exchanged.
             if not self._target.is_dir() or not any(self._target.iterdir()):
                 raise
         _check_replaceable(self._target)
         if exchange(str(self._folder), str(self._target)):
             return
-        # Killed between these two, the old one is found through the lock file, see `find_interrupted_replacement`.
+        # If killed between the renames, `find_interrupted_replacement` finds the old one through the lock file.
         aside = _moved_aside_path(self._target.parent, self._token)
         os.rename(self._target, aside)
         try:
@@ -130,9 +130,9 @@ class LocalStorage:
 
 
 def find_interrupted_replacement(path: str) -> str | None:
-    """Return where the checkpoint of ``path`` is, if a writer died in the moment in which it had no name.
+    """Return the folder that holds the checkpoint of ``path`` if its writer was killed between two renames, or None.
 
-    That moment is there only where the disk cannot exchange two names in one step.
+    Only possible on file systems that cannot exchange two names atomically.
     """
     target = Path(os.path.realpath(path))
     for lock in _lock_files_in(target.parent):
@@ -143,11 +143,11 @@ def find_interrupted_replacement(path: str) -> str | None:
     return None
 
 
-# What else is done in a folder of checkpoints. Killed on the way, each leaves what the next save clears.
+# Other operations on a folder of checkpoints. If one is killed, the next save cleans up what it left.
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove a checkpoint, in one step."""
+    """Remove a checkpoint; it disappears in one step."""
     target = Path(os.path.realpath(path))
     if target.exists():
         token = secrets.token_hex(8)
@@ -158,7 +158,7 @@ def remove_checkpoint(path: str) -> None:
 
 
 def write_pointer(path: str, name: str) -> None:
-    """Write a small file that holds a name, in one step, whoever else does so too."""
+    """Write a small file that holds a name, atomically and safely against concurrent writers."""
     target = Path(os.path.realpath(path))
     lock_file = _lock_file(target.parent, secrets.token_hex(8))
     lock = _create_locked(lock_file, name)
@@ -169,14 +169,14 @@ def write_pointer(path: str, name: str) -> None:
 
 
 def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str, Callable[[], None]]:
-    """Choose a name for a checkpoint, and keep it from other runs.
+    """Choose a name for a checkpoint and reserve it against other runs.
 
     Args:
-        folder: where it is to be.
-        free: chooses, from the names that others have claimed and not written yet.
+        folder: the folder of checkpoints.
+        free: chooses a name, given the names that others have reserved.
 
     Returns:
-        the name, and what gives up the claim.
+        The name, and a function that releases it.
     """
     parent = Path(os.path.realpath(folder))
     parent.mkdir(parents=True, exist_ok=True)
@@ -191,17 +191,17 @@ def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str,
 def _claimed_names(folder: Path) -> set[str]:
     names = set()
     for lock in _lock_files_in(folder):
-        with suppress(FileNotFoundError):  # it is whole by now
+        with suppress(FileNotFoundError):  # its writer has finished
             names.add(_read_target_name(lock))
     return names
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep others out who choose a name in ``folder``, by a file that is there meanwhile.
+    """Hold an exclusive lock while choosing a name in ``folder``, through a lock file in it.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the lock file cannot be written.
     """
     path = folder / _CLAIM_LOCK
     lock = _create_locked(path, "")
@@ -214,7 +214,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what dead writers left in ``folder``. Those who live hold their locks, and keep theirs."""
+    """Remove what killed writers left in ``folder``. Live writers hold their locks, and their files stay."""
     for path in _lock_files_in(folder):
         with suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -234,13 +234,13 @@ def _lock_files_in(folder: Path) -> list[Path]:
 
 
 def _read_target_name(lock_file: Path) -> str:
-    """The name that a lock file holds; "" where it holds none."""
+    """Return the name that a lock file holds; "" if it holds none."""
     name = os.fsdecode(read_whole(lock_file, _MAX_NAME_BYTES + 1))
     return "" if len(name) > _MAX_NAME_BYTES or "/" in name or "\0" in name or name in (".", "..") else name
 
 
 def _remove_leftovers(lock_file: Path, lock: int) -> None:
-    """Remove the folders that ``lock_file`` stands for, and it too; ``lock`` is closed."""
+    """Remove a writer's lock file and folders, restore a checkpoint that it had moved aside, and close ``lock``."""
     folder, token = lock_file.parent, _token(lock_file)
     with suppress(OSError):
         target, aside = folder / _read_target_name(lock_file), _moved_aside_path(folder, token)
@@ -254,7 +254,7 @@ def _remove_leftovers(lock_file: Path, lock: int) -> None:
 
 
 def _unlock(lock: int) -> None:
-    """By hand, since a process that was forked meanwhile holds a copy of the descriptor."""
+    """Unlock explicitly, because a forked process may still hold a copy of the descriptor."""
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
@@ -275,9 +275,9 @@ def _token(lock_file: Path) -> str:
 def _create_locked(path: Path, name: str) -> int:
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with suppress(OSError):  # a disk that knows no locks: docs/checkpoints.md says what holds then
+        with suppress(OSError):  # no locks on this file system; docs/checkpoint-format.md describes the consequences
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # Somebody who clears leftovers may have been quicker, and has removed what we hold now.
+        # A concurrent cleanup may have removed the file before it was locked.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.write(lock, os.fsencode(name))
@@ -296,20 +296,20 @@ def _check_replaceable(target: Path) -> None:
     foreign = [name for name in names if not is_checkpoint_file(name)]
     if names and (foreign or MANIFEST not in names):
         raise CheckpointError(
-            f"{str(target)!r} holds {', '.join(foreign[:5]) or 'files without a manifest'}, which is no part of a "
+            f"{str(target)!r} holds {', '.join(foreign[:5]) or 'files without a manifest'}, which is not part of a "
             "checkpoint.",
-            "saving onto a path replaces all that is there.",
+            "saving to a path replaces everything in it.",
             "save to another path, or move these files away.",
         )
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder last."""
+    """Flush a folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network disks know it for files alone
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can only sync files
             raise
     finally:
         os.close(descriptor)

@@ -1,7 +1,7 @@
-"""Tensors in files, read by the part: only the blocks that are touched are read, and each is checked.
+"""Reads tensors from files, whole or in part; only the needed blocks are read, and each is verified.
 
-They are read into memory of their own. A map of the file would be one copy less, and a file that is cut short under a
-map ends the process.
+Bytes are read into allocated memory. Mapping the file would save a copy, but truncating a mapped file would kill the
+process (SIGBUS).
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from drivetrain.checkpoint._format.read_memory import allocate_bytes, allocate_t
 from drivetrain.checkpoint._format.tensor_file import Entry, Spec, read_header
 from drivetrain.errors import CheckpointError
 
-_CACHED_BLOCKS = (
-    4  # blocks of a file that are kept, or as many as there are readers: tensors share the one in which they meet
-)
+_CACHED_BLOCKS = 4  # blocks cached per file, at least one per reader: adjacent tensors share a block
 
 
 class CheckResult(NamedTuple):
-    """What reading a file has shown.
+    """Result of verifying a whole file.
 
     Attributes:
-        wrong: the numbers of the blocks that are not what was written.
-        forged: whether its digest is another, though all checksums are right.
-        unknown: whether its digest was not computed, for the zeros in it that the disk does not keep are too many.
+        bad_blocks: indices of blocks whose checksum differs or that cannot be read.
+        digest_differs: whether the digest differs although all checksums match.
+        digest_skipped: whether the digest was not computed, because the file has too many sparse zeros.
     """
 
     bad_blocks: list[int]
@@ -45,14 +43,14 @@ class CheckResult(NamedTuple):
 
 
 class ZeroBudget:
-    """How many bytes that take no place on the disk may be worked through: they cost nobody anything to make."""
+    """Limits how many bytes of sparse zeros are hashed: a huge sparse file takes no disk space, but time to hash."""
 
     def __init__(self, left: int) -> None:
         self._left = left
         self._lock = threading.Lock()
 
     def add_zeros(self, digest: Any, size: int) -> Any:
-        """Return the digest with so many zeros at its end; None where they are too many."""
+        """Return the digest after ``size`` more zeros, or None if the budget is used up."""
         with self._lock:
             self._left -= size
             if self._left < 0:
@@ -62,16 +60,16 @@ class ZeroBudget:
 
 
 class CheckedFile:
-    """A file of a checkpoint. Nothing comes out of it that its checksums do not vouch for.
+    """A file of a checkpoint. Only bytes whose checksum matches are returned.
 
     Args:
-        folder: where it is.
-        name: of the file.
-        record: what the manifest says of it.
-        block: bytes of a block.
+        folder: the folder it is in.
+        name: its name.
+        record: its record in the manifest.
+        block: block size in bytes.
 
     Raises:
-        CheckpointError: it is missing, or of another size.
+        CheckpointError: it is missing, or its size differs.
     """
 
     def __init__(self, folder: Folder, name: str, record: FileRecord, block: int) -> None:
@@ -91,20 +89,20 @@ class CheckedFile:
         return self._record.size
 
     def read(self, begin: int, end: int) -> bytearray:
-        """Return the bytes from ``begin`` to before ``end``.
+        """Return the bytes from ``begin`` up to ``end``.
 
         Raises:
-            CheckpointError: a block of them is not what was written, or cannot be read.
+            CheckpointError: a block is damaged, or cannot be read.
         """
         content = bytearray(max(0, end - begin))
         self.fill(begin, memoryview(content))
         return content
 
     def fill(self, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes from ``begin`` on. A block that lies within is read into it as it is.
+        """Fill ``memory`` with the bytes starting at ``begin``; blocks that lie fully inside are read without a copy.
 
         Raises:
-            CheckpointError: a block of them is not what was written, or cannot be read.
+            CheckpointError: a block is damaged, or cannot be read.
         """
         end = begin + len(memory)
         for number in range(begin // self._block, -(-end // self._block)):
@@ -117,10 +115,10 @@ class CheckedFile:
                 self._read_shared(number, low - start, part)
 
     def check(self, zeros: ZeroBudget) -> CheckResult:
-        """Read everything, and compare it with the checksums and with the digest, where there is one.
+        """Read the whole file and compare it with its checksums, and with its digest if it has one.
 
         Args:
-            zeros: that the digest may be computed of, though the disk does not even keep them.
+            zeros: budget for hashing sparse zeros.
         """
         bad_blocks = []
         digest = DIGESTS["sha256"]() if self._record.sha256 else None
@@ -129,7 +127,7 @@ class CheckedFile:
         for number in range(-(-self.size // self._block)):
             begin, end = self._bounds(number)
             try:
-                if self._source.is_hole(begin, end):  # the disk does not even keep it
+                if self._source.is_hole(begin, end):  # not stored, so not read
                     self._compare(number, _sum_of_zeros(end - begin))
                     if digest is not None:
                         digest = zeros.add_zeros(digest, end - begin)
@@ -147,7 +145,7 @@ class CheckedFile:
         return number * self._block, min((number + 1) * self._block, self.size)
 
     def _read_shared(self, number: int, begin: int, memory: memoryview) -> None:
-        """Fill ``memory`` with a part of a block, which is kept for a while: the next tensor has the rest."""
+        """Fill ``memory`` with part of a block, and cache the block, because the next tensor often has the rest."""
         with self._lock:
             if self._copy_cached(number, begin, memory):
                 return
@@ -170,7 +168,7 @@ class CheckedFile:
             self._source.fill(number * self._block, memory)
         except (FileNotFoundError, ChangedFileError) as error:
             raise damage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
-        except Exception as error:  # of whatever library serves the store
+        except Exception as error:  # error classes depend on the store's library
             raise _storage_error(self._path, f"{self.name} cannot be read: {type(error).__name__}: {error}") from error
         self._compare(number, crc32(memory))
 
@@ -192,7 +190,7 @@ def _open_source(folder: Folder, name: str) -> Source:
     except FileNotFoundError:
         raise damage_error(folder.path, f"{name} is missing") from None
     except NoFileError as error:
-        raise damage_error(folder.path, f"{error}, and no file") from None
+        raise damage_error(folder.path, f"{error}, not a file") from None
     except OSError as error:
         raise _storage_error(folder.path, f"{name} cannot be read: {error}") from error
 
@@ -200,27 +198,27 @@ def _open_source(folder: Folder, name: str) -> Source:
 def _storage_error(path: str, problem: str) -> StorageError:
     return StorageError(
         f"The checkpoint {path!r} cannot be read: {problem}.",
-        "the storage refused, or does not answer: what it has may be whole.",
+        "the storage refused, or does not answer; the checkpoint may be intact.",
         "check the path, its permissions and the network, and try again.",
     )
 
 
 def damage_error(path: str, problem: str) -> CheckpointError:
-    """Return the error for a checkpoint that is not as it was written."""
+    """Return the error for a damaged checkpoint."""
     return CheckpointError(
         f"The checkpoint {path!r} is damaged: {problem}.",
-        "every block that is read is compared with its checksum.",
-        "take another checkpoint; `python -m drivetrain.checkpoint verify` lists all that is wrong with this one.",
+        "each block that is read is verified with its checksum.",
+        "use another checkpoint; `python -m drivetrain.checkpoint verify` lists all damage of this one.",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor that lies in a file.
+    """A stored tensor that has not been read.
 
     Attributes:
-        file: which.
-        entry: where in it.
+        file: the file that holds it.
+        entry: its dtype, shape and offsets in the file.
     """
 
     file: CheckedFile
@@ -239,17 +237,17 @@ class TensorSource:
         return Spec(self.entry.name, self.entry.dtype, self.entry.shape)
 
     def nbytes(self, region: Region | None = None) -> int:
-        """Return the bytes of the tensor, or of the part of it that ``region`` names."""
+        """Return the size in bytes of the tensor, or of a region of it."""
         if region is None:
             return self.entry.nbytes
         numel = region.stop - region.start if isinstance(region, Span) else math.prod(region.sizes)
         return max(0, numel) * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """Return the tensor, or the part of it that ``region`` names, checked: on the CPU, in memory of its own.
+        """Return the tensor, or a region of it, verified, in new CPU memory.
 
         Raises:
-            CheckpointError: what is there is not what was written, or there is no memory for it.
+            CheckpointError: the stored bytes are damaged, or there is not enough memory.
         """
         if region is None:
             return self._read_elements(0, self.entry.numel).view(self.shape)
@@ -257,7 +255,7 @@ class TensorSource:
             return self._read_elements(region.start, max(region.start, region.stop))
         if 0 in region.sizes:
             return torch.empty(region.sizes, dtype=self.dtype)
-        # The rows that it touches lie together; what it leaves out of them is read and dropped.
+        # Read the contiguous rows that the region touches, then slice the other dimensions.
         shape, row = as_rows(self.shape), row_size(self.shape)
         first, count = (*region.offsets, 0)[0], (*region.sizes, 1)[0]
         rows = self._read_elements(first * row, (first + count) * row).view(count, *shape[1:])

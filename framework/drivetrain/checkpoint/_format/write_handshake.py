@@ -1,4 +1,4 @@
-"""What ranks tell each other as they write a checkpoint, and its form as plain values on the way."""
+"""Messages that ranks exchange while writing a checkpoint, and their form as plain values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from drivetrain.checkpoint._format.tensor_file import DTYPES, NAMES, Spec
 
 @dataclass(frozen=True, slots=True)
 class WriteRequest:
-    """What a rank brings.
+    """What a rank is about to write.
 
     Attributes:
-        path: where it saves to.
-        ticket: rank 0's, to the place that it began.
-        digests: of each part that ranks share, of what they must have alike.
-        regions: of each of these parts, what the rank speaks for.
-        state: what rank 0's state holds.
-        digest: what rank 0 wants of each file besides its checksums.
+        path: path of the checkpoint.
+        join_info: from rank 0: what the other ranks need to join its storage.
+        digests: a hash per shared part of what must be equal on all ranks.
+        regions: per shared part, the regions that this rank writes.
+        state: from rank 0: the tensors of its state.
+        digest: from rank 0: the digest to store for each file, if any.
     """
 
     path: str
@@ -34,14 +34,14 @@ class WriteRequest:
     digest: str | None = None
 
     def plain_values(self) -> tuple[Any, ...]:
-        """Return it as plain values."""
+        """Return the message as plain values."""
         regions = [{name: _encode_region(region) for name, region in part.items()} for part in self.regions]
         state = [(spec.name, NAMES[spec.dtype], tuple(spec.shape)) for spec in self.state]
         return self.path, self.join_info, self.digests, regions, state, self.digest
 
     @classmethod
     def decode(cls, plain_values: tuple[Any, ...]) -> Self:
-        """Return what `plain_values` gave."""
+        """Return the message from its `plain_values`."""
         path, join_info, digests, regions, state, digest = plain_values
         return cls(
             path,
@@ -58,21 +58,21 @@ class WriteResult:
     """What a rank has written.
 
     Attributes:
-        written: its files, by name.
-        parts: of the checkpoint as this rank knows them, by their roles.
+        written: records of its files, by name.
+        parts: the checkpoint's parts as this rank knows them, with their roles.
     """
 
     written: dict[str, FileRecord]
     parts: Sequence[tuple[str, Part]]
 
     def plain_values(self) -> tuple[Any, ...]:
-        """Return it as plain values."""
+        """Return the message as plain values."""
         written = {name: (record.size, record.crc32, record.sha256) for name, record in self.written.items()}
         return written, [(role, part.document, part.tensors, part.index) for role, part in self.parts]
 
     @classmethod
     def decode(cls, plain_values: tuple[Any, ...]) -> Self:
-        """Return what `plain_values` gave."""
+        """Return the message from its `plain_values`."""
         written, parts = plain_values
         return cls(
             {name: FileRecord(*record) for name, record in written.items()},
