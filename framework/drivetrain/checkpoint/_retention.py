@@ -76,7 +76,7 @@ class Retention:
         return [one for one in self.kept if one not in staying]
 
     def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
-        """Add a checkpoint; return the displaced ones to remove once it is complete, except one that it replaces by name."""
+        """Add a checkpoint; return the displaced ones, to remove once it is complete, except one of the same name."""
         everything = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
         self.kept = self._select(everything)

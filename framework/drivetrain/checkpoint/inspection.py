@@ -29,7 +29,7 @@ def show(path: str | os.PathLike[str]) -> str:
     secrets = dict.fromkeys([*metadata.left_out, *in_it])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
     lines = [
-        f"{checkpoint.path}: {'weights alone' if checkpoint.weights_only else 'a whole checkpoint'}, written {written}",
+        f"{checkpoint.path}: {'weights only' if checkpoint.weights_only else 'a full checkpoint'}, written {written}",
         f"  by      {metadata.strategy or 'unknown'} on {manifest.world_size} rank(s), {metadata.precision or 'unknown'}",
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
         f"  at      {_pairs(metadata.progress)}",

@@ -1,4 +1,4 @@
-"""Whether a run is under way: its process is looked for on this machine, and its heartbeat watched elsewhere."""
+"""Determines whether a run is alive: by its process on this machine, by its heartbeat elsewhere."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from drivetrain.runs._process import Job, Process, has_replaced
 from drivetrain.runs._record import RUNNING, Record
 
 HEARTBEAT_SECONDS = 30.0
-"""Seconds between two updates of a run's record."""
+"""Seconds between updates of a live run's record."""
 
 WATCH_SECONDS = 90.0
-"""Seconds for which a record that says "running" is watched, where its process cannot be looked for."""
+"""Seconds to watch the record of a run with status "running" whose process cannot be checked."""
 
 running_ids: set[str] = set()
-"""The ids of the runs that are under way in this process."""
+"""Ids of the runs that are active in this process."""
 
 
 def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
-    """Whether a run is under way; None where only its heartbeat can tell.
+    """Return whether a run is alive; None if only its heartbeat can tell.
 
     Args:
-        record: what it says of itself.
-        jobs: those of this process. What ran as the same job before has ended.
+        record: the run's record.
+        jobs: the jobs that this process belongs to. An earlier process of the same job has ended.
     """
     if record.status != RUNNING:
         return False
@@ -39,30 +39,30 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
 
 
 class HeartbeatWatch:
-    """Watches the record of a run whose process is out of sight.
+    """Watches the record of a run whose process cannot be checked from here.
 
     Args:
-        record: as it was read.
-        seconds: for how long.
-        read: returns the record that lies in a folder now.
+        record: the record as first read.
+        seconds: how long to watch.
+        read: returns the current record of a folder.
     """
 
     def __init__(self, record: Record, seconds: float, read: Callable[[str], Record | None]) -> None:
         self.record = record
         self._read = read
         self.latest: Record | None = None
-        """As it was read last."""
+        """The record as last read."""
         self._until = time.monotonic() + seconds
         self.is_alive: bool | None = None
-        """What has been seen; None while nothing has changed."""
+        """The outcome; None while the record has not changed."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can be learnt."""
+        """Whether the outcome is known, or the time is over."""
         return self.is_alive is not None or time.monotonic() >= self._until
 
     def poll(self, pause: float) -> None:
-        """Wait for so many seconds at most, and look once more.
+        """Wait for at most ``pause`` seconds, then read the record again.
 
         Raises:
             StorageError: the storage refuses.

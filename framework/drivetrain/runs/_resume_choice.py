@@ -1,4 +1,4 @@
-"""Which of the runs that there are a new one goes on with, and from which of its checkpoints."""
+"""Chooses the checkpoint and the run that a new run resumes from."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from drivetrain.runs._record import FINISHED, Record, read
 
 logger = logging.getLogger("drivetrain")
 
-_SHORT_RETRY_SECONDS = 5.0  # seconds in all, for records that a run can do without
-_MOST_NAMED = 3  # of the runs that were passed over
+_SHORT_RETRY_SECONDS = 5.0  # for records that are not essential
+_MOST_NAMED = 3  # skipped runs that are listed by name
 
 
 class ResumeChoice(NamedTuple):
-    """What a run goes on from.
+    """What a run resumes from.
 
     Attributes:
-        path: of the checkpoint; None for a fresh start.
-        record: of the run whose folder it goes on in; None for a folder of its own.
-        parent: the id of the run that wrote the checkpoint; "" for none.
-        passed_over: the runs that it does not go on with, each with the reason.
+        path: path of the checkpoint; None for a fresh start.
+        record: record of the run whose folder is continued; None for a new folder.
+        parent: id of the run that wrote the checkpoint; "" for none.
+        passed_over: the runs that were skipped, each with the reason.
     """
 
     path: str | None = None
@@ -39,23 +39,23 @@ class ResumeChoice(NamedTuple):
     passed_over: tuple[str, ...] = ()
 
     def told(self) -> str:
-        """Return the runs that were passed over in a sentence; "" for none."""
+        """Return a sentence that lists the skipped runs; "" if there are none."""
         if not self.passed_over:
             return ""
         more = len(self.passed_over) - _MOST_NAMED
         named = "; ".join(self.passed_over[:_MOST_NAMED])
-        return f" Passed over: {named}{f'; and {more} more' if more > 0 else ''}."
+        return f" Skipped: {named}{f'; and {more} more' if more > 0 else ''}."
 
 
 class RunSearch:
-    """Looks through the runs of a place, and through folders of checkpoints that were named beside it.
+    """Searches the runs in a folder, and user-specified folders of checkpoints, for a checkpoint to resume from.
 
     Args:
-        place: the folder or URL where runs have theirs.
-        version: the name of the only folder there that counts; None for all.
-        identity: of the new run.
-        jobs: those that its process belongs to.
-        asking: waits for storages that refuse.
+        place: the folder or URL that holds the runs.
+        version: name of the only run folder to consider; None for all.
+        identity: the experiment of the new run.
+        jobs: the jobs that its process belongs to.
+        retry: retries failing storage requests.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class RunSearch:
         self._retry = retry
         self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
         self._unreadable: set[str] = set()
-        self._has_candidates = False  # it was given more than one checkpoint
+        self._has_candidates = False  # whether there is more than one checkpoint to choose from
         self._passed_over: list[str] = []
-        self._alive: dict[str, bool | None] = {}  # by folder
-        self._known: dict[str, Record] = {}  # the runs of this experiment, by their ids
-        self._folder_owner: Record | None = None  # of whatever experiment, in the folder that the new run is to have
-        self._user_checkpoints: list[Checkpoint] = []  # in folders that the user has named
+        self._alive: dict[str, bool | None] = {}  # liveness by folder
+        self._known: dict[str, Record] = {}  # runs of this experiment, by id
+        self._folder_owner: Record | None = None  # of any experiment; its folder is the new run's
+        self._user_checkpoints: list[Checkpoint] = []  # checkpoints in folders that the user named
 
-    # What there is
+    # Collecting runs and checkpoints
 
     def collect_runs(self, folders: Sequence[str]) -> None:
-        """Take all runs of the place, and the checkpoints in ``folders``, of which some may be these runs' own."""
+        """Add all runs of this experiment, and the checkpoints in ``folders`` that lie outside the runs' own folders."""
         self._has_candidates = True
         names = [self._version] if self._version is not None else self._retry.call(self._names)
         found = [self._retry.call(partial(self._read_neighbour, child(self._place, name))) for name in names]
@@ -90,38 +90,38 @@ class RunSearch:
         self.collect_checkpoints([one for one in folders if resolve_folder(one) not in inside])
 
     def collect_checkpoints(self, folders: Sequence[str]) -> None:
-        """Take the checkpoints in folders that the user has named."""
+        """Add the checkpoints in folders that the user named."""
         self._has_candidates = True
-        for one in resumable_in(folders, self._retry):
-            difference = self.difference_of(one)
+        for checkpoint in resumable_in(folders, self._retry):
+            difference = self.difference_of(checkpoint)
             if difference is None:
-                self._user_checkpoints.append(one)
-                self.add_run_of(one)
+                self._user_checkpoints.append(checkpoint)
+                self.add_run_of(checkpoint)
             else:
-                self._passed_over.append(f"{one.path!r} ({difference})")
+                self._passed_over.append(f"{checkpoint.path!r} ({difference})")
 
     def add_run_of(self, checkpoint: Checkpoint) -> None:
-        """Take the run that wrote a checkpoint."""
+        """Add the run that wrote a checkpoint."""
         record = self.find_run_of(checkpoint)
         if record is not None:
             self.add_run(record)
 
     def add_run(self, record: Record) -> None:
-        """Take a run that is of this experiment."""
+        """Add a run of this experiment."""
         self._known.setdefault(record.id, record)
 
     def set_folder_owner(self, version: str) -> None:
-        """Take the run that has the folder which the new one is to have by its name."""
+        """Read the record of the run that owns the folder which the user named for the new run."""
         self._folder_owner = self._read(child(self._place, version))
 
     def _names(self) -> list[str]:
         return children(self._place)
 
     def reread(self, folder: str) -> Record | None:
-        """Return the record that lies in a folder now.
+        """Return the current record of a folder.
 
         Raises:
-            StorageError: the storage refuses, for as long as it is asked.
+            StorageError: the storage still fails after the last retry.
         """
         return self._read(folder)
 
@@ -135,7 +135,7 @@ class RunSearch:
             if not isinstance(error.__cause__, PermissionError):
                 raise
             name = folder.rpartition("/")[2]
-            self._passed_over.append(f"{name} (its record may not be read)")
+            self._passed_over.append(f"{name} (no permission to read its record)")
             return None
 
     def _is_same_experiment(self, record: Record) -> bool:
@@ -147,21 +147,21 @@ class RunSearch:
         return difference is None
 
     def difference_of(self, checkpoint: Checkpoint) -> str | None:
-        """Say how the run of a checkpoint differs from the new one; None where it does not."""
+        """Describe how the run of a checkpoint differs from this experiment; None if it does not."""
         metadata = checkpoint.manifest.metadata
         module = metadata.run.get("module", "")
-        if not module:  # of a version that had no folders for runs
+        if not module:  # written before runs had folders
             try:
                 made_of = checkpoint.state().get("made_of")
             except CheckpointError:
-                made_of = None  # it is passed over once it comes to that
+                made_of = None  # it is skipped later
             module = str(made_of.get("module", "")) if isinstance(made_of, dict) else ""
         return self._identity.difference(
             module, metadata.run.get("name", ""), encode_hyper_parameters(metadata.hyper_parameters)
         )
 
     def find_run_of(self, checkpoint: Checkpoint) -> Record | None:
-        """Return the record of the run that wrote a checkpoint; None where there is none any more."""
+        """Return the record of the run that wrote a checkpoint; None if it no longer exists."""
         metadata = checkpoint.manifest.metadata
         parent, _, _ = checkpoint.path.rstrip("/").rpartition("/")
         above, _, name = parent.rpartition("/")
@@ -171,21 +171,21 @@ class RunSearch:
         return record if record is not None and record.id == metadata.run.get("id") else None
 
     def _read_copied_from(self, folder: str) -> Record | None:
-        """Read the record that a checkpoint names. It may have been copied from where nobody here can look."""
+        """Read the record that a checkpoint names. A copied checkpoint may name a folder that is unreachable here."""
         if folder and folder not in self._unreadable:
             try:
                 return self._short_retry.call(partial(read, folder))
             except CheckpointError as error:
                 self._unreadable.add(folder)
                 logger.warning(
-                    "Whether the run in %r is under way is not known, and it is left alone: %s", folder, error
+                    "It is unknown whether the run in %r is alive; its folder is not continued: %s", folder, error
                 )
         return None
 
-    # Who lives
+    # Liveness
 
     def undecided(self, check: Callable[[Checkpoint], None]) -> Record | None:
-        """Return a run that may live, on another machine, where it would be chosen if it were dead; None for none.
+        """Return a run that would be chosen if it were dead, but may be alive on another machine; None for none.
 
         Args:
             check: as for `newest`.
@@ -199,7 +199,7 @@ class RunSearch:
         return record if record in out_of_sight else None
 
     def finish_watch(self, watch: HeartbeatWatch) -> None:
-        """Take what a watch over the run that was `undecided` has shown."""
+        """Store the outcome of the watch on a run that `undecided` returned."""
         record = watch.record
         self._alive[record.folder] = bool(watch.is_alive)
         if watch.latest is not None and self._known.get(record.id) is record:
@@ -208,11 +208,11 @@ class RunSearch:
             self._folder_owner = watch.latest
 
     def is_known_alive(self, record: Record) -> bool:
-        """Whether a run is known to be under way."""
+        """Return whether a run is known to be alive."""
         return bool(self._liveness_of(record))
 
     def mark_alive(self, record: Record) -> None:
-        """Note that somebody else has gone on with a run meanwhile."""
+        """Mark a run as alive, because another process has resumed it meanwhile."""
         self._alive[record.folder] = True
 
     def _liveness_of(self, record: Record) -> bool | None:
@@ -223,13 +223,13 @@ class RunSearch:
     # Choosing
 
     def newest(self, check: Callable[[Checkpoint], None], include_running: bool = False) -> ResumeChoice:
-        """Return the newest checkpoint of the same experiment, and whose folder the run goes on in.
+        """Return the newest checkpoint of the experiment, and the run whose folder to continue.
 
-        What this job wrote when it ran before comes first.
+        Checkpoints of an earlier start of the same job come first.
 
         Args:
-            check: raises `CheckpointError` of what cannot be gone on from.
-            alive_too: do not pass over runs that are under way: nothing will be written.
+            check: raises `CheckpointError` for a checkpoint that cannot be resumed from.
+            include_running: also consider runs that are alive; for evaluations, which write nothing.
         """
         found, record = self._newest(check, include_running)
         return self._choice(None if found is None else found.path, record, found)
@@ -237,7 +237,7 @@ class RunSearch:
     def _newest(
         self, check: Callable[[Checkpoint], None], include_running: bool = False
     ) -> tuple[Checkpoint | None, Record | None]:
-        """Return the checkpoint and its run; a run alone where this job was stopped before it had saved anything."""
+        """Return the newest checkpoint and its run; only a run if this job was stopped before its first save."""
         known = sorted(self._known.values(), key=_started, reverse=True)
         ended = [one for one in known if include_running or not self._is_alive(one)]
         ids = {record.id for record in ended}
@@ -256,7 +256,7 @@ class RunSearch:
             }
             found = select_newest([*(one for one, _ in inside.values()), *others], self._retry, check)
             if found is not None:
-                # As it was when it was found to be dead: by now somebody may go on with it.
+                # Use the record that was judged dead: another process may have resumed the run since.
                 return found, inside[found.path][1] if found.path in inside else self._known_run(found)
             unfinished = [one for one in records if records is of_this_job and one.status != FINISHED]
             if unfinished and not include_running:
@@ -264,7 +264,7 @@ class RunSearch:
         return None, None
 
     def choose_checkpoint(self, checkpoint: Checkpoint) -> ResumeChoice:
-        """Return what going on from this very checkpoint means."""
+        """Return the choice for an explicit checkpoint: its run's folder is continued if it is the newest there."""
         record = self._known_run(checkpoint)
         whole = record is not None and self.difference_of(checkpoint) is None and not checkpoint.weights_only
         if record is None or not whole or self._is_alive(record):
@@ -280,7 +280,7 @@ class RunSearch:
         return self._known.get(checkpoint.manifest.metadata.run.get("id", ""))
 
     def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
-        if record is not None:  # where its folder is elsewhere, what is written goes where it was asked for
+        if record is not None:  # a run elsewhere is not continued: output goes to the requested folder
             here = self._is_in_place(record)
             record = record._replace(folder=child(self._place, record.name)) if here else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
@@ -297,16 +297,16 @@ class RunSearch:
         if alive:
             process = record.process
             where = "" if process is None else f", process {process.pid} on {process.host}"
-            told = f"{record.name} (it is under way{where})"
-            if told not in self._passed_over:
-                self._passed_over.insert(0, told)
+            skipped = f"{record.name} (it is running{where})"
+            if skipped not in self._passed_over:
+                self._passed_over.insert(0, skipped)
         return bool(alive)
 
     def _is_of_this_job(self, record: Record) -> bool:
         return any(one.is_same(other) for one in self._jobs for other in record.jobs)
 
     def _is_of_running_run(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
-        """Whether its run is known, and none that can be gone on with."""
+        """Return whether the checkpoint's run is known and cannot be resumed."""
         run = checkpoint.manifest.metadata.run.get("id", "")
         return run in self._known and run not in ids
 

@@ -148,7 +148,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 def _open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a regular file only: opening a pipe blocks until there is a writer, and opening a device may have effects."""
+    """Open a regular file only: opening a pipe would block, and opening a device may have side effects."""
     try:
         _check_regular(path, os.stat(path))
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

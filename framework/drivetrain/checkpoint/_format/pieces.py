@@ -70,7 +70,7 @@ def rounds_of(specs: Sequence[Spec], sharded: frozenset[str], limit: int) -> Ite
 
 
 def batches_of(pieces: Iterable[Piece], joins: Callable[[Piece], bool], limit: int) -> Iterator[list[Piece]]:
-    """Group consecutive pieces for which ``joins`` is true into batches of at most ``limit`` bytes; others stay single."""
+    """Group consecutive pieces for which ``joins`` is true into batches of at most ``limit`` bytes."""
     batch: list[Piece] = []
     filled, joined = 0, False
     for piece in pieces:
