@@ -312,7 +312,7 @@ def test_what_lives_in_one_process_is_for_one_rank(tmp_path: Path) -> None:
     # F-09
     for error in on_ranks(_in_memory, 2):
         assert "and rank 0 sees nothing" in error
-        assert "all ranks must write to the same place" in error
+        assert "all ranks must write to the same storage" in error
 
 
 def _damaged_for_one(path: str) -> str:

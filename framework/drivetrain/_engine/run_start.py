@@ -357,4 +357,4 @@ def _tell(run: SessionState, ckpt_path: str, choice: ResumeChoice) -> None:
     )
     if (old := select_newest(of_no_run, StorageRetry())) is not None:
         hint = f" {old_place!r} has checkpoints that belong to no run's folder: name the one, ckpt_path={old.path!r}."
-    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.told(), hint)
+    logger.warning("ckpt_path=%r: %s.%s%s", ckpt_path, what, choice.describe_skipped(), hint)

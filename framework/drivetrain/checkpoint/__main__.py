@@ -42,7 +42,7 @@ def _run(options: argparse.Namespace) -> int:
     else:
         verifying = options.command == "verify"
         lines = verify(options.path, options.digest) if verifying else diff(options.path, options.other)
-        print("\n".join(lines) or f"{options.path} is {'whole' if verifying else f'equal to {options.other}'}.")
+        print("\n".join(lines) or f"{options.path} is {'intact' if verifying else f'equal to {options.other}'}.")
         return 1 if lines else 0
     return 0
 

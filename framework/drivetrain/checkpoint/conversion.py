@@ -91,8 +91,8 @@ def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             return read_zero(path), {}
         raise CheckpointError(
             f"{str(path)!r} is a folder of an unknown format.",
-            "supported are folders of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a file "
-            "latest, or files *_model_states.pt).",
+            "supported are folders of torch.distributed.checkpoint (with a file .metadata) and of DeepSpeed (with a "
+            "file latest, or files *_model_states.pt).",
             'check the path; to="hf" (--to hf) converts a checkpoint of drivetrain for from_pretrained.',
         )
     if not path.exists():

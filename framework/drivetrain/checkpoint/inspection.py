@@ -28,9 +28,10 @@ def show(path: str | os.PathLike[str]) -> str:
     arguments, in_it = without_secrets(metadata.hyper_parameters)  # earlier versions stored secrets too
     secrets = dict.fromkeys([*metadata.left_out, *in_it])
     count = sum(source.spec.numel for name, source in sources.items() if name not in manifest.aliases)
+    precision = metadata.precision or "unknown"
     lines = [
         f"{checkpoint.path}: {'weights only' if checkpoint.weights_only else 'a full checkpoint'}, written {written}",
-        f"  by      {metadata.strategy or 'unknown'} on {manifest.world_size} rank(s), {metadata.precision or 'unknown'}",
+        f"  by      {metadata.strategy or 'unknown'} on {manifest.world_size} rank(s), {precision}",
         f"  with    {', '.join(f'{name} {text}' for name, text in manifest.versions.items())}",
         f"  at      {_pairs(metadata.progress)}",
         f"  from    {_pairs(arguments)}",

@@ -20,7 +20,7 @@ from drivetrain.runs._record import FINISHED, Record, read
 logger = logging.getLogger("drivetrain")
 
 _SHORT_RETRY_SECONDS = 5.0  # for records that are not essential
-_MOST_NAMED = 3  # skipped runs that are listed by name
+_MAX_LISTED = 3  # skipped runs that are listed by name
 
 
 class ResumeChoice(NamedTuple):
@@ -30,20 +30,20 @@ class ResumeChoice(NamedTuple):
         path: path of the checkpoint; None for a fresh start.
         record: record of the run whose folder is continued; None for a new folder.
         parent: id of the run that wrote the checkpoint; "" for none.
-        passed_over: the runs that were skipped, each with the reason.
+        skipped: the runs that were skipped, each with the reason.
     """
 
     path: str | None = None
     record: Record | None = None
     parent: str = ""
-    passed_over: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
 
-    def told(self) -> str:
+    def describe_skipped(self) -> str:
         """Return a sentence that lists the skipped runs; "" if there are none."""
-        if not self.passed_over:
+        if not self.skipped:
             return ""
-        more = len(self.passed_over) - _MOST_NAMED
-        named = "; ".join(self.passed_over[:_MOST_NAMED])
+        more = len(self.skipped) - _MAX_LISTED
+        named = "; ".join(self.skipped[:_MAX_LISTED])
         return f" Skipped: {named}{f'; and {more} more' if more > 0 else ''}."
 
 
@@ -69,7 +69,7 @@ class RunSearch:
         self._short_retry = StorageRetry(_SHORT_RETRY_SECONDS)
         self._unreadable: set[str] = set()
         self._has_candidates = False  # whether there is more than one checkpoint to choose from
-        self._passed_over: list[str] = []
+        self._skipped: list[str] = []
         self._alive: dict[str, bool | None] = {}  # liveness by folder
         self._known: dict[str, Record] = {}  # runs of this experiment, by id
         self._folder_owner: Record | None = None  # of any experiment; its folder is the new run's
@@ -78,7 +78,7 @@ class RunSearch:
     # Collecting runs and checkpoints
 
     def collect_runs(self, folders: Sequence[str]) -> None:
-        """Add all runs of this experiment, and the checkpoints in ``folders`` that lie outside the runs' own folders."""
+        """Add all runs of this experiment, and the checkpoints in ``folders`` outside the runs' own folders."""
         self._has_candidates = True
         names = [self._version] if self._version is not None else self._retry.call(self._names)
         found = [self._retry.call(partial(self._read_neighbour, child(self._place, name))) for name in names]
@@ -98,7 +98,7 @@ class RunSearch:
                 self._user_checkpoints.append(checkpoint)
                 self.add_run_of(checkpoint)
             else:
-                self._passed_over.append(f"{checkpoint.path!r} ({difference})")
+                self._skipped.append(f"{checkpoint.path!r} ({difference})")
 
     def add_run_of(self, checkpoint: Checkpoint) -> None:
         """Add the run that wrote a checkpoint."""
@@ -135,7 +135,7 @@ class RunSearch:
             if not isinstance(error.__cause__, PermissionError):
                 raise
             name = folder.rpartition("/")[2]
-            self._passed_over.append(f"{name} (no permission to read its record)")
+            self._skipped.append(f"{name} (no permission to read its record)")
             return None
 
     def _is_same_experiment(self, record: Record) -> bool:
@@ -143,7 +143,7 @@ class RunSearch:
         module, name = str(document.get("module", "")), str(document.get("name", ""))
         difference = self._identity.difference(module, name, document.get("hyper_parameters"))
         if difference is not None:
-            self._passed_over.append(f"{record.name} ({difference})")
+            self._skipped.append(f"{record.name} ({difference})")
         return difference is None
 
     def difference_of(self, checkpoint: Checkpoint) -> str | None:
@@ -284,7 +284,7 @@ class RunSearch:
             here = self._is_in_place(record)
             record = record._replace(folder=child(self._place, record.name)) if here else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
-        return ResumeChoice(path, record, parent, tuple(self._passed_over))
+        return ResumeChoice(path, record, parent, tuple(self._skipped))
 
     def _is_in_place(self, record: Record) -> bool:
         if self._version is not None and record.name != self._version:
@@ -298,8 +298,8 @@ class RunSearch:
             process = record.process
             where = "" if process is None else f", process {process.pid} on {process.host}"
             skipped = f"{record.name} (it is running{where})"
-            if skipped not in self._passed_over:
-                self._passed_over.insert(0, skipped)
+            if skipped not in self._skipped:
+                self._skipped.insert(0, skipped)
         return bool(alive)
 
     def _is_of_this_job(self, record: Record) -> bool:

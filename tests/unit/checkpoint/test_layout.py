@@ -313,7 +313,7 @@ class TestDamage:
     def test_a_missing_manifest_means_no_checkpoint(self, tmp_path: Path) -> None:
         folder = Path(written(tmp_path / "c"))
         (folder / "manifest.json").unlink()
-        with pytest.raises(CheckpointError, match=r"no whole checkpoint: manifest\.json is missing"):
+        with pytest.raises(CheckpointError, match=r"not a complete checkpoint: manifest\.json is missing"):
             load(folder)
 
     def test_other_formats_are_refused_by_version(self, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ class TestStrangers:
             document["weights"]["tensors"] = [name]
 
         resealed(folder, rename)
-        with pytest.raises(CheckpointError, match="is no name of a file beside it"):
+        with pytest.raises(CheckpointError, match="is not a valid file name"):
             load(folder)
 
     @pytest.mark.parametrize(
@@ -385,14 +385,14 @@ class TestStrangers:
             folder,
             lambda document: document["files"].update({"model.safetensors": {"size": sums.size, "crc32": sums.text()}}),
         )
-        with pytest.raises(CheckpointError, match=r"model.safetensors is no safetensors file"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors is not a safetensors file"):
             load(folder).weights()
         assert len(verify(folder)) == 1
 
     def test_a_header_of_any_length_is_bounded(self, tmp_path: Path) -> None:
         from drivetrain.checkpoint._format.tensor_file import read_header
 
-        with pytest.raises(CheckpointError, match="its header is said to take"):
+        with pytest.raises(CheckpointError, match="its header claims to have"):
             read_header("x", 2**40, lambda begin, end: (2**39).to_bytes(8, "little"))
 
 

@@ -76,9 +76,7 @@ def test_a_run_of_another_class_is_passed_over(
     other = trained(tmp_path, which, module=Another())
     assert (other.global_step, version(other)) == (6, "version_1")
     (said,) = re.findall(r"ckpt_path='auto': (.*)", caplog.text)
-    assert said == (
-        "a fresh start. Passed over: version_0 (its module is run_case.Net, and this one run_case.Another)."
-    )
+    assert said == ("a fresh start. Skipped: version_0 (its module is run_case.Net, and this one run_case.Another).")
 
 
 def test_a_run_with_other_hyper_parameters_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +102,7 @@ def test_a_run_that_is_under_way_is_passed_over(tmp_path: Path, caplog: pytest.L
     left_running(first.log_dir, **process_of(1))
     second = trained(tmp_path, "auto", max_epochs=2)
     assert version(second) == "version_1"
-    assert "Passed over: version_0 (it is under way, process 1 on " in caplog.text
+    assert "Skipped: version_0 (it is running, process 1 on " in caplog.text
     # Once it is dead it is taken: its number may be another process's by now.
     left_running(first.log_dir, pid=1, began="1")
     edit(second.log_dir, module="another")
@@ -166,7 +164,7 @@ def test_the_same_holds_in_an_explicit_dirpath(tmp_path: Path, caplog: pytest.Lo
     left_running(again.log_dir, **process_of(1))
     aside = trained(tmp_path, "auto", callbacks=kept(), max_epochs=3)
     assert (aside.global_step, version(aside)) == (18, "version_3")
-    assert "version_0 (it is under way" in caplog.text
+    assert "version_0 (it is running" in caplog.text
 
 
 def test_a_dirpath_alone_is_enough_where_the_runs_folder_is_gone(tmp_path: Path) -> None:

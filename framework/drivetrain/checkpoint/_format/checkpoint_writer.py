@@ -163,9 +163,8 @@ def _raise_difference(shared: Sequence[StagedPart], control: ControlPlane) -> No
     for rank, theirs in enumerate(everyone):
         for name in list(dict.fromkeys([*everyone[0], *theirs])):
             if everyone[0].get(name) != theirs.get(name):
-                lines.append(
-                    f"{name}: {everyone[0].get(name, 'missing')} on rank 0, {theirs.get(name, 'missing')} on rank {rank}"
-                )
+                first, other = everyone[0].get(name, "missing"), theirs.get(name, "missing")
+                lines.append(f"{name}: {first} on rank 0, {other} on rank {rank}")
     raise CheckpointError(
         "The ranks have different things to save: " + ("; ".join(lines[:5]) or "the same names in another order") + ".",
         "they write one checkpoint together, each its shard of every tensor.",

@@ -26,10 +26,9 @@ def check_disk_space(target: Path, needed: int, files: int = 0) -> None:
     if free is not None and free < needed:
         raise CheckpointError(
             f"{str(target)!r} needs {needed:,} bytes, and {str(target.parent)!r} has {free:,} bytes free.",
-            "an older checkpoint is removed only after the new one is complete; nothing was written, and existing "
-            "checkpoints are intact",
-            "free some space, keep fewer checkpoints (save_top_k, keep_last), save weights alone (save_weights_only=True), or save to "
-            "another disk or an object store",
+            "an older checkpoint is removed only after the new one is complete; nothing was written",
+            "free some space, keep fewer checkpoints (save_top_k, keep_last), save weights only "
+            "(save_weights_only=True), or save to another disk or an object store",
         )
 
 
