@@ -234,10 +234,10 @@ def _refused(path: str, harm: str) -> str:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        ("name", "model: tiny: .* on rank 0, lacks on 1"),
-        ("dtype", r"model: whole: torch.float32 of shape \(40, 40\) on rank 0, torch.float64 .* on 1"),
-        ("form", r"model: row: .*, sharded on rank 0, torch.float32 of shape \(1, 700\) on 1"),
-        ("gap", "of 'cube', 210 elements, the ranks hold 126"),
+        ("name", "model: tiny: .* on rank 0, missing on rank 1"),
+        ("dtype", r"model: whole: torch.float32 of shape \(40, 40\) on rank 0, torch.float64 .* on rank 1"),
+        ("form", r"model: row: .*, sharded on rank 0, torch.float32 of shape \(1, 700\) on rank 1"),
+        ("gap", "'cube' has 210 elements, and the ranks contribute 126"),
         ("path", "different paths: rank 0 to .*/c', rank 1 to .*/c-of-rank-1'"),
         ("value", "'generator', a object"),
     ],

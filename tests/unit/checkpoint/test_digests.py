@@ -85,7 +85,7 @@ def test_what_was_forged_is_named(tmp_path: Path, name: str) -> None:  # J-11
     folder = digested(tmp_path / "c")
     forged(folder, name)
     (line,) = verify(folder)
-    assert line == f"{name} is not what was written: its checksums are right, and its SHA-256 is another"
+    assert line == f"{name} was altered: its checksums match, but its SHA-256 differs"
 
 
 def test_what_was_damaged_is_named_by_its_blocks(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_zeros_that_take_no_place_are_worked_through(tmp_path: Path) -> None:
 
 
 def test_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-10
-    monkeypatch.setattr(verification, "_MOST_ZEROS", 2**28)  # a sixty-fourth, to save the time
+    monkeypatch.setattr(verification, "_MAX_ZEROS", 2**28)  # a sixty-fourth, to save the time
     folder = digested(tmp_path / "c")
     size, header = 2**40, b'{"w":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (2**40 - 1024, 2**40 - 1024)
     content = (1016).to_bytes(8, "little") + header.ljust(1016)
