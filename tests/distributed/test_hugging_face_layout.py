@@ -315,5 +315,5 @@ def test_a_checkpoint_keeps_no_configuration_of_others(tmp_path: Path) -> None: 
     fit = quiet(limit_train_batches=0)
     fit.fit(Odd(), DataLoader(torch.zeros(4, 3)))  # type: ignore[arg-type]
     fit.save_checkpoint(tmp_path / "c")
-    assert load(tmp_path / "c").manifest.facts.pretrained == {}
+    assert load(tmp_path / "c").manifest.metadata.pretrained == {}
     assert "pretrained" in json.loads((tmp_path / "c" / "manifest.json").read_text())

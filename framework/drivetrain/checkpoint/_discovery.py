@@ -14,7 +14,7 @@ from drivetrain.errors import CheckpointError
 
 logger = logging.getLogger("drivetrain")
 
-T = TypeVar("Found")
+T = TypeVar("T")
 
 RETRY_SECONDS = 30.0
 """Seconds for which a failing storage is retried: what it holds is unknown, and may be the newest checkpoint."""

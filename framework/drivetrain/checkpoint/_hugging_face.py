@@ -201,7 +201,7 @@ def _write_adapter(
     """Write the files of PEFT's ``save_pretrained``, with the adapter's name removed from tensor names."""
     if not _ADAPTER.fullmatch(adapter):  # it becomes a folder name, and must not lead out of the target
         raise CheckpointError(
-            f"{checkpoint.path!r} has an adapter {adapter!r}.", "that is no name of a folder.", "give it another one."
+            f"{checkpoint.path!r} has an adapter {adapter!r}.", "it is not a valid folder name.", "rename the adapter."
         )
     if str(settings.get("peft_type")) not in _KNOWN_ADAPTERS:
         raise CheckpointError(
@@ -234,13 +234,13 @@ def _write_adapter(
 
 def _trained_biases(sources: Sources, adapters: Mapping[str, Any], settings: Mapping[str, Any]) -> set[str]:
     """Return the base model's biases that PEFT stores with a LoRA adapter (``bias="all"`` or ``"lora_only"``)."""
-    which = settings.get("bias", "none")
-    own = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
-    if which == "all":
-        return {name for name in own if name.endswith("bias") and ".original_module." not in name}
-    if which == "lora_only":
+    bias = settings.get("bias", "none")
+    base_names = [name for name in sources if adapters.keys().isdisjoint(name.split("."))]
+    if bias == "all":
+        return {name for name in base_names if name.endswith("bias") and ".original_module." not in name}
+    if bias == "lora_only":
         layers = {name.partition("lora_")[0] for name in sources if "lora_" in name}
-        return {name for name in own if name.removesuffix("base_layer.bias") in layers}
+        return {name for name in base_names if name.removesuffix("base_layer.bias") in layers}
     return set()
 
 

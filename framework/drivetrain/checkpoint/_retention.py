@@ -36,16 +36,16 @@ class SavedCheckpoint:
             ValueError: the document is neither.
         """
         if not isinstance(document, Mapping):
-            raise ValueError(f"{document!r} names no checkpoint")
+            raise ValueError(f"{document!r} does not describe a checkpoint")
         path = document.get("path")
         name = document.get("name", path.rpartition("/")[2] if isinstance(path, str) else None)
         identifier, score = document.get("identifier", ""), document.get("score")
         number, step = document.get("number", 0), document.get("step", 0)
         plain = isinstance(name, str) and is_plain_name(name) and isinstance(identifier, str)
         if not plain or type(number) is not int or type(step) is not int:
-            raise ValueError(f"{document!r} names no checkpoint")
+            raise ValueError(f"{document!r} does not describe a checkpoint")
         if score is not None and not isinstance(score, int | float):
-            raise ValueError(f"the score {score!r} is no number")
+            raise ValueError(f"the score {score!r} is not a number")
         return cls(name, identifier, score, number, step)
 
 

@@ -88,9 +88,9 @@ def is_same_class(one: str, other: str) -> bool:
 
 def encode_hyper_parameters(hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyper-parameters as JSON-able values, to compare them with those of a file."""
-    aside: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     try:
-        document = encode(dict(hyper_parameters), aside, "hyper_parameters")
+        document = encode(dict(hyper_parameters), tensors, "hyper_parameters")
     except CheckpointError:  # saving reports it
         return {}
     return document if isinstance(document, dict) else {}

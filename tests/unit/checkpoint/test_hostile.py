@@ -93,7 +93,7 @@ class TestManifests:
             planted = {"layer": {"adapters": {name: {}, "default": {}}, "adapter_prefix": ""}}
             path = Path(written(tmp_path / "c"))
             resealed(path, lambda document, planted=planted: document.update({"pretrained": planted}))
-            with pytest.raises(CheckpointError, match="no name of a folder"):
+            with pytest.raises(CheckpointError, match="not a valid folder name"):
                 convert(path, tmp_path / "in" / "folder", to="hf")
             assert os.listdir(tmp_path) == ["c"]
 

@@ -144,7 +144,7 @@ def _object_folder(path: str, filesystem: Any, root: str) -> Folder:
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Convert errors of a storage's library, which have classes of their own, to `OSError`."""
+    """Convert errors of a storage's library, whose classes vary, to `OSError`."""
     try:
         yield
     except (OSError, CheckpointError):

@@ -79,8 +79,8 @@ class GatheredWriter:
     def _write_wave(self, wave: Sequence[PlannedFile]) -> dict[str, FileRecord]:
         """Write files of different owners concurrently, one round of pieces each at a time."""
         sharded = frozenset(self.regions[0])
-        own = next((file for file in wave if file.owner == self.control.rank), None)
-        output = None if own is None else _Output(own, self.storage, self.digest)
+        owned = next((file for file in wave if file.owner == self.control.rank), None)
+        output = None if owned is None else _Output(owned, self.storage, self.digest)
         incoming, pieces_of_own = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
         rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
         try:
