@@ -164,7 +164,7 @@ def _choice(run: SessionState, search: RunSearch | None, ckpt_path: str | None, 
         return ResumeChoice()
     if ckpt_path not in CHOSEN:
         with suppress(CheckpointError):
-            return search.choose_checkpoint(load(ckpt_path))
+            return search.resume_from(load(ckpt_path))
         return ResumeChoice(ckpt_path)  # opening it says why it cannot be, on every rank
     choice = search.newest(check)
     if ckpt_path != "best" or choice.path is None:

@@ -51,32 +51,36 @@ def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint
     Raises:
         StorageError: the storage still fails after the last retry.
     """
-    found = []
+    checkpoints = []
     for folder in dict.fromkeys(folders):
         latest_there = retry.call(partial(read_latest, folder))
         names = retry.call(partial(children, folder))
         for name in dict.fromkeys([*names, *([latest_there] if latest_there is not None else [])]):
             checkpoint = retry.call(partial(_load_if_complete, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
-                found.append(checkpoint)
-    return found
+                checkpoints.append(checkpoint)
+    return checkpoints
 
 
 def select_newest(
-    found: Iterable[Checkpoint],
+    checkpoints: Iterable[Checkpoint],
     retry: StorageRetry,
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
 ) -> Checkpoint | None:
-    """Return the newest of ``found`` that passes ``check``, by the order that `newest` documents; None if none does."""
-    found = list(found)
-    while found:
-        latest = [checkpoint for checkpoint in found if not any(_descends_from(other, checkpoint) for other in found)]
+    """Return the newest of ``checkpoints`` that passes ``check``, in the order of `newest`; None if none passes."""
+    checkpoints = list(checkpoints)
+    while checkpoints:
+        latest = [
+            checkpoint
+            for checkpoint in checkpoints
+            if not any(_descends_from(other, checkpoint) for other in checkpoints)
+        ]
         chosen = max(latest, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
         problem = retry.call(partial(_problem_of, chosen, check))
         if problem is None:
             return chosen
         logger.warning("Skipping checkpoint %r. %s", chosen.path, problem)
-        found.remove(chosen)
+        checkpoints.remove(chosen)
     return None
 
 

@@ -174,8 +174,8 @@ def remove(folder: str, name: str, identifier: str) -> bool:
     Raises:
         OSError: the storage refuses.
     """
-    found = _load_matching(folder, name, identifier)
-    if found is None:
+    checkpoint = _load_matching(folder, name, identifier)
+    if checkpoint is None:
         return False
     filesystem, root = filesystem_of(child(folder, name))
     if filesystem is None and all(map(is_checkpoint_file, os.listdir(root))):
@@ -183,7 +183,7 @@ def remove(folder: str, name: str, identifier: str) -> bool:
         return True
     # The manifest goes first, since a folder without one is not a checkpoint. Only listed files are removed.
     unlink = os.unlink if filesystem is None else filesystem.rm_file
-    for file in (MANIFEST, *found.manifest.files):
+    for file in (MANIFEST, *checkpoint.manifest.files):
         with as_os_errors(), contextlib.suppress(FileNotFoundError):
             unlink(f"{root}/{file}")
     with contextlib.suppress(OSError, NotImplementedError):  # not empty, or the storage has no folders

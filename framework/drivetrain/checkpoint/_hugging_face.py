@@ -113,21 +113,21 @@ def _read_config(config: Any) -> dict[str, Any]:
 def _model_tensors(checkpoint: Checkpoint, name: str, with_tied: bool) -> dict[str, TensorSource]:
     """Return the tensors of one model under its own names; unless ``with_tied``, one name per tied tensor."""
     prefix, aliases = f"{name}." if name else "", checkpoint.manifest.aliases
-    found: dict[str, TensorSource] = {}
+    tensors: dict[str, TensorSource] = {}
     taken = set()
     sources = checkpoint.weights().sources()
     for full in sorted(sources, key=lambda name: name in aliases):
         first = aliases.get(full, full)
         if full.startswith(prefix) and (with_tied or first not in taken):
             taken.add(first)
-            found[full.removeprefix(prefix)] = sources[full]
-    if not found:
+            tensors[full.removeprefix(prefix)] = sources[full]
+    if not tensors:
         raise CheckpointError(
             f"{checkpoint.path!r} has no weights whose names begin with {prefix!r}.",
             f"its first names are {listed(list(sources)[:3])}.",
             "correct the prefix.",
         )
-    return found
+    return tensors
 
 
 def _check_complete(checkpoint: Checkpoint, name: str) -> None:
@@ -256,8 +256,8 @@ def _write_json(target: str, value: Any) -> None:
 
 def _parse_size(size: int | str) -> int:
     """Return a size in bytes; ``"5GB"`` means 5 * 10**9, as in transformers."""
-    found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    number = int(float(found[1]) * _UNITS[found[2].upper()]) if found else size
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    number = int(float(match[1]) * _UNITS[match[2].upper()]) if match else size
     if not isinstance(number, int) or number <= 0:
         raise CheckpointError(f"max_shard_size={size!r} is not a file size.", "", 'give bytes, or text such as "5GB".')
     return number

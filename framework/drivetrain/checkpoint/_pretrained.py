@@ -25,13 +25,13 @@ def pretrained_models(module: nn.Module) -> dict[str, dict[str, Any]]:
         Dicts with "class", and where present "config", "generation_config", "adapters" (PEFT configurations by name)
         and "adapter_prefix" (prefix of tensor names in adapter files).
     """
-    found = {}
+    models = {}
     for name, child in _outermost("", module):
         try:
-            found[name] = _describe(child)
+            models[name] = _describe(child)
         except Exception:  # another class with these attribute names; saving must still succeed
             logger.debug("The configuration of %r could not be read and is not saved.", name, exc_info=True)
-    return found
+    return models
 
 
 def _outermost(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -73,19 +73,19 @@ class Retention:
     def to_remove(self, score: float | None) -> list[SavedCheckpoint]:
         """Return the checkpoints that a new one with this score would displace; it may reuse one of their names."""
         staying = self._select([*self.kept, self._candidate(score)])
-        return [one for one in self.kept if one not in staying]
+        return [checkpoint for checkpoint in self.kept if checkpoint not in staying]
 
     def add(self, name: str, identifier: str, score: float | None, step: int = 0) -> list[SavedCheckpoint]:
         """Add a checkpoint; return the displaced ones, to remove once it is complete, except one of the same name."""
-        everything = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
+        candidates = [*self.kept, SavedCheckpoint(name, identifier, score, self._count, step)]
         self._count += 1
-        self.kept = self._select(everything)
-        return [one for one in everything if one not in self.kept and one.name != name]
+        self.kept = self._select(candidates)
+        return [checkpoint for checkpoint in candidates if checkpoint not in self.kept and checkpoint.name != name]
 
     def drop_after(self, step: int) -> list[SavedCheckpoint]:
         """Drop and return the checkpoints written after ``step``, to which the run has rolled back."""
-        later = [one for one in self.kept if one.step > step]
-        self.kept = [one for one in self.kept if one.step <= step]
+        later = [checkpoint for checkpoint in self.kept if checkpoint.step > step]
+        self.kept = [checkpoint for checkpoint in self.kept if checkpoint.step <= step]
         return later
 
     @property
@@ -102,11 +102,11 @@ class Retention:
     @property
     def newest(self) -> SavedCheckpoint | None:
         """The newest kept checkpoint."""
-        return max(self.kept, key=lambda one: one.number, default=None)
+        return max(self.kept, key=lambda checkpoint: checkpoint.number, default=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kept checkpoints and the save counter."""
-        return {"count": self._count, "kept": [asdict(one) for one in self.kept]}
+        return {"count": self._count, "kept": [asdict(checkpoint) for checkpoint in self.kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned.
@@ -117,21 +117,21 @@ class Retention:
         count, kept = state.get("count"), state.get("kept")
         if type(count) is not int or not isinstance(kept, Sequence):
             raise ValueError(f"count={count!r}, kept={kept!r}")
-        self.kept = [SavedCheckpoint.from_state(one) for one in kept]
-        self._count = max([count, *(one.number + 1 for one in self.kept)])
+        self.kept = [SavedCheckpoint.from_state(checkpoint) for checkpoint in kept]
+        self._count = max([count, *(checkpoint.number + 1 for checkpoint in self.kept)])
 
     def _candidate(self, score: float | None) -> SavedCheckpoint:
         return SavedCheckpoint("", "", score, self._count)
 
-    def _select(self, everything: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    def _select(self, candidates: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         if self._top_k < 0:
-            return everything
-        best = sorted(everything, key=self._rank)[: self._top_k]
-        newest = sorted(everything, key=lambda one: -one.number)[: self._keep_last]
-        return [one for one in everything if one in best or one in newest]
+            return candidates
+        best = sorted(candidates, key=self._rank)[: self._top_k]
+        newest = sorted(candidates, key=lambda checkpoint: -checkpoint.number)[: self._keep_last]
+        return [checkpoint for checkpoint in candidates if checkpoint in best or checkpoint in newest]
 
-    def _rank(self, one: SavedCheckpoint) -> tuple[float, int]:
+    def _rank(self, checkpoint: SavedCheckpoint) -> tuple[float, int]:
         """Return the sort key: lower is better, the newer of equal scores comes first, NaN comes last."""
-        if one.score is None:
-            return 0.0, -one.number
-        return (math.inf if math.isnan(one.score) else self._sign * one.score), -one.number
+        if checkpoint.score is None:
+            return 0.0, -checkpoint.number
+        return (math.inf if math.isnan(checkpoint.score) else self._sign * checkpoint.score), -checkpoint.number

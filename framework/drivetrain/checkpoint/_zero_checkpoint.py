@@ -77,29 +77,29 @@ def _merge(models: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any
 def _merge_flat_groups(
     shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]], paddings: Any
 ) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     for number, group in enumerate(shapes):
         flat = torch.cat([partition[number] for partition in groups])
         offset = 0
         for position, (name, shape) in enumerate(group.items()):
             count = math.prod(shape)
-            found[name] = flat[offset : offset + count].view(shape)
+            tensors[name] = flat[offset : offset + count].view(shape)
             offset += count + (0 if paddings is None else paddings[number][position])
-    return found
+    return tensors
 
 
 def _merge_sharded_groups(
     shapes: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    found = {}
+    tensors = {}
     flats = [torch.cat(list(partition)) for partition in groups]
     offset = 0
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         count = math.prod(shape)
         size = -(-count // len(flats))
-        found[name] = torch.cat([flat[offset : offset + size] for flat in flats])[:count].view(shape)
+        tensors[name] = torch.cat([flat[offset : offset + size] for flat in flats])[:count].view(shape)
         offset += size
-    return found
+    return tensors
 
 
 def _step_folder(folder: Path) -> Path:

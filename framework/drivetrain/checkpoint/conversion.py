@@ -124,7 +124,7 @@ def _read_foreign(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
     """Return the hyper-parameters that JSON can represent; warn about each of the others."""
-    kept = {}
+    jsonable = {}
     for name, value in dict(hyper_parameters or {}).items():
         tensors: dict[str, Any] = {}
         try:
@@ -134,8 +134,8 @@ def _json_hyper_parameters(hyper_parameters: Any) -> dict[str, Any]:
         if tensors:
             warnings.warn(f"The hyper-parameter {name!r} cannot be stored as JSON and is left out.", stacklevel=4)
         else:
-            kept[str(name)] = value
-    return kept
+            jsonable[str(name)] = value
+    return jsonable
 
 
 def _find_aliases(weights: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

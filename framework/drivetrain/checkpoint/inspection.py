@@ -62,40 +62,40 @@ def diff(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[st
     Returns:
         A line for each name that only one of them has, or whose values differ; empty if they are equal.
     """
-    one, two = load(path), load(other)
-    lines = list(_different("", one.weights().sources(), two.weights().sources()))
-    counts = (len(one.manifest.optimizers), len(two.manifest.optimizers))
+    left, right = load(path), load(other)
+    lines = list(_different("", left.weights().sources(), right.weights().sources()))
+    counts = (len(left.manifest.optimizers), len(right.manifest.optimizers))
     if counts[0] != counts[1]:
         lines.append(f"optimizers: {counts[0]} against {counts[1]}")
     for index in range(min(counts)):
-        parts = (one.manifest.optimizers[index], two.manifest.optimizers[index])
-        lines += _different(f"optimizer {index}: ", one.tensors(parts[0]), two.tensors(parts[1]))
-        groups = [each.optimizer_state(index)["param_groups"] for each in (one, two)]
+        parts = (left.manifest.optimizers[index], right.manifest.optimizers[index])
+        lines += _different(f"optimizer {index}: ", left.tensors(parts[0]), right.tensors(parts[1]))
+        groups = [each.optimizer_state(index)["param_groups"] for each in (left, right)]
         if repr(groups[0]) != repr(groups[1]):
             lines.append(f"optimizer {index}: param_groups: {groups[0]} against {groups[1]}")
-    for key in dict.fromkeys([*one.manifest.callbacks, *two.manifest.callbacks]):
-        lines += _different(f"{key}: ", one.callback_tensors(key).sources(), two.callback_tensors(key).sources())
+    for key in dict.fromkeys([*left.manifest.callbacks, *right.manifest.callbacks]):
+        lines += _different(f"{key}: ", left.callback_tensors(key).sources(), right.callback_tensors(key).sources())
     return lines
 
 
-def _different(prefix: str, one: Mapping[str, TensorSource], two: Mapping[str, TensorSource]) -> Iterator[str]:
-    for name in dict.fromkeys([*one, *two]):
-        if name not in two or name not in one:
-            yield f"{prefix}{name}: only in the {'first' if name in one else 'second'}"
-        elif one[name].spec != two[name].spec:
-            yield f"{prefix}{name}: {' '.join(_described(one[name]))} against {' '.join(_described(two[name]))}"
+def _different(prefix: str, left: Mapping[str, TensorSource], right: Mapping[str, TensorSource]) -> Iterator[str]:
+    for name in dict.fromkeys([*left, *right]):
+        if name not in right or name not in left:
+            yield f"{prefix}{name}: only in the {'first' if name in left else 'second'}"
+        elif left[name].spec != right[name].spec:
+            yield f"{prefix}{name}: {' '.join(_described(left[name]))} against {' '.join(_described(right[name]))}"
         else:
-            distance = _distance(one[name].read(), two[name].read())
+            distance = _distance(left[name].read(), right[name].read())
             if distance is not None:
                 yield f"{prefix}{name}: {distance}"
 
 
-def _distance(one: torch.Tensor, two: torch.Tensor) -> str | None:
-    if torch.equal(one.reshape(-1).view(torch.uint8), two.reshape(-1).view(torch.uint8)):
+def _distance(left: torch.Tensor, right: torch.Tensor) -> str | None:
+    if torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)):
         return None
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    off = (one.to(wide) - two.to(wide)).abs()
-    return f"{int((off != 0).sum())} of {one.numel()} numbers differ, by {off.max():.3g} at most"
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    off = (left.to(wide) - right.to(wide)).abs()
+    return f"{int((off != 0).sum())} of {left.numel()} numbers differ, by {off.max():.3g} at most"
 
 
 def _described(source: TensorSource) -> tuple[str, str]:

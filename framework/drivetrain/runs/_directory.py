@@ -216,8 +216,8 @@ def _next_number(root: str) -> int:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    found = map(_VERSION.fullmatch, names)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = map(_VERSION.fullmatch, names)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def _time_name() -> str:

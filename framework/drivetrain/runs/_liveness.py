@@ -27,7 +27,7 @@ def is_alive(record: Record, jobs: Sequence[Job]) -> bool | None:
     """
     if record.status != RUNNING:
         return False
-    if any(one.is_same(other) and one.restarts > other.restarts for one in jobs for other in record.jobs):
+    if any(job.is_same(other) and job.restarts > other.restarts for job in jobs for other in record.jobs):
         return False
     process = record.process
     lives = None if process is None else process.lives()

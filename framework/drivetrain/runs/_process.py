@@ -47,7 +47,7 @@ class Process:
             return None
         texts = [document.get(name, "") for name in ("host", "began", "boot", "namespace")]
         pid = document.get("pid")
-        if type(pid) is not int or not 0 < pid < 2**31 or not all(isinstance(one, str) for one in texts):
+        if type(pid) is not int or not 0 < pid < 2**31 or not all(isinstance(entry, str) for entry in texts):
             return None
         host, began, boot, namespace = texts
         return cls(host, pid, began, boot, namespace)
@@ -102,9 +102,9 @@ class Job:
     def from_json(cls, document: Any) -> list[Self]:
         """Return the jobs from a list of `as_json` dicts; invalid entries are skipped."""
         found = []
-        for one in document if isinstance(document, list) else []:
-            if isinstance(one, Mapping):
-                kind, name, restarts, step = (one.get(key) for key in ("kind", "name", "restarts", "step"))
+        for entry in document if isinstance(document, list) else []:
+            if isinstance(entry, Mapping):
+                kind, name, restarts, step = (entry.get(key) for key in ("kind", "name", "restarts", "step"))
                 if isinstance(kind, str) and isinstance(name, str) and type(restarts) is int and isinstance(step, str):
                     found.append(cls(kind, name, restarts, step))
         return found
@@ -128,7 +128,7 @@ class Job:
 
 def has_replaced(ours: list[Job], theirs: list[Job]) -> bool:
     """Return whether one of our jobs replaces one of theirs."""
-    return any(one.replaces(other) for one in ours for other in theirs)
+    return any(job.replaces(other) for job in ours for other in theirs)
 
 
 def _number(text: str | None) -> int:

@@ -75,14 +75,16 @@ class Record(NamedTuple):
     def loggers(self) -> list[tuple[tuple[str, str], str]]:
         """The (class, name) and the version of each logger."""
         found = self.document.get("loggers")
-        described = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-        return [((_text(one.get("class")), _text(one.get("name"))), _text(one.get("version"))) for one in described]
+        described = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+        return [
+            ((_text(entry.get("class")), _text(entry.get("name"))), _text(entry.get("version"))) for entry in described
+        ]
 
     @property
     def parts(self) -> list[dict[str, Any]]:
         """The parts of the run, one per start or resume, oldest first."""
         parts = self.document.get("parts")
-        return [one for one in parts if isinstance(one, dict)] if isinstance(parts, list) else []
+        return [entry for entry in parts if isinstance(entry, dict)] if isinstance(parts, list) else []
 
 
 def read(folder: str) -> Record | None:
@@ -174,7 +176,7 @@ def archive_record(folder: str) -> str:
         return name
     with as_os_errors():
         filesystem.invalidate_cache()
-        taken = {one.rstrip("/").rpartition("/")[2] for one in filesystem.ls(root, detail=False)}
+        taken = {entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(root, detail=False)}
         while (name := f"run-{number}.json") in taken:
             number += 1
         filesystem.copy(child(root, RECORD), child(root, name))

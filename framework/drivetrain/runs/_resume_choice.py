@@ -81,13 +81,13 @@ class RunSearch:
         """Add all runs of this experiment, and the checkpoints in ``folders`` outside the runs' own folders."""
         self._has_candidates = True
         names = [self._version] if self._version is not None else self._retry.call(self._names)
-        found = [self._retry.call(partial(self._read_neighbour, child(self._place, name))) for name in names]
-        records = sorted((one for one in found if one is not None), key=_started, reverse=True)
+        results = [self._retry.call(partial(self._read_neighbour, child(self._place, name))) for name in names]
+        records = sorted((record for record in results if record is not None), key=_started, reverse=True)
         for record in records:
             if record.is_training and self._is_same_experiment(record):
                 self.add_run(record)
         inside = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
-        self.collect_checkpoints([one for one in folders if resolve_folder(one) not in inside])
+        self.collect_checkpoints([folder for folder in folders if resolve_folder(folder) not in inside])
 
     def collect_checkpoints(self, folders: Sequence[str]) -> None:
         """Add the checkpoints in folders that the user named."""
@@ -239,39 +239,42 @@ class RunSearch:
     ) -> tuple[Checkpoint | None, Record | None]:
         """Return the newest checkpoint and its run; only a run if this job was stopped before its first save."""
         known = sorted(self._known.values(), key=_started, reverse=True)
-        ended = [one for one in known if include_running or not self._is_alive(one)]
-        ids = {record.id for record in ended}
-        of_this_job = [one for one in ended if self._is_of_this_job(one)]
-        mine = {record.id for record in of_this_job}
-        user_checkpoints = [one for one in self._user_checkpoints if not self._is_of_running_run(one, ids)]
+        candidates = [record for record in known if include_running or not self._is_alive(record)]
+        ids = {record.id for record in candidates}
+        of_this_job = [record for record in candidates if self._is_of_this_job(record)]
+        ids_of_this_job = {record.id for record in of_this_job}
+        user_checkpoints = [
+            checkpoint for checkpoint in self._user_checkpoints if not self._is_of_running_run(checkpoint, ids)
+        ]
+        of_job = [each for each in user_checkpoints if each.manifest.metadata.run.get("id") in ids_of_this_job]
         for records, others in (
-            (of_this_job, [one for one in user_checkpoints if one.manifest.metadata.run.get("id") in mine]),
-            (ended, user_checkpoints),
+            (of_this_job, of_job),
+            (candidates, user_checkpoints),
         ):
             inside = {
-                one.path: (one, record)
+                checkpoint.path: (checkpoint, record)
                 for record in records
-                for one in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
-                if one.manifest.metadata.run.get("id", record.id) == record.id
+                for checkpoint in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
+                if checkpoint.manifest.metadata.run.get("id", record.id) == record.id
             }
-            found = select_newest([*(one for one, _ in inside.values()), *others], self._retry, check)
-            if found is not None:
+            newest = select_newest([*(each for each, _ in inside.values()), *others], self._retry, check)
+            if newest is not None:
                 # Use the record that was judged dead: another process may have resumed the run since.
-                return found, inside[found.path][1] if found.path in inside else self._known_run(found)
-            unfinished = [one for one in records if records is of_this_job and one.status != FINISHED]
+                return newest, inside[newest.path][1] if newest.path in inside else self._known_run(newest)
+            unfinished = [record for record in records if records is of_this_job and record.status != FINISHED]
             if unfinished and not include_running:
                 return None, unfinished[0]
         return None, None
 
-    def choose_checkpoint(self, checkpoint: Checkpoint) -> ResumeChoice:
+    def resume_from(self, checkpoint: Checkpoint) -> ResumeChoice:
         """Return the choice for an explicit checkpoint: its run's folder is continued if it is the newest there."""
         record = self._known_run(checkpoint)
-        whole = record is not None and self.difference_of(checkpoint) is None and not checkpoint.weights_only
-        if record is None or not whole or self._is_alive(record):
+        resumable = record is not None and self.difference_of(checkpoint) is None and not checkpoint.weights_only
+        if record is None or not resumable or self._is_alive(record):
             return self._choice(checkpoint.path, None, checkpoint)
         folder = checkpoint.path.rstrip("/").rpartition("/")[0]
         inside = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
-        of_its_run = [one for one in inside if one.manifest.metadata.run.get("id") == record.id]
+        of_its_run = [each for each in inside if each.manifest.metadata.run.get("id") == record.id]
         newest = select_newest(of_its_run, self._retry)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)
@@ -281,8 +284,8 @@ class RunSearch:
 
     def _choice(self, path: str | None, record: Record | None, checkpoint: Checkpoint | None) -> ResumeChoice:
         if record is not None:  # a run elsewhere is not continued: output goes to the requested folder
-            here = self._is_in_place(record)
-            record = record._replace(folder=child(self._place, record.name)) if here else None
+            continued = self._is_in_place(record)
+            record = record._replace(folder=child(self._place, record.name)) if continued else None
         parent = "" if checkpoint is None else checkpoint.manifest.metadata.run.get("id", "")
         return ResumeChoice(path, record, parent, tuple(self._skipped))
 
@@ -303,7 +306,7 @@ class RunSearch:
         return bool(alive)
 
     def _is_of_this_job(self, record: Record) -> bool:
-        return any(one.is_same(other) for one in self._jobs for other in record.jobs)
+        return any(job.is_same(other) for job in self._jobs for other in record.jobs)
 
     def _is_of_running_run(self, checkpoint: Checkpoint, ids: set[str]) -> bool:
         """Return whether the checkpoint's run is known and cannot be resumed."""

@@ -15,7 +15,7 @@ _AT_FDCWD = -100
 _UNKNOWN = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def exchange(one: str, other: str) -> bool:
+def exchange(first: str, second: str) -> bool:
     """Swap two paths on one file system atomically; return False if the system or file system cannot.
 
     Raises:
@@ -24,19 +24,19 @@ def exchange(one: str, other: str) -> bool:
     call = _system_call()
     if call is None:
         return False
-    if call(os.fsencode(one), os.fsencode(other)) == 0:
+    if call(os.fsencode(first), os.fsencode(second)) == 0:
         return True
     number = ctypes.get_errno()
     if number in _UNKNOWN:
         return False
-    raise OSError(number, os.strerror(number), one, None, other)
+    raise OSError(number, os.strerror(number), first, None, second)
 
 
 @functools.cache
 def _system_call() -> Callable[[bytes, bytes], int] | None:
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "linux" and hasattr(library, "renameat2"):
-        return lambda one, other: int(library.renameat2(_AT_FDCWD, one, _AT_FDCWD, other, _RENAME_EXCHANGE))
+        return lambda first, second: int(library.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE))
     if sys.platform == "darwin" and hasattr(library, "renamex_np"):
-        return lambda one, other: int(library.renamex_np(one, other, _RENAME_SWAP))
+        return lambda first, second: int(library.renamex_np(first, second, _RENAME_SWAP))
     return None

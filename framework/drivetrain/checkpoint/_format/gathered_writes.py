@@ -134,12 +134,12 @@ class GatheredWriter:
         self, pieces: Sequence[Piece], received: Mapping[int, torch.Tensor], buffers: _Buffers
     ) -> Iterator[_FlatPiece]:
         """Yield each piece whole and flat; small ones that this rank holds whole are joined into one."""
-        taken = dict.fromkeys(received, 0)
+        consumed = dict.fromkeys(received, 0)
         for batch in batches_of(pieces, self._is_small, self.piece):
             piece = batch[0]
             if len(batch) > 1:
-                (memory,) = buffers.cut([sum(one.nbytes for one in batch)])
-                yield torch.cat([self._rows(one).view(torch.uint8) for one in batch], out=memory), False
+                (memory,) = buffers.cut([sum(small.nbytes for small in batch)])
+                yield torch.cat([self._rows(small).view(torch.uint8) for small in batch], out=memory), False
                 continue
             held = self.held[piece.spec.name]
             if not isinstance(held, ParameterShard):
@@ -156,9 +156,9 @@ class GatheredWriter:
                 if rank == self.control.rank:
                     values = read_overlap(held.local, region, part)
                 else:
-                    begin = taken[rank]
-                    taken[rank] += part.numel * piece.spec.dtype.itemsize
-                    values = received[rank][begin : taken[rank]].view(piece.spec.dtype)
+                    begin = consumed[rank]
+                    consumed[rank] += part.numel * piece.spec.dtype.itemsize
+                    values = received[rank][begin : consumed[rank]].view(piece.spec.dtype)
                 write_overlap(whole, piece, part, values)
             yield whole, False
 

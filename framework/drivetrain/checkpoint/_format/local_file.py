@@ -39,7 +39,7 @@ class OpenFiles:
     def close(self) -> None:
         """Close all files that are not being read; reading reopens them."""
         with self._lock:
-            for file in [one for one, descriptor in self._open.items() if not self._in_use[descriptor]]:
+            for file in [candidate for candidate, descriptor in self._open.items() if not self._in_use[descriptor]]:
                 os.close(self._open.pop(file))
 
     def open(self, path: Path) -> LocalFile:
@@ -100,9 +100,11 @@ class OpenFiles:
 
     def _keep(self, file: LocalFile, descriptor: int) -> None:
         self._open[file] = descriptor
-        idle = [one for one in self._open if one is not file and not self._in_use[self._open[one]]]
-        for one in idle[: len(self._open) - _MAX_OPEN] if len(self._open) > _MAX_OPEN else ():
-            os.close(self._open.pop(one))
+        idle = [
+            candidate for candidate in self._open if candidate is not file and not self._in_use[self._open[candidate]]
+        ]
+        for candidate in idle[: len(self._open) - _MAX_OPEN] if len(self._open) > _MAX_OPEN else ():
+            os.close(self._open.pop(candidate))
 
 
 class LocalFile:

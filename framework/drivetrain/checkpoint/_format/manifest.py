@@ -180,7 +180,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "left_out": list(metadata.left_out),
         "pretrained": encode(metadata.pretrained, tensors, "pretrained"),
         "parent": metadata.parent,
-        "lineage": [list(one) for one in metadata.lineage],
+        "lineage": [list(entry) for entry in metadata.lineage],
         "run": dict(metadata.run),
         "base": dict(metadata.base),
         "weights": _part_as_json(manifest.weights),
@@ -190,7 +190,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "state": None if manifest.state is None else _part_as_json(manifest.state),
         "ranks": [_part_as_json(part) for part in manifest.ranks],
         "block_size": manifest.block_size,
-        "files": {name: record_as_json(one) for name, one in manifest.files.items()},
+        "files": {name: record_as_json(entry) for name, entry in manifest.files.items()},
     }
     if tensors:
         raise CheckpointError(
@@ -273,13 +273,13 @@ def _from_json(document: dict[str, Any]) -> Manifest:
     if not _BLOCK_SIZE_RANGE[0] <= block_size <= _BLOCK_SIZE_RANGE[1]:
         raise ValueError(f"blocks of {block_size} bytes")
     files = {}
-    for name, one in _dict(document["files"], "files").items():
-        described = _dict(one, "files")
+    for name, entry in _dict(document["files"], "files").items():
+        described = _dict(entry, "files")
         record = FileRecord(_count(described["size"]), _text(described["crc32"]), _digest(described.get("sha256", "")))
         if len(record.crc32) != 8 * block_count(record.size, block_size):
             raise ValueError(f"{name!r} has {len(record.crc32)} digits of checksums for {record.size} bytes")
         files[_file_name(name)] = record
-    without = sorted(name for name, one in files.items() if not one.sha256)
+    without = sorted(name for name, entry in files.items() if not entry.sha256)
     if 0 < len(without) < len(files):
         raise ValueError(f"{listed(without)} have no digest, and other files have one")
     manifest = Manifest(
@@ -293,7 +293,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
             weights_only=bool(document["weights_only"]),
             identifier=_text(document["id"]),
             parent=_text(document.get("parent", "")),  # missing in checkpoints of earlier versions
-            lineage=tuple(_ancestor(one) for one in _list(document.get("lineage", []), "lineage")),
+            lineage=tuple(_ancestor(entry) for entry in _list(document.get("lineage", []), "lineage")),
             left_out=tuple(_text(name) for name in _list(document.get("left_out", []), "left_out")),
             run={name: _text(text) for name, text in _dict(document.get("run", {}), "run").items()},
             base={name: _text(text) for name, text in _dict(document.get("base", {}), "base").items()},
@@ -307,10 +307,10 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         files=files,
         weights=_part(document["weights"]),
         aliases={tied: _text(first) for tied, first in _dict(document["aliases"], "aliases").items()},
-        optimizers=tuple(_part(one) for one in _list(document["optimizers"], "optimizers")),
-        callbacks={key: _part(one) for key, one in _dict(document.get("callbacks", {}), "callbacks").items()},
+        optimizers=tuple(_part(entry) for entry in _list(document["optimizers"], "optimizers")),
+        callbacks={key: _part(entry) for key, entry in _dict(document.get("callbacks", {}), "callbacks").items()},
         state=None if document["state"] is None else _part(document["state"]),
-        ranks=tuple(_part(one) for one in _list(document["ranks"], "ranks")),
+        ranks=tuple(_part(entry) for entry in _list(document["ranks"], "ranks")),
         written=_time(document["written"]),
         block_size=block_size,
         versions={name: _text(text) for name, text in _dict(document["versions"], "versions").items()},
@@ -342,14 +342,14 @@ def _part(document: Any) -> Part:
 
 
 def _pretrained(document: Any) -> dict[str, dict[str, Any]]:
-    models = {name: _dict(one, "a model") for name, one in _dict(document, "pretrained").items()}
-    for one in models.values():
-        for key in one.keys() & {"config", "generation_config", "adapters"}:
-            _dict(one[key], key)
-        for settings in one.get("adapters", {}).values():
+    models = {name: _dict(entry, "a model") for name, entry in _dict(document, "pretrained").items()}
+    for entry in models.values():
+        for key in entry.keys() & {"config", "generation_config", "adapters"}:
+            _dict(entry[key], key)
+        for settings in entry.get("adapters", {}).values():
             _dict(settings, "an adapter")
-        _text(one.get("adapter_prefix", ""))
-        if not one.keys() & {"config", "adapters"}:
+        _text(entry.get("adapter_prefix", ""))
+        if not entry.keys() & {"config", "adapters"}:
             raise ValueError("a model has neither a configuration nor adapters")
     return models
 

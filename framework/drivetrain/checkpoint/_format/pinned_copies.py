@@ -15,7 +15,7 @@ def pinned_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     torch rounds each pinned allocation up to a power of two, and each takes the driver about 0.1 ms. The copies
     therefore share few blocks with sizes that are powers of two.
     """
-    sizes = [-(-one.numel() * one.element_size() // _ALIGNED) * _ALIGNED for one in tensors]
+    sizes = [-(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED for tensor in tensors]
     copies: list[torch.Tensor] = [torch.empty(())] * len(tensors)
     for capacity, members in blocks(sizes):
         block = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)

@@ -38,10 +38,10 @@ def verify(path: str | os.PathLike[str], digest: str | None = None) -> list[str]
     if digest is not None and not all(record.sha256 for record in checkpoint.manifest.files.values()):
         return [f"its files have no {digest}: it was written without digests"]
     zeros = ZeroBudget(_MAX_ZEROS)
-    found = map_in_threads(
+    lines = map_in_threads(
         lambda name: _describe_problem(checkpoint, name, zeros), checkpoint.manifest.files, checkpoint.readers
     )
-    problems = [line for line in found if line is not None]
+    problems = [line for line in lines if line is not None]
     return problems or _find_contradictions(checkpoint)
 
 
@@ -51,13 +51,13 @@ def _describe_problem(checkpoint: Checkpoint, name: str, zeros: ZeroBudget) -> s
     except CheckpointError as error:
         # Keep only what the error says about the file.
         return error.what.removeprefix(damage_error(checkpoint.path, "").what.removesuffix(".")).removesuffix(".")
-    found, block = file.check(zeros), checkpoint.manifest.block_size
-    if found.bad_blocks:
-        blocks = f"{len(found.bad_blocks)} of {block_count(file.size, block)} blocks"
-        return f"{name} was altered: {blocks}, the first at byte {found.bad_blocks[0] * block}"
-    if found.digest_differs:
+    result, block = file.check(zeros), checkpoint.manifest.block_size
+    if result.bad_blocks:
+        blocks = f"{len(result.bad_blocks)} of {block_count(file.size, block)} blocks"
+        return f"{name} was altered: {blocks}, the first at byte {result.bad_blocks[0] * block}"
+    if result.digest_differs:
         return f"{name} was altered: its checksums match, but its SHA-256 differs"
-    if found.digest_skipped:
+    if result.digest_skipped:
         return f"{name} has too many sparse zeros; its SHA-256 was not computed"
     return None
 
