@@ -1,4 +1,4 @@
-"""Checksums of what a checkpoint of trained weights leaves out: the same however it is spread, others for others."""
+"""Checksums of the base weights of a trainable-only checkpoint: independent of sharding, different for other values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ WHOLE = torch.randn(6, 4, 5, generator=torch.Generator().manual_seed(0))
 
 
 def sum_of(value: Any) -> int:
-    """The checksum of a whole, or what a part adds to it."""
+    """Return the checksum of a tensor, or the contribution of a shard."""
     return int(base_checksums({"w": value}, LocalControl())["w"], 16)
 
 
 def _boxes(*cuts: tuple[int, int]) -> list[Any]:
-    """Boxes that cut ``WHOLE`` into halves in some of its dimensions, each given with where."""
+    """Return boxes that cut ``WHOLE`` in two in some of its dimensions."""
     boxes = [Box((0, 0, 0), (6, 4, 5))]
     for dimension, at in cuts:
         halves = []
@@ -79,7 +79,7 @@ def test_another_rank_speaks_for_a_part() -> None:
 
 
 class Adapted(TrainModule):
-    """A base that is frozen, and what is trained on it."""
+    """A frozen base and a trainable head."""
 
     count: torch.Tensor
 
@@ -173,7 +173,7 @@ def test_evaluation_and_training_go_on_with_it(tmp_path: Path) -> None:  # L-08
 
 
 class Wavering(Adapted):
-    """Trains its base for one epoch, and freezes it again."""
+    """Trains its base for one epoch, then freezes it again."""
 
     def on_train_epoch_start(self) -> None:
         self.base.requires_grad_(self.trainer.current_epoch == 0)
@@ -191,7 +191,7 @@ def test_what_has_trained_and_is_frozen_again_is_kept(tmp_path: Path) -> None:  
 
 
 class Plain(Wavering):
-    """Its optimizer keeps nothing that would tell what has trained."""
+    """Its optimizer keeps no state that would show which parameters trained."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -200,7 +200,7 @@ class Plain(Wavering):
 def test_what_trained_before_a_run_went_on_is_kept(tmp_path: Path) -> None:  # L-08
     first = trained(tmp_path, Plain(trains_base=True))
     first.save_checkpoint(tmp_path / "whole")
-    first.save_checkpoint(tmp_path / "after", trainable_only=True)  # the run is over
+    first.save_checkpoint(tmp_path / "after", trainable_only=True)  # after the run
     assert not load(tmp_path / "after").manifest.metadata.base
     module = Plain(trains_base=True)
     fit = Fit(accelerator="cpu", barebones=True, max_epochs=3, seed=1, default_root_dir=tmp_path)

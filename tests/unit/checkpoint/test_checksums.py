@@ -1,4 +1,4 @@
-"""Checksums of blocks, and that the faster library for them gives the same."""
+"""Block checksums; the faster library computes the same ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What JSON gives back equal, and what it refuses by name."""
+"""Values that documents restore as equal ones, and values that are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process: what is written comes back, opens without us, and is replaced in one step."""
+"""One process: checkpoints are read back equal, open without drivetrain, and are replaced atomically."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TestWithoutUs:
         assert {path.suffix for path in (tmp_path / "c").iterdir()} == {".json", ".safetensors"}
 
     def test_several_files_carry_the_index(self, tmp_path: Path) -> None:
-        # F-10: a large model's files, made small
+        # F-10: the files of a large model, with small limits
         weights = {f"w{number}": torch.full((100,), float(number)) for number in range(10)}
         save(str(tmp_path / "c"), Contents(weights), LOCAL, sizes=Sizes(large=1000))
         index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
@@ -425,7 +425,7 @@ class TestUrls:
         weights = load("memory://place/c").weights()
 
         class Checking:
-            """Every file of the old one is as it was until the manifest comes."""
+            """No file of the old checkpoint changes until the manifest is written."""
 
             def __init__(self, pipe: Any) -> None:
                 self.pipe = pipe

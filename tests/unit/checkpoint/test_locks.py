@@ -1,4 +1,4 @@
-"""Runs that save into one folder keep off each other on disks that lock only what is open for writing: J-01."""
+"""Runs that save into one folder exclude each other, also on disks that lock only files open for writing: J-01."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.checkpoint._format.local_storage import claim_name
 
 @pytest.fixture
 def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS makes of `flock` a lock of bytes, which asks for a descriptor that may write (flock(2), NFS details)."""
+    """NFS implements `flock` as a byte-range lock, which requires a writable descriptor (flock(2), NFS details)."""
     flock = fcntl.flock
 
     def as_nfs(descriptor: int, operation: int) -> None:
@@ -32,7 +32,7 @@ def _nfs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that knows no locks, as Lustre without `flock` among its options."""
+    """A disk without locks, such as Lustre mounted without `flock`."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -51,7 +51,7 @@ def test_two_who_choose_at_once_choose_one_after_the_other(tmp_path: Path) -> No
 
     def first_choice(claimed: Container[str]) -> str:
         second.start()
-        second_looks.wait(0.5)  # for the whole time, unless the second one is let in
+        second_looks.wait(0.5)  # times out unless the second run gets the lock
         return _next_to(claimed)
 
     def second_choice(claimed: Container[str]) -> str:

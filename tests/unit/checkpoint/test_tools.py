@@ -1,4 +1,4 @@
-"""Looking at checkpoints, comparing them, carrying weights in and out."""
+"""The command line: show, diff, verify, consolidate and convert."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class TestCommandLine:
         assert "There is no checkpoint" in capsys.readouterr().err
 
 
-# What others wrote
+# Files of other libraries
 
 
 class Planted:
@@ -149,7 +149,7 @@ class Planted:
 
 
 class OrderedOnly:
-    """Of a class that no reader knows."""
+    """A class that readers do not know."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""Which run "auto", "last", "best" and a path go on with, and in which folder: J-13."""
+"""Which run "auto", "last", "best" and a path resume, and in which folder: J-13."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def every(step: int, **options: Any) -> Checkpoint:
 
 
 def of_an_earlier_version(checkpoint: Path) -> None:
-    """Let a manifest name no run, as those did that were written before runs had folders."""
+    """Remove the run from a manifest, as in checkpoints written before runs had folders."""
     manifest = checkpoint / "manifest.json"
     document = json.loads(manifest.read_text())
     del document["run"], document["crc32"]
@@ -67,7 +67,7 @@ def test_auto_goes_on_with_the_newest_run_in_its_folder(tmp_path: Path, caplog: 
 @pytest.mark.parametrize("which", ["auto", "last"])
 def test_a_run_of_another_class_is_passed_over(
     tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture
-) -> None:  # J-13: it took class M's finished run, made no step and ended as a success
+) -> None:  # J-13: it resumed the finished run of another class, took no step and reported success
     trained(tmp_path)
     if which == "last":
         with pytest.raises(CheckpointError, match=r"(?s)no checkpoint that a run could go on from.*runs of Another"):
@@ -103,7 +103,7 @@ def test_a_run_that_is_under_way_is_passed_over(tmp_path: Path, caplog: pytest.L
     second = trained(tmp_path, "auto", max_epochs=2)
     assert version(second) == "version_1"
     assert "Skipped: version_0 (it is running, process 1 on " in caplog.text
-    # Once it is dead it is taken: its number may be another process's by now.
+    # A dead run is resumed, even if its pid now belongs to another process.
     left_running(first.log_dir, pid=1, began="1")
     edit(second.log_dir, module="another")
     assert version(trained(tmp_path, "auto", max_epochs=2)) == "version_0"
@@ -119,7 +119,7 @@ def test_a_run_of_this_very_process_is_known(tmp_path: Path) -> None:  # J-13: a
 
     module = Nesting()
     outer = fit(tmp_path)
-    edited = outer.fit  # of the same class as far as records say
+    edited = outer.fit  # of the same class, judging by the records
     Nesting.__qualname__, Nesting.__module__ = Net.__qualname__, Net.__module__
     edited(module, data())
     assert (version(outer), Nesting.inner) == ("version_0", "version_1")
@@ -189,7 +189,7 @@ def test_a_path_to_the_newest_goes_on_in_its_folder_and_others_begin_one(tmp_pat
     assert version(best) == "version_2"
     for one in (older, best):
         assert record(one.log_dir)["parent"] is not None
-    # What is named elsewhere is gone on from here: a folder of the user's own choice is not left.
+    # Checkpoints elsewhere are resumed from here: a folder that the user chose is kept.
     elsewhere = trained(tmp_path / "new", saved / "epoch=1-step=12", callbacks=every(3), max_epochs=3)
     assert elsewhere.log_dir == str(tmp_path / "new" / "drivetrain_logs" / "version_0")
     assert record(elsewhere.log_dir)["parent"] == record(saved.parent)["id"]
@@ -238,7 +238,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
     def die(at: int) -> None:
         if at == step:
             for one in killed.loggers:
-                one.save()  # it may have written what comes after the checkpoint
+                one.save()  # it may have written rows after the checkpoint
             raise RuntimeError("killed")
 
     killed = fit(root, **options(root))
@@ -246,7 +246,7 @@ def test_logs_have_no_fold_and_no_gap(tmp_path: Path, step: int, pace: int) -> N
         killed.fit(Net(at_step=die), data(), data())
     again = fit(root, **options(root))
     again.fit(Net(), data(), data(), ckpt_path="auto")
-    assert version(again) == ("version_0" if step > 1 else "version_1")  # before the first one there is none
+    assert version(again) == ("version_0" if step > 1 else "version_1")  # no checkpoint before the first save
     assert rows(again.log_dir) == rows(trainer.log_dir)
 
 
@@ -289,7 +289,7 @@ def test_auto_ends_a_run_that_was_stopped_early_until_it_may_be_more_patient(tmp
     assert version(more) == "version_0"
 
 
-# Jobs, and machines out of sight
+# Jobs, and runs on other machines
 
 
 def test_what_this_job_left_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # J-13

@@ -1,4 +1,4 @@
-"""What run.json says, when it is written, and what is read of it: J-13, N-06."""
+"""The content of run.json, when it is written, and how it is read: J-13, N-06."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path: Path) -> None:  # J-13
     assert is_alive(said, []) is True
     process.kill()
     process.wait()
-    assert said == _record.read(str(folder))  # nobody has written how it ended
+    assert said == _record.read(str(folder))  # the end was not recorded
     assert is_alive(said, []) is False
 
 
