@@ -53,9 +53,9 @@ def resumable_in(folders: Iterable[str], retry: StorageRetry) -> list[Checkpoint
     """
     checkpoints = []
     for folder in dict.fromkeys(folders):
-        latest_there = retry.call(partial(read_latest, folder))
+        latest_name = retry.call(partial(read_latest, folder))
         names = retry.call(partial(children, folder))
-        for name in dict.fromkeys([*names, *([latest_there] if latest_there is not None else [])]):
+        for name in dict.fromkeys([*names, *([latest_name] if latest_name is not None else [])]):
             checkpoint = retry.call(partial(_load_if_complete, child(folder, name)))
             if checkpoint is not None and not checkpoint.weights_only:
                 checkpoints.append(checkpoint)
@@ -70,12 +70,12 @@ def select_newest(
     """Return the newest of ``checkpoints`` that passes ``check``, in the order of `newest`; None if none passes."""
     checkpoints = list(checkpoints)
     while checkpoints:
-        latest = [
+        without_descendants = [
             checkpoint
             for checkpoint in checkpoints
             if not any(_descends_from(other, checkpoint) for other in checkpoints)
         ]
-        chosen = max(latest, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
+        chosen = max(without_descendants, key=lambda checkpoint: (checkpoint.manifest.written, checkpoint.path))
         problem = retry.call(partial(_problem_of, chosen, check))
         if problem is None:
             return chosen
@@ -130,7 +130,7 @@ class StorageRetry:
     """
 
     def __init__(self, retry_seconds: float | None = None) -> None:
-        self._left = RETRY_SECONDS if retry_seconds is None else retry_seconds
+        self._remaining = RETRY_SECONDS if retry_seconds is None else retry_seconds
         self._pause = _FIRST_PAUSE
 
     def call(self, operation: Callable[[], T]) -> T:
@@ -143,10 +143,10 @@ class StorageRetry:
             try:
                 return operation()
             except StorageError as error:
-                if self._left <= 0:
+                if self._remaining <= 0:
                     raise
-                pause = min(self._pause, self._left)
+                pause = min(self._pause, self._remaining)
                 logger.warning("%s Retrying in %.1f s.", error.what, pause)
                 time.sleep(pause)
-                self._left -= pause
+                self._remaining -= pause
                 self._pause *= 2

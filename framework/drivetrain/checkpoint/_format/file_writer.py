@@ -46,7 +46,7 @@ class FileWriter:
         self._digested: Future[None] | None = None
         self._undigested: deque[_Content] = deque()
         self._digest_is_due = False  # a queued call will process all waiting contents
-        self._copies: deque[list[Future[None]]] = deque()
+        self._temporary_pieces: deque[list[Future[None]]] = deque()
         self._error: Exception | None = None
 
     def write(self, content: _Content, borrowed: bool = False) -> None:
@@ -54,23 +54,24 @@ class FileWriter:
 
         Args:
             content: must not change until `record` has returned.
-            borrowed: whether the memory exists anyway. Of other memory, only `MAX_WAITING_PIECES` pieces may be queued.
+            borrowed: whether the memory belongs to an existing tensor. Of temporary pieces, only `MAX_WAITING_PIECES`
+                may be queued.
 
         Raises:
             Exception: an earlier write failed.
         """
-        while not borrowed and len(self._copies) >= MAX_WAITING_PIECES:
-            for future in self._copies.popleft():
+        while not borrowed and len(self._temporary_pieces) >= MAX_WAITING_PIECES:
+            for future in self._temporary_pieces.popleft():
                 future.result()
         self._raise_error()
         self._waiting.append(content)
         self._written = self._writer.submit(self._run_unless_failed, self._write_waiting)
         self._checksummed = self._checksummer.submit(self._run_unless_failed, self._sums.update, content)
-        at_work = [self._written, self._checksummed]
+        futures = [self._written, self._checksummed]
         if self._digester is not None:
-            at_work.append(self._submit_digest(self._digester, content))
+            futures.append(self._submit_digest(self._digester, content))
         if not borrowed:
-            self._copies.append(at_work)
+            self._temporary_pieces.append(futures)
 
     def flush(self) -> None:
         """Wait until everything is written; checksums may still be in progress.

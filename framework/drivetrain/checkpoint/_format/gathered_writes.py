@@ -67,7 +67,7 @@ class GatheredWriter:
         """
         records: dict[str, FileRecord] = {}
         problem: Exception | None = None
-        for wave in _group_by_owner(files):
+        for wave in _split_into_waves(files):
             try:
                 records.update(self._write_wave(wave))
             except _WriteFailedError as error:
@@ -77,31 +77,35 @@ class GatheredWriter:
         return records
 
     def _write_wave(self, wave: Sequence[PlannedFile]) -> dict[str, FileRecord]:
-        """Write files of different owners concurrently, one round of pieces each at a time."""
+        """Write files of different owners concurrently, one round of pieces of each at a time."""
         sharded = frozenset(self.regions[0])
         owned = next((file for file in wave if file.owner == self.control.rank), None)
         output = None if owned is None else _Output(owned, self.storage, self.digest)
-        incoming, pieces_of_own = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
+        receive_buffers, assembly_buffers = _Buffers(1), _Buffers(MAX_WAITING_PIECES + 1)
         rounds = [(file.owner, rounds_of(file.specs, sharded, self.piece)) for file in wave]
         try:
             while True:
-                round_ = [(owner, pieces) for owner, left in rounds if (pieces := next(left, None)) is not None]
-                if not round_:
+                current_round = [
+                    (owner, pieces) for owner, remaining in rounds if (pieces := next(remaining, None)) is not None
+                ]
+                if not current_round:
                     break
-                received = self._exchange(round_, incoming)
-                for owner, pieces in round_:
+                received = self._exchange(current_round, receive_buffers)
+                for owner, pieces in current_round:
                     if owner == self.control.rank and output is not None:
-                        output.write(self._assembled(pieces, received, pieces_of_own))
+                        output.write(self._assembled(pieces, received, assembly_buffers))
             return {} if output is None else output.finish()
         finally:
             if output is not None:
                 output.close()
 
-    def _exchange(self, round_: Sequence[tuple[int, list[Piece]]], incoming: _Buffers) -> dict[int, torch.Tensor]:
+    def _exchange(
+        self, current_round: Sequence[tuple[int, list[Piece]]], receive_buffers: _Buffers
+    ) -> dict[int, torch.Tensor]:
         """Send this rank's parts of the pieces to their owners; return the bytes received, by sending rank."""
         control, sends = self.control, {}
         receives: dict[int, torch.Tensor] = {}
-        for owner, pieces in round_:
+        for owner, pieces in current_round:
             if owner != control.rank:
                 parts = [part.view(torch.uint8) for part in self._parts(pieces)]
                 if parts:
@@ -109,7 +113,7 @@ class GatheredWriter:
                 continue
             others = [rank for rank in range(control.world_size) if rank != control.rank]
             nbytes = {rank: count for rank in others if (count := self._nbytes_from(rank, pieces))}
-            receives = dict(zip(nbytes, incoming.cut(list(nbytes.values())), strict=True))
+            receives = dict(zip(nbytes, receive_buffers.cut(list(nbytes.values())), strict=True))
         if control.world_size > 1:
             control.exchange(sends, receives)
         return receives
@@ -172,7 +176,7 @@ class GatheredWriter:
 
 
 class _Buffers:
-    """A ring of reused receive buffers, because repeated allocation makes the allocator keep several times as much.
+    """A ring of reused buffers, because repeated allocation makes the allocator keep several times as much.
 
     Args:
         count: number of buffers; one is reused after ``count`` calls.
@@ -183,13 +187,13 @@ class _Buffers:
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return one tensor per size in bytes, aligned for every dtype."""
-        places = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+        offsets = list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
         buffer = self._buffers.popleft()
-        if buffer.numel() < places[-1]:
+        if buffer.numel() < offsets[-1]:
             del buffer  # free it before allocating a larger one
-            buffer = torch.empty(places[-1], dtype=torch.uint8)
+            buffer = torch.empty(offsets[-1], dtype=torch.uint8)
         self._buffers.append(buffer)
-        return [buffer[begin : begin + size] for begin, size in zip(places, sizes, strict=False)]
+        return [buffer[begin : begin + size] for begin, size in zip(offsets, sizes, strict=False)]
 
 
 class _WriteFailedError(Exception):
@@ -253,8 +257,8 @@ class _Output:
             self._stack.__exit__(type(error), error, error.__traceback__)
 
 
-def _group_by_owner(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
-    """Split files into groups that contain at most one file per owner."""
+def _split_into_waves(files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
+    """Yield waves of files with at most one file per owner."""
     of_owner: dict[int, list[PlannedFile]] = {}
     for file in files:
         of_owner.setdefault(file.owner, []).append(file)

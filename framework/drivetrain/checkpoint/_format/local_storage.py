@@ -23,7 +23,7 @@ from drivetrain.errors import CheckpointError
 # A writer uses three entries in the target's parent folder: `.saving-<token>` (being written), `.replaced-<token>` (the
 # old checkpoint, moved aside) and a lock file that holds the target's name. The lock file is created first and removed
 # last.
-_MAX_NAME_BYTES = 1024  # bytes
+_MAX_NAME_BYTES = 1024
 _LOCK_NAME = re.compile(r"\.saving-[0-9a-f]{16}\.lock")
 _CLAIM_LOCK = ".choosing.lock"  # locked while a name is chosen; opened for writing, as NFS requires
 
@@ -57,7 +57,7 @@ class LocalStorage:
             OSError: the folder cannot be created.
         """
         target = Path(os.path.realpath(path))
-        _check_replaceable(target)
+        _check_is_checkpoint(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         clear_leftovers(target.parent)
         check_disk_space(target, needed, files)
@@ -111,7 +111,7 @@ class LocalStorage:
             # Renaming fails if the target is a folder with content, which is then exchanged.
             if not self._target.is_dir() or not any(self._target.iterdir()):
                 raise
-        _check_replaceable(self._target)
+        _check_is_checkpoint(self._target)
         if exchange(str(self._folder), str(self._target)):
             return
         # If killed between the renames, `find_interrupted_replacement` finds the old one through the lock file.
@@ -135,7 +135,7 @@ def find_interrupted_replacement(path: str) -> str | None:
     Only possible on file systems that cannot exchange two names atomically.
     """
     target = Path(os.path.realpath(path))
-    for lock in _lock_files_in(target.parent):
+    for lock in _find_lock_files(target.parent):
         aside = _moved_aside_path(target.parent, _token(lock))
         with suppress(OSError):
             if _read_target_name(lock) == target.name and (aside / MANIFEST).exists():
@@ -190,7 +190,7 @@ def claim_name(folder: str, free: Callable[[Container[str]], str]) -> tuple[str,
 
 def _claimed_names(folder: Path) -> set[str]:
     names = set()
-    for lock in _lock_files_in(folder):
+    for lock in _find_lock_files(folder):
         with suppress(FileNotFoundError):  # its writer has finished
             names.add(_read_target_name(lock))
     return names
@@ -215,7 +215,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed writers left in ``folder``. Live writers hold their locks, and their files stay."""
-    for path in _lock_files_in(folder):
+    for path in _find_lock_files(folder):
         with suppress(OSError):
             lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -226,7 +226,7 @@ def clear_leftovers(folder: Path) -> None:
                 _remove_leftovers(path, lock)
 
 
-def _lock_files_in(folder: Path) -> list[Path]:
+def _find_lock_files(folder: Path) -> list[Path]:
     with suppress(OSError):
         entries = [entry for entry in os.scandir(folder) if _LOCK_NAME.fullmatch(entry.name)]
         return [Path(entry.path) for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -285,7 +285,7 @@ def _create_locked(path: Path, name: str) -> int:
         os.close(lock)
 
 
-def _check_replaceable(target: Path) -> None:
+def _check_is_checkpoint(target: Path) -> None:
     if not os.path.lexists(target):
         return
     if not target.is_dir():

@@ -68,11 +68,11 @@ class StagedPart:
     specs: list[Spec] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.specs = [Spec(name, held.dtype, tuple(held.shape)) for name, held in self.tensors.items()]
+        self.specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in self.tensors.items()]
 
     def shards(self) -> dict[str, ParameterShard]:
         """Return the tensors that are sharded."""
-        return {name: held for name, held in self.tensors.items() if isinstance(held, ParameterShard)}
+        return {name: value for name, value in self.tensors.items() if isinstance(value, ParameterShard)}
 
     def digest(self) -> str:
         """Return a hash of what must be equal on all ranks; of rank 0's state, only the sharded tensors."""
@@ -131,7 +131,7 @@ def stage(
     contents: Contents,
     rank: int,
     world_size: int,
-    shard_of: Callable[[Any], TensorOrShard] = lambda held: held,
+    shard_of: Callable[[Any], TensorOrShard] = lambda value: value,
     snapshot: bool = False,
     sizes: Sizes = DEFAULT_SIZES,
 ) -> StagedCheckpoint:
@@ -149,26 +149,26 @@ def stage(
         sizes: how tensors are split into files.
     """
     try:
-        parts = list(_parts(contents, rank, shard_of, sizes))
+        parts = list(_stage_parts(contents, rank, shard_of, sizes))
         unexpected: dict[str, Any] = {}
         encode(contents.metadata.progress, unexpected, "progress")
         encode(contents.metadata.hyper_parameters, unexpected, "hyper_parameters")
         encode(contents.metadata.data_hyper_parameters, unexpected, "data_hyper_parameters")
         for part in parts:
-            for name, held in part.tensors.items():
-                _check(part, name, held)
+            for name, value in part.tensors.items():
+                _check_storable(part, name, value)
         if snapshot:
-            _copy(parts, rank, world_size)
+            _copy_to_host(parts, rank, world_size)
     except CheckpointError as error:
         return StagedCheckpoint([], contents.metadata, {}, sizes, problem=error)
     return StagedCheckpoint(parts, contents.metadata, dict(contents.aliases), sizes, contents.digest)
 
 
-def _check(part: StagedPart, name: str, held: TensorOrShard) -> None:
-    if not isinstance(held, ParameterShard):
-        check_storable(f"{part.stem}: {name}", held)
+def _check_storable(part: StagedPart, name: str, value: TensorOrShard) -> None:
+    if not isinstance(value, ParameterShard):
+        check_storable(f"{part.stem}: {name}", value)
         return
-    check_storable(f"{part.stem}: {name}", held.local)
+    check_storable(f"{part.stem}: {name}", value.local)
     if part.role == "rank":
         raise CheckpointError(
             f"{part.stem}: {name!r} is sharded.",
@@ -177,10 +177,10 @@ def _check(part: StagedPart, name: str, held: TensorOrShard) -> None:
         )
 
 
-def _parts(
+def _stage_parts(
     contents: Contents, rank: int, shard_of: Callable[[Any], TensorOrShard], sizes: Sizes
 ) -> Iterator[StagedPart]:
-    first = rank == 0
+    is_rank_0 = rank == 0
 
     def part(stem: str, role: str, document: Any, tensors: Mapping[str, Any], key: str = "") -> StagedPart:
         text = None if document is None else dumps(document)
@@ -193,20 +193,20 @@ def _parts(
             continue
         (tensors if isinstance(value, torch.Tensor | ParameterShard) else others)[name] = value
     document = encode(others, tensors)
-    yield part("model", "weights", document if others and first else None, tensors)
+    yield part("model", "weights", document if others and is_rank_0 else None, tensors)
     for number, state in enumerate(contents.optimizers):
         tensors = {}
         document = {
             "state": encode(state["state"], tensors),
             "param_groups": encode(state["param_groups"], tensors, "param_groups"),
         }
-        yield part(f"optimizer-{number}", "optimizer", document if first else None, tensors)
-    for number, (key, held) in enumerate(contents.callbacks.items()):
-        yield part(f"callback-{number}", "callback", None, held, key)
+        yield part(f"optimizer-{number}", "optimizer", document if is_rank_0 else None, tensors)
+    for number, (key, value) in enumerate(contents.callbacks.items()):
+        yield part(f"callback-{number}", "callback", None, value, key)
     # Every rank has this part, because tensors of the state may be sharded.
     tensors = {}
     document = encode(contents.state, tensors)
-    yield part("state", "state", document if first and contents.state is not None else None, tensors)
+    yield part("state", "state", document if is_rank_0 and contents.state is not None else None, tensors)
     tensors = {}
     document = encode(contents.rank_state, tensors)
     yield part(f"rank-{rank:05d}", "rank", None if contents.rank_state is None else document, tensors)
@@ -219,26 +219,26 @@ def contributed_region(shard: ParameterShard) -> Region | None:
     return None if empty or not shard.speaks else region
 
 
-def _copy(parts: list[StagedPart], rank: int, world_size: int) -> None:
+def _copy_to_host(parts: list[StagedPart], rank: int, world_size: int) -> None:
     """Replace the tensors that this rank writes by copies in host memory, and wait for the copies."""
-    places: list[tuple[StagedPart, str, torch.Tensor]] = []
+    sources: list[tuple[StagedPart, str, torch.Tensor]] = []
     for part in parts:
-        mine = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
-        for name, held in part.tensors.items():
-            if isinstance(held, ParameterShard):
-                part.tensors[name] = replace(held, gather=None)
-                if contributed_region(held) is not None:
-                    places.append((part, name, held.local))
-            elif name in mine:
-                places.append((part, name, held))
-    on_device = [tensor for _, _, tensor in places if tensor.device.type == "cuda"]
+        owned = {spec.name for file in part.planned(rank, world_size) if file.owner == rank for spec in file.specs}
+        for name, value in part.tensors.items():
+            if isinstance(value, ParameterShard):
+                part.tensors[name] = replace(value, gather=None)
+                if contributed_region(value) is not None:
+                    sources.append((part, name, value.local))
+            elif name in owned:
+                sources.append((part, name, value))
+    on_device = [tensor for _, _, tensor in sources if tensor.device.type == "cuda"]
     pinned = iter(pinned_copies(on_device))
-    for part, name, tensor in places:
+    for part, name, tensor in sources:
         if tensor.device.type == "cuda":
             copy = next(pinned)
         else:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        held = part.tensors[name]
-        part.tensors[name] = replace(held, local=copy) if isinstance(held, ParameterShard) else copy
+        value = part.tensors[name]
+        part.tensors[name] = replace(value, local=copy) if isinstance(value, ParameterShard) else copy
     for device in {tensor.device for tensor in on_device}:
         torch.cuda.synchronize(device)
