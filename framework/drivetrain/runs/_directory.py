@@ -114,7 +114,7 @@ class RunDirectory:
         return self.path
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_claim": None}  # a spawned process gets its own claim
+        return self.__dict__ | {"_claim": None}  # not picklable; the run sets it again in a spawned process
 
     def file(self, name: str) -> str:
         """Return the path of the file ``name`` in this directory."""

@@ -21,8 +21,8 @@ def gather_or_raise(control: ControlPlane, summary: str, value: Any, problem: Ex
         problem: this rank's problem, or None.
 
     Raises:
-        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError` raises
-            that.
+        CheckpointError: names the failed rank and the cause; a rank whose own problem is a `CheckpointError`
+            raises that one.
     """
     values, problems = _gather(control, value, problem)
     if not problems:
@@ -58,9 +58,9 @@ def _gather(
     control: ControlPlane, value: Any, problem: Exception | None
 ) -> tuple[list[Any], dict[int, tuple[str, str, str]]]:
     answers = control.gather_objects((None, value) if problem is None else (_error_texts(problem), None))
-    return [result for _, result in answers], {
-        rank: texts for rank, (texts, _) in enumerate(answers) if texts is not None
-    }
+    values = [rank_value for _, rank_value in answers]
+    problems = {rank: texts for rank, (texts, _) in enumerate(answers) if texts is not None}
+    return values, problems
 
 
 def _error_of_ranks(summary: str, problems: dict[int, tuple[str, str, str]]) -> CheckpointError:
