@@ -34,7 +34,7 @@ def save_and_save(pipe: Connection, path: str, exchanging: bool = True) -> None:
     if not exchanging:
         import drivetrain.checkpoint._format.local_storage as module
 
-        module.exchange = lambda one, other: False  # type: ignore[attr-defined]
+        module.exchange = lambda first, second: False  # type: ignore[attr-defined]
     number = 0
     while True:
         save(path, numbered(number), LocalControl())

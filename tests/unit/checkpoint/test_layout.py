@@ -175,7 +175,7 @@ class TestReplacing:
             if not exchange(str(tmp_path / "one"), str(tmp_path / "two")):
                 pytest.skip("this disk cannot exchange two names")
         else:
-            monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda one, other: False)
+            monkeypatch.setattr("drivetrain.checkpoint._format.local_storage.exchange", lambda first, second: False)
         return bool(request.param)
 
     def test_the_new_one_takes_the_place_of_the_old(self, tmp_path: Path, exchanging: bool) -> None:
