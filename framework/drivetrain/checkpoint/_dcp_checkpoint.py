@@ -110,12 +110,12 @@ def _tensor_entries(storage_data: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _read_tensor(
-    folder: Path, name: str, tensors: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
+    folder: Path, name: str, description: dict[str, Any], stored: dict[tuple[str, tuple[int, ...]], dict[str, Any]]
 ) -> torch.Tensor:
-    dtype = tensors["properties"].state[0]
-    whole = torch.empty(tuple(tensors["size"]), dtype=dtype)
+    dtype = description["properties"].state[0]
+    whole = torch.empty(tuple(description["size"]), dtype=dtype)
     elements_read = 0
-    for chunk in tensors["chunks"]:
+    for chunk in description["chunks"]:
         offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
         part = _read_chunk(folder, stored[name, offsets])
         if tuple(part.shape) != sizes or part.dtype != dtype:
