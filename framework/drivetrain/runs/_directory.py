@@ -46,7 +46,7 @@ class RunDirectory:
         """The directory's name, if the user chose it."""
         self._version = self.fixed
         self._claim: Callable[[], str] | None = None
-        self._is_of_run = False  # whether a run has settled the version
+        self._settled_by_run = False  # whether a run has settled the version
         self.is_claimed = False
         """Whether a run has claimed the directory, or something was written to it."""
 
@@ -70,7 +70,7 @@ class RunDirectory:
     @property
     def asked(self) -> str | None:
         """The version that was read or written to before any run settled it; None otherwise."""
-        return None if self._is_of_run else self._version
+        return None if self._settled_by_run else self._version
 
     @property
     def version(self) -> str:
@@ -81,7 +81,7 @@ class RunDirectory:
 
     def adopt(self, version: str) -> None:
         """Use the directory name that a run has claimed."""
-        self._version, self._claim, self.is_claimed, self._is_of_run = version, None, True, True
+        self._version, self._claim, self.is_claimed, self._settled_by_run = version, None, True, True
 
     def expect(self, version: str, claim: Callable[[], str] | None) -> None:
         """Use a directory name that is not claimed yet.
@@ -91,7 +91,7 @@ class RunDirectory:
             claim: called at the first write: claims the directory for all loggers that share it, and returns its name.
                 None if nothing will be written.
         """
-        self._version, self._claim, self.is_claimed, self._is_of_run = version, claim, False, True
+        self._version, self._claim, self.is_claimed, self._settled_by_run = version, claim, False, True
 
     @property
     def path(self) -> str:

@@ -86,8 +86,8 @@ class RunSearch:
         for record in records:
             if record.is_training and self._is_same_experiment(record):
                 self.add_run(record)
-        inside = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
-        self.collect_checkpoints([folder for folder in folders if resolve_folder(folder) not in inside])
+        in_run_folders = {resolve_folder(child(record.folder, CHECKPOINTS)) for record in records}
+        self.collect_checkpoints([folder for folder in folders if resolve_folder(folder) not in in_run_folders])
 
     def collect_checkpoints(self, folders: Sequence[str]) -> None:
         """Add the checkpoints in folders that the user named."""
@@ -251,16 +251,18 @@ class RunSearch:
             (of_this_job, of_job),
             (candidates, user_checkpoints),
         ):
-            inside = {
+            in_run_folders = {
                 checkpoint.path: (checkpoint, record)
                 for record in records
                 for checkpoint in resumable_in([child(record.folder, CHECKPOINTS)], self._retry)
                 if checkpoint.manifest.metadata.run.get("id", record.id) == record.id
             }
-            newest = select_newest([*(each for each, _ in inside.values()), *others], self._retry, check)
+            newest = select_newest([*(each for each, _ in in_run_folders.values()), *others], self._retry, check)
             if newest is not None:
                 # Use the record that was judged dead: another process may have resumed the run since.
-                return newest, inside[newest.path][1] if newest.path in inside else self._known_run(newest)
+                return newest, in_run_folders[newest.path][1] if newest.path in in_run_folders else self._known_run(
+                    newest
+                )
             unfinished = [record for record in records if records is of_this_job and record.status != FINISHED]
             if unfinished and not include_running:
                 return None, unfinished[0]
@@ -273,8 +275,8 @@ class RunSearch:
         if record is None or not resumable or self._is_alive(record):
             return self._choice(checkpoint.path, None, checkpoint)
         folder = checkpoint.path.rstrip("/").rpartition("/")[0]
-        inside = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
-        of_its_run = [each for each in inside if each.manifest.metadata.run.get("id") == record.id]
+        in_run_folders = resumable_in([child(record.folder, CHECKPOINTS), folder], self._retry)
+        of_its_run = [each for each in in_run_folders if each.manifest.metadata.run.get("id") == record.id]
         newest = select_newest(of_its_run, self._retry)
         is_newest = newest is not None and newest.manifest.identifier == checkpoint.manifest.identifier
         return self._choice(checkpoint.path, record if is_newest else None, checkpoint)

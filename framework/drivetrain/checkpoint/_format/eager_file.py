@@ -35,17 +35,17 @@ class EagerFile:
 
         One large call lets the kernel use large folios in the page cache, which are cheaper to read.
         """
-        left, begin = [memoryview(content) for content in contents], self._written
-        while left:
-            count = os.writev(self._file.fileno(), left[:_MAX_BUFFERS])
+        remaining, begin = [memoryview(content) for content in contents], self._written
+        while remaining:
+            count = os.writev(self._file.fileno(), remaining[:_MAX_BUFFERS])
             self._written += count
             whole = 0
-            while whole < len(left) and count >= len(left[whole]):
-                count -= len(left[whole])
+            while whole < len(remaining) and count >= len(remaining[whole]):
+                count -= len(remaining[whole])
                 whole += 1
-            del left[:whole]
+            del remaining[:whole]
             if count:
-                left[0] = left[0][count:]
+                remaining[0] = remaining[0][count:]
         start_writing = _system_call()
         if start_writing is not None and self._written - begin >= _MIN_WRITEBACK:
             start_writing(self._file.fileno(), begin, self._written - begin)

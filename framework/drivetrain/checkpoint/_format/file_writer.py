@@ -101,13 +101,13 @@ class FileWriter:
             self._digester.shutdown()
 
     def _write_waiting(self) -> None:
-        together: list[_Content] = []
+        batch: list[_Content] = []
         size = 0
         while self._waiting and size < _BATCH_BYTES:
-            together.append(self._waiting.popleft())
-            size += len(together[-1])
-        if together:  # an earlier call may have written it
-            self._sink.writelines(together)
+            batch.append(self._waiting.popleft())
+            size += len(batch[-1])
+        if batch:  # a previous call may have written everything
+            self._sink.writelines(batch)
 
     def _submit_digest(self, digester: ThreadPoolExecutor, content: _Content) -> Future[None]:
         """Queue ``content`` for the digest; one call processes all that is queued, because small contents are many."""

@@ -103,8 +103,8 @@ class ObjectStorage:
         """Upload the manifest, retrying until the store holds this identifier."""
 
         def is_stored() -> bool:
-            there = self._read_manifest()
-            return there is not None and there.identifier == identifier
+            stored = self._read_manifest()
+            return stored is not None and stored.identifier == identifier
 
         put_with_retries(self._filesystem, self._path(MANIFEST), content, is_stored)
 
