@@ -260,9 +260,8 @@ class RunSearch:
             newest = select_newest([*(each for each, _ in in_run_folders.values()), *others], self._retry, check)
             if newest is not None:
                 # Use the record that was judged dead: another process may have resumed the run since.
-                return newest, in_run_folders[newest.path][1] if newest.path in in_run_folders else self._known_run(
-                    newest
-                )
+                found = in_run_folders.get(newest.path)
+                return newest, self._known_run(newest) if found is None else found[1]
             unfinished = [record for record in records if records is of_this_job and record.status != FINISHED]
             if unfinished and not include_running:
                 return None, unfinished[0]
